@@ -86,7 +86,7 @@ def _served_as(fields: ImageRequest, card: ImageCard) -> ImageRequest:
     warnings = [f"model: {fields.model} is served by {card.name}"]
     size = card.offer.read_size(fields.size)
     if size is not None and min(size) > 0 and not card.offer.offers(size):
-        nearest = "{}x{}".format(*card.offer.nearest(size))
+        nearest = "{}x{}".format(*card.offer.closest(size))
         warnings.append(f"size: {fields.size} is not offered by {card.name}; the nearest is {nearest}")
         fields = fields.model_copy(update={"size": nearest})
     return fields.with_warnings((*fields.warnings, *warnings))

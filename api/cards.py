@@ -91,7 +91,7 @@ class RegistrySnapshot:
         place = {model.name: at for worker in ready for at, model in enumerate(worker.models)}
         return min(candidates, key=lambda model: (not model.live, place.get(model.name, 0)), default=None)
 
-    def deliberate(self, name: str, kind: type[C]) -> C | None:
+    def declared(self, name: str, kind: type[C]) -> C | None:
         """The model of this kind that has the name, or that the operator's alias stands for: not one that OpenAI's
         names or placeholders do.
         """

@@ -76,7 +76,7 @@ class FieldNames:
                 raise invalid_field(self.prefix + name, words, "repeated_field")
             fields[ours], given[ours] = value, name
         places = {name: name for name in (*shared, *self.passed)} | {
-            ours: name for name, ours in reversed(self.names.items()) if ours not in shared
+            ours: name for name, ours in [*self.names.items()][::-1] if ours not in shared
         }
         places |= {OTHER_NAMES.get(name, "size" if name in SIDES else name): name for name in fields} | given
         return fields, {ours: self.prefix + name for ours, name in places.items()}, warnings

@@ -211,6 +211,14 @@ class ImageOffer(ImageLimits):
 
         return min(self.sizes, key=apart)
 
+    def closest(self, size: Size) -> Size:
+        """The size itself if it is offered; else its sides rounded, where that is, or the one of the nearest shape."""
+        if (sides := self.size_range) is not None and not self.offers(size):
+            width, height = (round(side / sides.multiple) * sides.multiple for side in size)
+            if (width, height) in sides and sides.shortest <= min(size) and max(size) <= sides.longest:
+                return width, height
+        return size if self.offers(size) else self.nearest(size)
+
     def offers(self, size: Size) -> bool:
         """Return whether the model draws pictures of this size."""
         return size in self.sizes or (self.size_range is not None and size in self.size_range)

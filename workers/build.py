@@ -338,7 +338,7 @@ def build(
     """
     backends.check(settings)
     checker = load_checker(settings.checker)
-    marks = provenance.of(settings)
+    signer = provenance.of(settings)
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
     texts = text_runner(settings, llm_lane or lane, say) if text else None
@@ -360,7 +360,7 @@ def build(
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
     if pool is not None:
         pool.retry_admission = engine.retry_admission
-    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, marks, decisions, depth, pool, gate)
+    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, signer, decisions, depth, pool, gate)
 
 
 def image_runner(
@@ -378,8 +378,8 @@ def image_runner(
     `shared`.
     """
     say(f"loading {settings.model_name}")
-    if diffusers.find(settings.model_name) is not None:
-        return _pipeline_runner(settings, lane, capacity), ()
+    if (folder := diffusers.find(settings.model_name)) is not None:
+        return _pipeline_runner(settings, folder, lane, capacity), ()
     model = load_model(settings, say, count)
     if model.family.refines:
         raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
@@ -407,7 +407,7 @@ def image_runner(
     return runner, decisions
 
 
-def _pipeline_runner(settings: Settings, lane: Lane, capacity: RequestCapacity | None) -> DiffusersRunner:
+def _pipeline_runner(settings: Settings, folder: Path, lane: Lane, capacity: RequestCapacity | None) -> DiffusersRunner:
     """Load a pipeline that runs by diffusers' own loop. Raises `ModelError`."""
     for name in ("lora", "refiner", "tiny_vae"):
         if getattr(settings, name):
@@ -418,7 +418,7 @@ def _pipeline_runner(settings: Settings, lane: Lane, capacity: RequestCapacity |
     set_threads(settings, device)
     keep_compiled(settings, device)
     model = checkpoint.load(
-        settings.model_name, precision=settings.precision, device=device, variant=settings.variant,
+        settings.model_name, folder, precision=settings.precision, device=device, variant=settings.variant,
         weights=settings.unet, offload=settings.offload, compiled=settings.compile,
     )  # fmt: skip
     log.info("%s, a %s in %s: %s", model.name, type(model.base).__name__, model.precision, diffusers.NOTICE)

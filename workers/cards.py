@@ -42,37 +42,29 @@ def image_card(
     names: dict[str, Any] = {extension.card_field: tuple(extension.asset_names()) for extension in extensions}
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
-    return ImageCard(
-        name=model.name,
-        precision=model.precision,
-        device=str(model.device),
-        native=model.native,
-        sizes=tuple(runner.sizes),
-        size_range=model.size_range,
-        schedulers=tuple(runner.schedulers),
-        default_scheduler=runner.default_scheduler,
+    costs = ImageCosts(
+        encode_s=encode_s,
+        vae_s=decode_s[FULL],
+        vae_tiny_s=decode_s.get(TINY, 0.0),
+        solo_step_s=solo_s,
+        row_step_s=row_s,
+        shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
+        shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
+        **{
+            name: value
+            for extension in extensions
+            for name, value in extension.costs(runner.backend, sizes[DEEP]).items()
+        },
+    )
+    return _card(
+        runner,
+        costs,
+        encode_s + rows * row_s[_named(native)] + decode_s[FULL],
         scheduler_reason=model.scheduler_reason,
-        defaults=defaults,
         plans={name: dict(fields) for name, fields in model.plans.items()},
         plan=plan,
         vaes=model.vaes,
         inpaint_only=model.inpaints,
-        limits=ImageLimits(),
-        costs=ImageCosts(
-            encode_s=encode_s,
-            vae_s=decode_s[FULL],
-            vae_tiny_s=decode_s.get(TINY, 0.0),
-            solo_step_s=solo_s,
-            row_step_s=row_s,
-            shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
-            shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
-            **{
-                name: value
-                for extension in extensions
-                for name, value in extension.costs(runner.backend, sizes[DEEP]).items()
-            },
-        ),
-        capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + decode_s[FULL]),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
@@ -89,30 +81,45 @@ def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
     model, offer = runner.model, runner.model.offer
     native = (model.native, model.native)
     encode_s, step_s, decode_s = (runner.cost(BatchGroup(phase, native), 1) for phase in (ENCODE, DEEP, VAE))
-    names = ("loras", "prompt_fields", "upscalers", "controls", "preprocessors", "refiners", "image_prompts")
-    offered: dict[str, Any] = {name: tuple(getattr(offer, name) or ()) for name in (*names, "fields", "sources")}
-    return ImageCard(
-        name=model.name,
-        precision=model.precision,
-        device=str(model.device),
-        native=model.native,
-        sizes=tuple(offer.sizes),
-        size_range=offer.size_range,
-        schedulers=tuple(offer.schedulers),
-        default_scheduler=runner.default_scheduler,
-        defaults=offer.defaults,
-        limits=ImageLimits(),
-        costs=ImageCosts(
-            encode_s=encode_s, vae_s=decode_s, solo_step_s={_named(native): 2 * step_s},
-            row_step_s={_named(native): step_s},
-        ),
-        capacity_per_s=1 / (encode_s + offer.defaults.steps * step_s + decode_s),
+    costs = ImageCosts(
+        encode_s=encode_s, vae_s=decode_s, solo_step_s={_named(native): 2 * step_s},
+        row_step_s={_named(native): step_s},
+    )  # fmt: skip
+    # What the offer has of the rest of the card; it has no LoRAs, networks, refiners or upscalers.
+    offered: dict[str, Any] = {
+        name: tuple(getattr(offer, name)) for name in ("prompt_fields", "image_prompts", "fields", "sources")
+    }
+    return _card(
+        runner,
+        costs,
+        encode_s + model.defaults.steps * step_s + decode_s,
+        preprocessors=(),
         kernels="torch",
         kernels_reason="by diffusers' own loop",
         options={name: dict(option) for name, option in (offer.options or {}).items()},
         loop=LOOP,
         **offered,
-    )  # fmt: skip
+    )
+
+
+def _card(runner: Pooled, costs: ImageCosts, picture_s: float, **fields: Any) -> ImageCard:
+    """Build a card of what all runners say, and these fields. `picture_s` is what a picture takes of a full batch."""
+    model = runner.model
+    return ImageCard(
+        name=model.name,
+        precision=model.precision,
+        device=str(model.device),
+        native=model.native,
+        sizes=tuple(runner.sizes),
+        size_range=model.size_range,
+        schedulers=tuple(runner.schedulers),
+        default_scheduler=runner.default_scheduler,
+        defaults=model.defaults,
+        limits=ImageLimits(),
+        costs=costs,
+        capacity_per_s=1 / picture_s,
+        **fields,
+    )
 
 
 def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[tuple[int, int]]]:

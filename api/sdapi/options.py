@@ -65,7 +65,7 @@ def find_model(service: Service, title: str | None) -> ImageCard | None:
     if not title:
         return service.cards.now.model(None, ImageCard)
     for name in names.model_names(title):
-        if name and (card := service.cards.now.deliberate(name, ImageCard)) is not None:
+        if name and (card := service.cards.now.declared(name, ImageCard)) is not None:
             return card
     return None
 

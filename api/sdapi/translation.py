@@ -21,7 +21,7 @@ from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
 from api.uploads import MaskConvention
 from contract import loras
 from contract.bounds import check_number
-from contract.card import TINY, ImageCard, ImageOffer, Size
+from contract.card import TINY, ImageCard, ImageOffer
 from contract.markup import A1111
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
@@ -139,22 +139,10 @@ def _add_numbers(result: Translation, body: Generation, offer: ImageOffer) -> No
     }  # fmt: skip
     if body.width is not None or body.height is not None:
         size = body.width or body.height or 0, body.height or body.width or 0
-        drawn = _nearest(offer, size)
+        drawn = offer.closest(size)
         fields["size"] = f"{drawn[0]}x{drawn[1]}"
         if drawn != size:
             result.warnings.append(f"width, height: {size[0]}x{size[1]} is not offered; {fields['size']} is drawn")
-
-
-def _nearest(offer: ImageOffer, size: Size) -> Size:
-    """The offered size that is nearest: its sides rounded, or else the one of the nearest shape."""
-    if offer.offers(size):
-        return size
-    if (sides := offer.size_range) is not None:
-        low, high = sides.shortest, sides.longest
-        rounded = [min(max(round(side / sides.multiple) * sides.multiple, low), high) for side in size]
-        if offer.offers((rounded[0], rounded[1])) and max(size) <= high and min(size) >= low:
-            return rounded[0], rounded[1]
-    return offer.nearest(size)
 
 
 def _add_options(result: Translation, card: ImageCard) -> None:

@@ -40,9 +40,8 @@ def read(folder: Path) -> Family:
     return loaded
 
 
-def native(folder: Path) -> bool:
-    """Return whether a family reads the model in this folder. Raises `ModelError` without a model_index.json."""
-    index = read_json(folder / "model_index.json")
+def native(index: Mapping[str, Any]) -> bool:
+    """Return whether a family reads the model with this model_index.json."""
     return _built_in(index) is not None or str(index.get("_class_name")) in entry_points(group=GROUP).names
 
 

@@ -168,10 +168,10 @@ def test_a_chosen_name_is_a_models_own_or_an_alias() -> None:
     """Not one that stands for whatever model there is."""
     names = ModelNames({"cats": "emoji-xl", "words": "emoji-lm", "emoji-xl-turbo": "emoji-xl"}, "on")
     snapshot = RegistrySnapshot(models=(CARD, TURBO, TEXT), names=names)
-    assert snapshot.deliberate("cats", ImageCard) == snapshot.deliberate("emoji-xl", ImageCard) == CARD
-    assert snapshot.deliberate("emoji-xl-turbo", ImageCard) == TURBO, "a model's own name goes first"
+    assert snapshot.declared("cats", ImageCard) == snapshot.declared("emoji-xl", ImageCard) == CARD
+    assert snapshot.declared("emoji-xl-turbo", ImageCard) == TURBO, "a model's own name goes first"
     for name in ("gpt-image-1", "dall-e-3", "tgi", "dummy", "words", "emoji-lm", ""):
-        assert snapshot.deliberate(name, ImageCard) is None
+        assert snapshot.declared(name, ImageCard) is None
 
 
 def test_unknown_fields_are_warnings_where_that_is_set(redis_url: str, folder: Path) -> None:

@@ -30,8 +30,9 @@ def find(name: str) -> Path | None:
     if registry.seeded(name) is not None:
         return None
     folder = folders.find_configs(name)
-    class_name = folders.read_json(folder / "model_index.json").get("_class_name")
-    if registry.native(folder) or not isinstance(class_name, str) or find_spec("diffusers") is None:
+    index = folders.read_json(folder / "model_index.json")
+    class_name = index.get("_class_name")
+    if registry.native(index) or not isinstance(class_name, str) or find_spec("diffusers") is None:
         return None
     import diffusers
 

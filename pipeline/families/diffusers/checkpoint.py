@@ -147,12 +147,13 @@ def _plain(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def load(
-    name: str, *, precision: str, device: str, variant: str | None = None, weights: str = "", offload: str = "off",
-    compiled: bool = False,
+    name: str, folder: Path | None = None, *, precision: str, device: str, variant: str | None = None,
+    weights: str = "", offload: str = "off", compiled: bool = False,
 ) -> DiffusersModel:  # fmt: skip
     """Load the pipeline of this folder or hub id.
 
     Args:
+        folder: the one that `find` returned for it; None: it is found here.
         precision: of `contract.precision`, or nf4; "auto": fp32 on a CPU, bf16 on a GPU. Denoisers alone are quantized.
         weights: a file of the denoiser in GGUF, in place of the folder's; "": none.
         offload: off, model, sequential or group, as diffusers and accelerate have them.
@@ -163,7 +164,7 @@ def load(
     """
     import diffusers
 
-    folder = find(name)
+    folder = folder or find(name)
     if folder is None:
         raise ModelError(f"{name}: is no pipeline of diffusers without a native family")
     index = folders.read_json(folder / "model_index.json")

@@ -111,17 +111,16 @@ class CallSignature:
 
         What equals the default is left out, so that an argument of which None means something stays None.
         """
-        said: dict[str, Any] = {name: getattr(parameters, name) for name in ARGUMENTS if name != "strength"}
-        said |= {"guidance_scale": _changed(parameters.guidance_scale, self.defaults.guidance_scale)}
+        values: dict[str, Any] = {name: getattr(parameters, name) for name in ARGUMENTS if name != "strength"}
+        if parameters.guidance_scale == self.defaults.guidance_scale:
+            values["guidance_scale"] = None
         if parameters.edit is not None:
-            said["strength"] = parameters.edit.strength
+            values["strength"] = parameters.edit.strength
         named = {"prompt": parameters.prompt, "width": parameters.width, "height": parameters.height}
         named |= {"max_area": parameters.width * parameters.height}  # FLUX Kontext scales other sizes to this area
         if "resize_and_crop_tensor" not in self._source:
-            named |= {
-                "use_resolution_binning": False
-            }  # HunyuanDiT draws a size of its table, and does not scale it back
-        named |= {ARGUMENTS[field]: value for field, value in said.items()}
+            named["use_resolution_binning"] = False  # HunyuanDiT draws a size of its table, and does not scale it back
+        named |= {ARGUMENTS[field]: value for field, value in values.items()}
         named = {name: value for name, value in named.items() if value is not None and name in self}
         return named | {name: value for name, value in (parameters.pipeline_options or {}).items() if name in self}
 
@@ -134,10 +133,6 @@ class CallSignature:
             elif parameter.default is inspect.Parameter.empty:
                 return None
         return values
-
-
-def _changed(value: float, default: float) -> float | None:
-    return None if value == default else value
 
 
 def _option(parameter: inspect.Parameter) -> dict[str, Any] | None:
