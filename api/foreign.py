@@ -6,7 +6,7 @@ Another such API is its names, a function that writes an error, and its routes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,20 @@ class FieldNames:
         return tuple(name for name in EditRequest.model_fields if name not in (*_OTHERWISE, *self.without))
 
     def read(
-        self, values: Mapping[str, Any], known: Mapping[str, str] = {}, *, ignore_unknown: bool = False
+        self,
+        values: Mapping[str, Any],
+        known: Mapping[str, str] = {},
+        *,
+        ignore_unknown: bool = False,
+        ignored: Sequence[str] = (),
     ) -> tuple[dict[str, Any], Places, list[str]]:
         """Return our fields of these values, where they were, and the warnings of those that are ignored as unknown.
 
-        `known` are fields that the caller reads itself, with their names here. Raises `ApiError` (400).
+        `known` are fields that the caller reads itself, with their names here; `ignored` are the warnings of those that
+        were left out before. Raises `ApiError` (400).
         """
         fields: dict[str, Any] = {}
-        given, warnings, shared = dict(known), list[str](), self.shared
+        given, warnings, shared = dict(known), [*ignored], self.shared
         for name, value in values.items():
             if value is None or name in self.ignored:
                 continue

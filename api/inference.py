@@ -225,12 +225,14 @@ def _split(
     target = parameters.pop("target_size", None)
     if target is not None and not (isinstance(target, dict) and target.keys() == {*SIDES}):
         raise invalid_field("parameters.target_size", "must be an object of width and height", "invalid_type")
-    fields, found, ignored = _NAMES.read({**(target or {}), **parameters}, ignore_unknown=ignore_unknown)
+    fields, given, ignored = _NAMES.read(
+        {**(target or {}), **parameters}, ignore_unknown=ignore_unknown, ignored=inference.warnings
+    )
     edited = "prompt" in fields
-    places |= found | {"prompt": "parameters.prompt" if edited else "inputs"}
+    places |= given | {"prompt": "parameters.prompt" if edited else "inputs"}
     if not edited and len(inference.inputs) > 100 and _PICTURE.match(inference.inputs):
         raise _no_prompt()
-    return {"prompt": inference.inputs, **fields}, [*inference.warnings, *ignored], inference.inputs if edited else None
+    return {"prompt": inference.inputs, **fields}, ignored, inference.inputs if edited else None
 
 
 def _no_prompt() -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -17,7 +18,6 @@ from contract.sampler_labels import SCHEDULES, label
 
 router: APIRouter = new_router()
 
-_VERSION = 2  # of the extension's API
 _NONE = "None"
 
 
@@ -43,47 +43,10 @@ async def sd_models(service: Given, caller: By) -> Response:
     return _answer([{"title": c.name, "model_name": c.name, "filename": c.name, **fields} for c in _models(service)])
 
 
-@router.get("/sdapi/v1/sd-vae", summary="List a model's decoders")
-async def sd_vae(service: Given, caller: By) -> Response:
-    card = await _model(service, caller.id)
-    return _answer([{"model_name": name, "filename": name} for name in (card.vaes if card else ())])
-
-
-@router.get("/sdapi/v1/samplers", summary="List a model's samplers")
-async def samplers(service: Given, caller: By) -> Response:
-    card = await _model(service, caller.id)
-    return _answer([
-        {"name": label(name), "aliases": [name], "options": {}} for name in (card.schedulers if card else ())
-    ])  # fmt: skip
-
-
 @router.get("/sdapi/v1/schedulers", summary="List noise schedules")
 async def schedulers(service: Given, caller: By) -> Response:
     fields = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
     return _answer([{"name": name, "label": shown, **fields} for name, (shown, _) in SCHEDULES.items()])
-
-
-@router.get("/sdapi/v1/upscalers", summary="List a model's upscalers")
-async def upscalers(service: Given, caller: By) -> Response:
-    card = await _model(service, caller.id)
-    fields = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
-    return _answer([{"name": name, **fields} for name in (_NONE, *(card.upscalers if card else ()))])
-
-
-@router.get("/sdapi/v1/loras", summary="List a model's LoRAs")
-async def loras(service: Given, caller: By) -> Response:
-    card = await _model(service, caller.id)
-    return _answer([
-        {"name": name, "alias": name, "path": name, "metadata": {}} for name in (card.loras if card else ())
-    ])  # fmt: skip
-
-
-@router.get("/sdapi/v1/embeddings", summary="List a model's textual inversions")
-async def embeddings(service: Given, caller: By) -> Response:
-    """The sizes of the inversions are not known here: 0."""
-    card = await _model(service, caller.id)
-    unknown = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None, "shape": 0, "vectors": 0}
-    return _answer({"loaded": dict.fromkeys(card.embeddings if card else (), unknown), "skipped": {}})
 
 
 @router.get("/sdapi/v1/scripts", summary="List scripts")
@@ -94,57 +57,12 @@ async def scripts(service: Given, caller: By) -> Response:
     return _answer({"txt2img": listed, "img2img": listed})
 
 
-async def _nothing(caller: By) -> Response:
-    return _answer([])
-
-
-for _name, _what in {
-    "latent-upscale-modes": "latent upscalers", "hypernetworks": "hypernetworks", "face-restorers": "face restorers",
-    "realesrgan-models": "Real-ESRGAN models", "prompt-styles": "styles", "script-info": "scripts' arguments",
-    "extensions": "extensions",
-}.items():  # fmt: skip
-    router.add_api_route(
-        f"/sdapi/v1/{_name}", _nothing, methods=["GET"], summary=f"List {_what}: none", name=_name,
-        operation_id=f"sdapi_{_name.replace('-', '_')}",
-    )  # fmt: skip
-
-
-async def _done(caller: By) -> Response:
-    return _answer(None)
-
-
-for _name in ("refresh-checkpoints", "refresh-vae", "refresh-loras", "unload-checkpoint", "reload-checkpoint"):
-    router.add_api_route(
-        f"/sdapi/v1/{_name}", _done, methods=["POST"], summary="Do nothing: workers see to their models", name=_name,
-        operation_id=f"sdapi_{_name.replace('-', '_')}",
-    )  # fmt: skip
-
-
-@router.get("/sdapi/v1/cmd-flags", summary="Flags of the command")
-async def cmd_flags(caller: By) -> Response:
-    return _answer({"api": True, "nowebui": True})
-
-
-@router.get("/sdapi/v1/memory", summary="Memory")
-async def memory(caller: By) -> Response:
-    """Memory is the workers' and not told here; GET /metrics of a worker has it."""
-    return _answer({"ram": {"error": "unavailable"}, "cuda": {"error": "unavailable"}})
-
-
-@router.get("/internal/ping", summary="Does the service answer?")
-async def ping(caller: By) -> Response:
-    return _answer({})
-
-
 @router.get("/queue/status", summary="The queue, as a web UI's client asks at connect")
 async def queue_status(service: Given, caller: By) -> Response:
     queued = service.cards.now.backlogs.get("image")
     size, wait_s = (0 if queued is None else queued.queued), service.cards.now.wait_s("image")
     return _answer({"msg": "estimation", "rank": 0, "queue_size": size, "avg_event_process_time": None,
                     "avg_event_concurrent_process_time": None, "rank_eta": None, "queue_eta": wait_s})  # fmt: skip
-
-
-# -- the ControlNet extension ----------------------------------------------------------------------------------------
 
 
 def _units(card: ImageCard | None) -> list[str]:
@@ -155,31 +73,7 @@ def _modules(card: ImageCard | None) -> list[str]:
     return [name for name in controlnet.MODULES if card is not None and name in ("none", *card.preprocessors)]
 
 
-@router.get("/controlnet/version", summary="The version of the ControlNet extension's API")
-async def controlnet_version(caller: By) -> Response:
-    return _answer({"version": _VERSION})
-
-
-@router.get("/controlnet/settings", summary="Settings of ControlNet units")
-async def controlnet_settings(caller: By) -> Response:
-    return _answer({"control_net_unit_count": MAX_CONTROLS})
-
-
-@router.get("/controlnet/model_list", summary="List a model's control networks and IP-Adapters")
-async def controlnet_models(service: Given, caller: By) -> Response:
-    return _answer({"model_list": _units(await _model(service, caller.id))})
-
-
-@router.get("/controlnet/module_list", summary="List a model's preprocessors")
-async def controlnet_modules(service: Given, caller: By) -> Response:
-    modules = _modules(await _model(service, caller.id))
-    details = {name: {"model_free": False, "sliders": []} for name in modules}
-    return _answer({"module_list": modules, "module_detail": details})
-
-
-@router.get("/controlnet/control_types", summary="List preprocessors and networks by type")
-async def controlnet_types(service: Given, caller: By) -> Response:
-    card = await _model(service, caller.id)
+def _control_types(card: ImageCard | None) -> dict[str, Any]:
     every = {
         "module_list": _modules(card) or ["none"], "model_list": [_NONE, *_units(card)], "default_option": "none",
         "default_model": _NONE,
@@ -188,4 +82,80 @@ async def controlnet_types(service: Given, caller: By) -> Response:
     if card is not None and card.image_prompts:
         adapters = [_NONE, *card.image_prompts]
         types["IP-Adapter"] = {**every, "module_list": ["none"], "model_list": adapters}
-    return _answer({"control_types": types})
+    return {"control_types": types}
+
+
+_UPSCALER = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
+# The sizes of inversions are not known here: 0.
+_EMBEDDING = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None, "shape": 0, "vectors": 0}
+_OF_MODEL: dict[str, tuple[str, str, Callable[[ImageCard | None], Any]]] = {
+    "/sdapi/v1/sd-vae": ("sd_vae", "List a model's decoders", lambda card: [
+        {"model_name": name, "filename": name} for name in (card.vaes if card else ())
+    ]),
+    "/sdapi/v1/samplers": ("samplers", "List a model's samplers", lambda card: [
+        {"name": label(name), "aliases": [name], "options": {}} for name in (card.schedulers if card else ())
+    ]),
+    "/sdapi/v1/upscalers": ("upscalers", "List a model's upscalers", lambda card: [
+        {"name": name, **_UPSCALER} for name in (_NONE, *(card.upscalers if card else ()))
+    ]),
+    "/sdapi/v1/loras": ("loras", "List a model's LoRAs", lambda card: [
+        {"name": name, "alias": name, "path": name, "metadata": {}} for name in (card.loras if card else ())
+    ]),
+    "/sdapi/v1/embeddings": ("embeddings", "List a model's textual inversions", lambda card: {
+        "loaded": dict.fromkeys(card.embeddings if card else (), _EMBEDDING), "skipped": {}
+    }),
+    "/controlnet/model_list": (
+        "controlnet_models", "List a model's control networks and IP-Adapters",
+        lambda card: {"model_list": _units(card)},
+    ),
+    "/controlnet/module_list": ("controlnet_modules", "List a model's preprocessors", lambda card: {
+        "module_list": _modules(card),
+        "module_detail": {name: {"model_free": False, "sliders": []} for name in _modules(card)},
+    }),
+    "/controlnet/control_types": ("controlnet_types", "List preprocessors and networks by type", _control_types),
+}  # fmt: skip
+"""What the model of the caller's options has: the name of the route, its summary, and its answer."""
+_FIXED: dict[str, tuple[str, str, Any]] = {
+    "/sdapi/v1/cmd-flags": ("cmd_flags", "Flags of the command", {"api": True, "nowebui": True}),
+    "/sdapi/v1/memory": (  # it is the workers', whose GET /metrics has it
+        "memory", "Memory", {"ram": {"error": "unavailable"}, "cuda": {"error": "unavailable"}}
+    ),
+    "/internal/ping": ("ping", "Does the service answer?", {}),
+    "/controlnet/version": ("controlnet_version", "The version of the ControlNet extension's API", {"version": 2}),
+    "/controlnet/settings": (
+        "controlnet_settings", "Settings of ControlNet units", {"control_net_unit_count": MAX_CONTROLS}
+    ),
+}  # fmt: skip
+_NOTHING = {
+    "latent-upscale-modes": "latent upscalers", "hypernetworks": "hypernetworks", "face-restorers": "face restorers",
+    "realesrgan-models": "Real-ESRGAN models", "prompt-styles": "styles", "script-info": "scripts' arguments",
+    "extensions": "extensions",
+}  # fmt: skip
+_REFRESHES = ("refresh-checkpoints", "refresh-vae", "refresh-loras", "unload-checkpoint", "reload-checkpoint")
+
+
+def _add(path: str, name: str, summary: str, content: Callable[[ImageCard | None], Any]) -> None:
+    async def of_model(service: Given, caller: By) -> Response:
+        return _answer(content(await _model(service, caller.id)))
+
+    router.add_api_route(path, of_model, methods=["GET"], summary=summary, name=name)
+
+
+def _add_fixed(path: str, name: str, summary: str, content: Any, method: str = "GET", id: str | None = None) -> None:
+    async def fixed(caller: By) -> Response:
+        return _answer(content)
+
+    router.add_api_route(path, fixed, methods=[method], summary=summary, name=name, operation_id=id)
+
+
+for _path, _row in _OF_MODEL.items():
+    _add(_path, *_row)
+for _path, _fixed_row in _FIXED.items():
+    _add_fixed(_path, *_fixed_row)
+for _name, _what in _NOTHING.items():
+    _add_fixed(f"/sdapi/v1/{_name}", _name, f"List {_what}: none", [], id=f"sdapi_{_name.replace('-', '_')}")
+for _name in _REFRESHES:
+    _add_fixed(
+        f"/sdapi/v1/{_name}", _name, "Do nothing: workers see to their models", None, "POST",
+        f"sdapi_{_name.replace('-', '_')}",
+    )  # fmt: skip
