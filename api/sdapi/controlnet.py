@@ -32,9 +32,7 @@ _UNION = {
     "normalmap": 4, "segmentation": 5, "tile": 6, "inpaint": 7,
 }  # fmt: skip
 Source = Callable[[str, Any], PictureSource]
-"""The picture that the value of a field stands for."""
-Init = Callable[[str], PictureSource] | None
-"""The source of an edit, as a picture of another field."""
+"""The picture that the value of a field stands for; of a unit without one, "", an edit's source. Raises `ApiError`."""
 _FORM_FILES = {kind.FIELD: file for file, kind in references.FORM_FILES.items()}
 
 
@@ -71,13 +69,8 @@ class Units:
     warnings: list[str] = field(default_factory=list)
 
 
-def read(
-    scripts: Mapping[str, Any],
-    offer: ImageOffer,
-    source: Source,
-    init: Init,
-) -> Units:
-    """The units of `alwayson_scripts`. A unit without a picture reads `init`.
+def read(scripts: Mapping[str, Any], offer: ImageOffer, source: Source) -> Units:
+    """The units of `alwayson_scripts`.
 
     Other scripts that would do something have a warning. Raises `ApiError` (400).
     """
@@ -90,7 +83,7 @@ def read(
         if not isinstance(arguments, list | None):
             raise invalid_field(_FIELD, "a script must be an object with a list in args")
         if name.lower() == _SCRIPT:
-            pictured += _units(arguments or [], offer, source, init, units.warnings)
+            pictured += _units(arguments or [], offer, source, units.warnings)
         elif arguments and arguments[0] is not False:
             units.warnings.append(f"{_FIELD}: the script {plain(name) or 'of another name'} is not offered")
     for kind in (Control, ImagePrompt):
@@ -101,13 +94,7 @@ def read(
     return units
 
 
-def _units(
-    arguments: Sequence[Any],
-    offer: ImageOffer,
-    source: Source,
-    init: Init,
-    warnings: list[str],
-) -> list[Pictured]:
+def _units(arguments: Sequence[Any], offer: ImageOffer, source: Source, warnings: list[str]) -> list[Pictured]:
     units = [argument for argument in arguments if isinstance(argument, dict)]
     if len(units) > _MOST_UNITS:
         raise invalid_field(_FIELD, f"must be at most {_MOST_UNITS} units")
@@ -117,19 +104,13 @@ def _units(
             unit = requests.parse(Unit, fields)
         except ApiError as error:
             raise invalid_field(f"control.{error.param}", error.detail or "", error.code or "") from None
-        item = None if unit.enabled is False else _pictured(unit, offer, source, init, warnings)
+        item = None if unit.enabled is False else _pictured(unit, offer, source, warnings)
         if item is not None:
             pictured.append(item)
     return pictured
 
 
-def _pictured(
-    unit: Unit,
-    offer: ImageOffer,
-    source: Source,
-    init: Init,
-    warnings: list[str],
-) -> Pictured | None:
+def _pictured(unit: Unit, offer: ImageOffer, source: Source, warnings: list[str]) -> Pictured | None:
     """The unit's entry; None for one that says nothing."""
     model, module = _HASH.sub("", unit.model or ""), (unit.module or "").lower()
     image = unit.image if unit.image not in (None, "") else unit.input_image
@@ -147,7 +128,7 @@ def _pictured(
         warnings.append(f"{_FIELD}.controlnet: control_mode is not offered; the mode is Balanced")
     if unit.mask not in (None, ""):
         warnings.append(f"{_FIELD}.controlnet: the mask of a unit is not read")
-    return Pictured(kind, entry, _picture(f"{kind.FIELD}.image", image, source, init))
+    return Pictured(kind, entry, _picture(f"{kind.FIELD}.image", image, source))
 
 
 def _preprocessing(module: str, unit: Unit) -> dict[str, Any]:
@@ -160,21 +141,12 @@ def _preprocessing(module: str, unit: Unit) -> dict[str, Any]:
     return fields if mode is None else {**fields, "mode": mode}
 
 
-def _picture(
-    name: str,
-    image: Any,
-    source: Source,
-    init: Init,
-) -> PictureSource:
+def _picture(name: str, image: Any, source: Source) -> PictureSource:
     """The picture of a unit: text, an object with it and a mask, or a list of one such; else the edit's source."""
     if isinstance(image, list):
         image = image[0] if image else None
     if isinstance(image, dict) and "image" in image:
         image = image["image"]
-    if image in (None, ""):
-        if init is None:
-            raise invalid_field(name, "must be given", "missing_required_parameter")
-        return init(name)
-    if not isinstance(image, str | dict):
+    if not isinstance(image, str | dict | None):
         raise invalid_field(name, "must be text")
-    return source(name, image)
+    return source(name, "" if image is None else image)

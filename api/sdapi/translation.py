@@ -18,7 +18,7 @@ from api.references import NONE_GIVEN, GivenPictures
 from api.sdapi import controlnet, names, requests
 from api.sdapi.controlnet import Source
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
-from api.uploads import MaskConvention
+from api.uploads import MaskConvention, PictureSource
 from contract import loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer
@@ -87,8 +87,15 @@ def translate(body: Generation, options: OptionsBody, card: ImageCard, source: S
             result.fields["refiner"]["from"] = body.refiner_switch_at
     if body.script_name and body.script_name.lower() != "none":
         raise invalid_field("script_name", "no scripts are offered")
-    init = None if result.pictures.image is None else lambda name: source(name, _first_image(body))
-    units = controlnet.read(body.alwayson_scripts or {}, card.offer, source, init)
+
+    def unit_source(name: str, value: Any) -> PictureSource:
+        if value != "":
+            return source(name, value)
+        if not isinstance(body, Img2Img):
+            raise invalid_field(name, "must be given", "missing_required_parameter")
+        return source(name, _first_image(body))
+
+    units = controlnet.read(body.alwayson_scripts or {}, card.offer, unit_source)
     result.fields |= units.fields
     result.pictures = result.pictures._replace(inputs=units.inputs)
     result.warnings += units.warnings
@@ -199,8 +206,7 @@ def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:
         result.warnings.append("enable_hr: the picture is enlarged once it is drawn; there are no second steps")
 
 
-def _first_image(body: Generation) -> Any:
-    assert isinstance(body, Img2Img)
+def _first_image(body: Img2Img) -> Any:
     if not body.init_images:
         raise invalid_field("init_images", "must be given", "missing_required_parameter")
     if len(body.init_images) > 1:
