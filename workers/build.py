@@ -88,8 +88,9 @@ class Runtime:
 
     def close(self) -> None:
         self.engine.close()
-        if self.gate is not None:
-            self.gate.close()
+        for part in (self.gate, self.checker):
+            if part is not None:
+                part.close()
         (self.pool or self.image_runner).close()
         if self.texts is not None:
             self.texts.close()
@@ -337,8 +338,8 @@ def build(
     text model is served too, by the same engine on the same device. `on_tick` is called after every iteration.
     """
     backends.check(settings)
-    checker = load_checker(settings.checker)
     marks = provenance.of(settings)
+    checker = load_checker(settings, device_of(settings))
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
     texts = text_runner(settings, llm_lane or lane, say) if text else None
