@@ -101,9 +101,10 @@ class NetworkChecker:
     nothing, one after another, so that a score depends on nothing else.
     """
 
-    def __init__(self, network: ContentNetwork) -> None:
+    def __init__(self, network: ContentNetwork, most: int = 0) -> None:
+        """`most` pictures go into a forward; 0: as many as the network's device has a use for."""
         self._network, self.digest, self.labels = network, network.digest, network.labels
-        self._most = _MOST if network.device.type == "cuda" else 1
+        self._most = most or (_MOST if network.device.type == "cuda" else 1)
         self._waiting: deque[tuple[Tensor, Future[Verdict]]] = deque()
         # One thread: OpenMP keeps a team of threads for every thread that computes.
         self._thread = ThreadPoolExecutor(1, "checker")
