@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api import body, images, inline_images, picture_urls, schemas, stored_bytes, submission, uploads
 from api.access import BEARER, identify
 from api.errors import ApiError, invalid_field, store_error
-from api.presentation import results, shown
+from api.presentation import results
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
 from api.service import Given, Service
@@ -123,7 +123,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         ended = await images.finished(service, request, job, stays=id is not None)
         if _accepts(request, _JSON) and not _accepts(request, "image/", "*/*"):
             return await inline_images.respond(service, images.generated(ended, None))
-        picture = next(filter(shown, results(ended)))  # at least one is: else the job has failed
+        picture = results(ended)[0]
         headers = {"X-Content-Type-Options": "nosniff"}
         return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
     except (ApiError, StoreError, ArtifactError) as error:

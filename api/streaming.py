@@ -63,8 +63,9 @@ async def stream_images(
         else:
             for k, _ in enumerate(results(ended)):
                 data = {**content(ended, k, links), "image_index": k, "usage": _USAGE}
-                # Clients look for bytes in those that are completed, and pass over events that they do not know.
-                completed = f"{kind}.completed" if shown(results(ended)[k]) else f"{kind}.refused"
+                completed = f"{kind}.completed"
+                if "error" in data:  # clients raise over it, and look for bytes in what is completed
+                    completed, data["code"] = f"{kind}.refused", data.pop("error")["code"]
                 document = InlineDocument(service, _document(completed, ended, data))
                 await document.verify()
                 before, after = format_sse_event(event=completed, data_str=_MARK).split(_MARK.encode())
