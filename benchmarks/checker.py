@@ -1,7 +1,7 @@
-"""Measures what a checker of contents costs a picture: `python -m benchmarks.checker [--pictures 30] [--device cpu]`.
+"""Measures what a checker of contents costs: `python -m benchmarks.checker [--pictures 30] [--device cpu]`.
 
-A safety checker in the shape of CLIP ViT-L/14, as published with Stable Diffusion, and a classifier in that of ViT-B/16,
-both with random weights, look at the same pictures one after another: smooth colours with noise.
+A safety checker in the shape of CLIP ViT-L/14, as published with Stable Diffusion, and a classifier in that of
+ViT-B/16, both with random weights, look at the same pictures one after another: smooth colours with noise.
 """
 
 from __future__ import annotations
