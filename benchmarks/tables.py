@@ -311,7 +311,7 @@ TABLES = {
     "checker": Table(("checker",), (
         ("network", "{network}"), ("fitted to it, ms", "{prepare:.1f}"), ("judged, ms", "{judge:.1f}"),
         ("both, ms", "{all:.1f}")), _checkers,
-        "Medians of {pictures} pictures of {side}², {threads} threads, fp32."),
+        "Medians of {pictures} pictures of {side}², in fp32: CPU time on one thread. Forwards also run on several."),
     "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
     "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
     "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),
