@@ -95,7 +95,7 @@ class BatchLineHandler:
             return {**result, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
-        return {**result, "body": generated(job, links), "keys": [image["key"] for image in results(job)]}
+        return {**result, "body": generated(job, links), "keys": [image.get("key") for image in results(job)]}
 
     def written(self, batch: BatchRecord, number: int, line: BatchLine, result: Result) -> InlineDocument:
         """The line in the output or error file for this result. OpenAI's format, without a newline."""
@@ -110,9 +110,11 @@ class BatchLineHandler:
         }
         return InlineDocument(self._service, entry)
 
-    def _put_inside(self, response: Result, keys: list[str]) -> None:
+    def _put_inside(self, response: Result, keys: list[str | None]) -> None:
         """Replace links by images; where one is gone by now the link stays."""
         for image, key in zip(response["body"]["data"] if keys else [], keys, strict=False):
+            if key is None:  # refused
+                continue
             with contextlib.suppress(ArtifactError):
                 verified_size(self._service, key)
                 image["b64_json"] = Inline(key)

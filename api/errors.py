@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.methods import allowed
+from contract.content import REFUSED
 from contract.errors import INVALID_REQUEST, INVALID_VALUE, Invalid
 from core.artifacts import ArtifactError, ArtifactUnwritable, StorageDown, StorageFull
 from core.jobs import rights
@@ -37,6 +38,7 @@ _NOT_OFFERED = {
 # OpenAI's client retries 408, 409, 429 and 5xx by itself, unless told not to.
 NO_RETRY = {"x-should-retry": "false"}
 
+_REFUSED = "What was drawn was refused by this service's checker of contents."
 _DOWN_S, _FULL_S = 2, 30  # Retry-After: while Redis restarts, while it is full
 _UNSTORED_S = 5  # Retry-After while the artifact store does not reply
 
@@ -98,10 +100,15 @@ def job_error(job: Job) -> ApiError:
         if "detail" not in error:  # a worker of an older version
             return invalid_field(None, str(error.get("message") or "The request cannot be served."))
         return invalid_field(error["field"], error["detail"], error["reason"])
-    if error.get("code") == "content_filter":  # a retry would be filtered again
-        return ApiError(400, "An image was rejected by this service's checker.", code="content_filter")
+    if error.get("code") in (REFUSED, "content_filter"):  # a retry is refused again; the latter by an older worker
+        return refused_picture()
     message = str(error.get("message") or "The job failed.")
     return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
+
+
+def refused_picture() -> ApiError:
+    """The response in place of pictures that the service's checker refused."""
+    return ApiError(400, _REFUSED, code=REFUSED)
 
 
 KNOWN: tuple[type[Exception], ...] = (

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from api import stored_bytes
 from api.access import BEARER, By, identify
-from api.errors import ApiError, invalid_field
+from api.errors import ApiError, invalid_field, refused_picture
 from api.jobs import check_id, find
 from api.links import signed
-from api.presentation import results
+from api.presentation import results, shown
 from api.service import Given
 from core.artifacts import NoArtifact
 from core.jobs.record import Job, JobState
@@ -44,7 +44,7 @@ async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     job = await service.call(service.store.get, id)
     pictures = [] if job is None else results(job)
     if job is not None and _NUMBER.fullmatch(k) and int(k) < len(pictures):
-        content = job.incarnation and pictures[int(k)]["key"]
+        content = job.incarnation and pictures[int(k)].get("key", "")
         if signed(now.secret, id, int(k), content, expires, signature, now.clock()):
             return job
     message = "This link is not signed by this service, or its time is over, or what it led to; ask for the job again."
@@ -65,7 +65,7 @@ async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
 )
 async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, service: Given) -> Response:
     """The k-th picture, from 0, or one range of its bytes. 409 while the job is not done; 404 if it ended without
-    pictures, or has fewer.
+    pictures, or has fewer; 400 if the picture was refused.
     """
     if not job.state.final:
         raise ApiError(409, "The job is not done yet.", code="job_not_done", headers={"Retry-After": "1"})
@@ -73,6 +73,8 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     if _NUMBER.fullmatch(k) is None or int(k) >= len(pictures):
         raise _no_image()
     picture = pictures[int(k)]
+    if not shown(picture):
+        raise refused_picture()
     ending = _ENDINGS.get(picture["media_type"], "png")
     headers = {
         "Cache-Control": _FOR_EVER,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from api.errors import refused_picture
 from api.links import ImageLinks
 from contract.errors import Invalid
 from contract.image import ImageJob
@@ -42,7 +44,7 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
         "error": None if job.error is None else {"code": job.error.get("code"), "message": job.error.get("message")},
         "images": None if job.state is not JobState.SUCCEEDED else [
             {
-                "url": links.image(job, k, image["key"]),
+                "url": links.image(job, k, image["key"]) if shown(image) else None,
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": warnings(job, image),
                 **provenance(image),
@@ -69,9 +71,14 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def results(job: Job) -> list[dict[str, Any]]:
-    """The images of a succeeded job: key and metadata of each."""
+    """The images of a succeeded job: metadata of each, and its key if it is `shown`."""
     images: list[dict[str, Any]] = (job.result or {}).get("images", [])
     return images
+
+
+def shown(image: Mapping[str, Any]) -> bool:
+    """Return whether there is a file of this image of a result: the service's checker did not refuse it."""
+    return "key" in image
 
 
 def size(job: Job, request: ImageJob) -> str:
@@ -87,9 +94,13 @@ def warnings(job: Job, image: dict[str, Any]) -> list[str]:
 
 def provenance(image: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given; of a cascade's images
-    which model drew them, and the score of the draft.
+    which model drew them, and the score of the draft; of those that were checked what the checker says, with OpenAI's
+    error of a refused one.
     """
-    return {name: image[name] for name in ("revised_prompt", "drawn_by", "draft_score") if name in image}
+    told: dict[str, Any] = {
+        name: image[name] for name in ("revised_prompt", "drawn_by", "draft_score", "content") if name in image
+    }
+    return told if shown(image) else {**told, "error": refused_picture().content["error"]}
 
 
 def _rounded(seconds: float | None) -> float | None:

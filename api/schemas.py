@@ -256,17 +256,30 @@ class JobError(BaseModel):
     message: str
 
 
-class JobImage(BaseModel):
-    url: str
+class CheckedContent(BaseModel):
+    flagged: bool
+    labels: dict[str, float] = Field(description="the scores of those that flag it, or else of the nearest one")
+    action: Literal["tag", "blur", "refuse"] | None = Field(
+        description="what was done to it; null if it is not flagged"
+    )
+
+
+class DrawnImage(BaseModel):
     seed: int
-    width: int
-    height: int
-    media_type: str
-    size_bytes: int
     warnings: list[str]
     revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
     drawn_by: str | None = Field(default=None, description="with cascade: the model that drew it")
     draft_score: float | None = Field(default=None, description="with cascade: the score of its draft")
+    content: CheckedContent | None = Field(default=None, description="what the service's checker says of it")
+    error: ErrorDetail | None = Field(default=None, description="of one that the checker refused: there is no file")
+
+
+class JobImage(DrawnImage):
+    url: str | None
+    width: int
+    height: int
+    media_type: str | None
+    size_bytes: int | None
 
 
 class JobObject(BaseModel):
@@ -301,14 +314,9 @@ class RetrievedJob(JobObject):
     )
 
 
-class GeneratedImage(BaseModel):
+class GeneratedImage(DrawnImage):
     b64_json: str | None = None
     url: str | None = None
-    seed: int
-    warnings: list[str]
-    revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
-    drawn_by: str | None = Field(default=None, description="with cascade: the model that drew it")
-    draft_score: float | None = Field(default=None, description="with cascade: the score of its draft")
 
 
 class Generated(BaseModel):

@@ -20,7 +20,7 @@ from api.errors import ApiError, job_error, store_error
 from api.inline_images import Inline, InlineDocument
 from api.job_follower import not_followed
 from api.links import ImageLinks
-from api.presentation import provenance, results, size, warnings
+from api.presentation import provenance, results, shown, size, warnings
 from api.service import Service
 from contract.image import ImageJob
 from core.artifacts import ArtifactError
@@ -64,6 +64,8 @@ async def stream_images(
             for k, _ in enumerate(results(ended)):
                 data = {**content(ended, k, links), "image_index": k, "usage": _USAGE}
                 completed = f"{kind}.completed"
+                if "error" in data:  # clients raise over it, and look for bytes in what is completed
+                    completed, data["code"] = f"{kind}.refused", data.pop("error")["code"]
                 document = InlineDocument(service, _document(completed, ended, data))
                 await document.verify()
                 before, after = format_sse_event(event=completed, data_str=_MARK).split(_MARK.encode())
@@ -84,9 +86,11 @@ async def stream_images(
 
 
 def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
-    """A finished image: inline or as a link; and what is told of how it was drawn."""
+    """A finished image: inline or as a link, or neither if it was refused; and what is told of how it was drawn."""
     image = results(job)[k]
     facts = {**provenance(image), "seed": image["seed"], "warnings": warnings(job, image)}
+    if not shown(image):
+        return facts
     if links is not None:
         return {"url": links.image(job, k, image["key"]), **facts}
     return {"b64_json": Inline(image["key"], image.get("size_bytes")), **facts}

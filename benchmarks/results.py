@@ -47,6 +47,7 @@ RUNS: dict[str, list[str]] = {
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
     "marks": ["-m", "benchmarks.marks"],
+    "checker": ["-m", "benchmarks.checker", "--pictures", "20"],
 }  # fmt: skip
 OTHERS = ("agreement",)  # needs other packages
 NAMES = (*RUNS, *OTHERS)

@@ -201,6 +201,11 @@ def _marks(result: Result) -> Rows:
             yield {"format": form.upper(), "marks": kind, **figures, **extra}
 
 
+def _checkers(result: Result) -> Rows:
+    for name, figures in result["networks"].items():
+        yield {"network": name, **figures, "all": figures["prepare"] + figures["judge"]}
+
+
 # -- the simulator -----------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +308,10 @@ TABLES = {
         ("format", "{format}"), ("`DIPTYCH_PROVENANCE`", "`{marks}`"), ("ms", "{ms:.1f}"), ("more", "{more_ms:.1f}"),
         ("bytes", "{bytes:,}"), ("more", "{more_bytes:,}")), _marks,
         "Medians of {pictures} pictures of {side}²; all {valid} signed files are valid to C2PA's library."),
+    "checker": Table(("checker",), (
+        ("network", "{network}"), ("fitted to it, ms", "{prepare:.1f}"), ("judged, ms", "{judge:.1f}"),
+        ("both, ms", "{all:.1f}")), _checkers,
+        "Medians of {pictures} pictures of {side}², in fp32: CPU time on one thread. Forwards also run on several."),
     "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
     "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
     "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),

@@ -53,7 +53,7 @@ def _doctor(options: argparse.Namespace) -> int:
     settings = read_settings(options)
     marks = {"well": "✓", "note": "·", "ill": "✗"}
     ill = False
-    for look in (_python, _machine, _model, _disk, _redis, _artifacts, _port, _access):
+    for look in (_python, _machine, _model, _checker, _disk, _redis, _artifacts, _port, _access):
         for finding in _safely(look, settings):
             ill |= finding.state == "ill"
             print(f"{marks[finding.state]} {finding.subject}: {printable_lines(finding.says)}", flush=True)
@@ -134,6 +134,24 @@ def kernels(name: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterato
             names = "" if operations == [EVERY_LAYER] else f" ({', '.join(operations)})"
             lines.append(f"{TITLES[implementation]}{names}" + (f": {reason}" if reason else ""))
         yield Finding("well" if refusal is None else "note", f"{name} {precision}", "; ".join(lines))
+
+
+def _checker(settings: Settings) -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        return
+    from pipeline.checkpoints.folder import ModelError
+    from workers.build import device_of
+    from workers.checker import load
+
+    try:
+        checker = load(settings, device_of(settings))
+    except ModelError as error:
+        yield Finding("ill", "checker", str(error))
+        return
+    if checker is not None:
+        checker.close()
+        labels = f" of {', '.join(checker.labels)[:300]}" if checker.labels else ""
+        yield Finding("well", "checker", f"{settings.checker}: {settings.checker_action} what it flags{labels}")
 
 
 def _model(settings: Settings) -> Iterator[Finding]:

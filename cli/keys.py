@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from cli.arguments import CommandFailed, Commands, UsageError, add_command, read_settings, wrong_option
+from contract.content import ACTIONS
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -42,6 +43,11 @@ def add(commands: Commands) -> None:
     new.add_argument(
         "--file-bytes", type=_bytes, default=0, metavar="N", help="that its files may take, as 500MiB or 10GiB"
     )
+    new.add_argument(
+        "--checker", choices=ACTIONS, default="", metavar="WORD",
+        help="what is done to its pictures that the checker flags: off, tag, blur or refuse, stricter or laxer than "
+        "DIPTYCH_CHECKER_ACTION, the default",
+    )  # fmt: skip
     new.set_defaults(run=_add)
     verbs.add_parser("list", help="list keys", description="Every key, oldest first.").set_defaults(run=_list)
     gone = verbs.add_parser("revoke", help="take a key away", description="Take a key away, within two seconds.")
@@ -65,13 +71,14 @@ def _add(options: argparse.Namespace) -> int:
     from core.jobs.keyring import check
 
     scopes = [word.strip() for word in options.scopes.split(",") if word.strip()]
+    limits = (options.rate, options.quota, options.queued, options.file_bytes, options.checker)
     try:
-        check(options.name, scopes, options.rate, options.quota, options.queued, options.file_bytes)
+        check(options.name, scopes, *limits)
     except Invalid as error:
         raise wrong_option(error, {"name": "NAME"}) from error
 
     def make(keyring: Keyring) -> None:
-        key, token = keyring.add(options.name, scopes, options.rate, options.quota, options.queued, options.file_bytes)
+        key, token = keyring.add(options.name, scopes, *limits)
         print(f"{token}\n\n{key.name} ({key.id}) may use it as Authorization: Bearer …, from now on.")
         print("It is not kept and not shown again.")
 
@@ -82,7 +89,10 @@ def _add(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     for key in _with_keyring(options, lambda keyring: keyring.all()):
         created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
-        bounds = {"rate": key.rate, "quota": key.quota, "queued": key.queued, "file bytes": key.file_bytes}
+        bounds = {
+            "rate": key.rate, "quota": key.quota, "queued": key.queued, "file bytes": key.file_bytes,
+            "checker": key.checker,
+        }  # fmt: skip
         limits = ", ".join(f"{limit} {value}" for limit, value in bounds.items() if value)
         print(f"{key.id}  {key.name}  {','.join(key.scopes)}  {created}" + (f"  {limits}" if limits else ""))
     return 0

@@ -98,7 +98,8 @@ class ImageOffer(ImageLimits):
     (`contract.cascade`); None: only the syntax is checked. `fields` are those of `contract.pipeline_call.FIELDS` that
     it reads, and `sources` the kinds of request that it draws, of that module; None: all. `options` are what
     `pipeline_options` may have: by name the `type`, and `default`, `minimum` and `maximum` if there are; None: only
-    the form is checked.
+    the form is checked. `checker` is what the service does to pictures that its checker flags (`contract.content`);
+    "": there is none; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -123,6 +124,7 @@ class ImageOffer(ImageLimits):
     fields: Collection[str] | None = None
     sources: Collection[str] | None = None
     options: Mapping[str, Mapping[str, Any]] | None = None
+    checker: str | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -308,9 +310,9 @@ class ImageCard(_Card):
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
-    offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`,
-    `image_prompts`, `cascades`, `fields`, `sources` and `options`. `loop`: "diffusers" for a model that runs by
-    diffusers' own loop, "" for one of a native family.
+    offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`, `image_prompts`, `cascades`, `fields`,
+    `sources`, `options` and `checker`. `loop`: "diffusers" for a model that runs by diffusers' own loop, "" for one of
+    a native family.
     """
 
     modality: Literal["image"] = "image"
@@ -342,6 +344,7 @@ class ImageCard(_Card):
     sources: tuple[StrictStr, ...] | None = None
     options: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     loop: StrictStr = ""
+    checker: StrictStr = ""
 
     @property
     def offer(self) -> ImageOffer:

@@ -348,6 +348,12 @@ class ImageJob:
         int | None, Field(ge=0, le=100), "quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
     ] = None
 
+    checker: Annotated[
+        str,
+        InBody(Literal["tag", "blur", "refuse"]),
+        "what is done to pictures that the service's checker flags, where that is stricter than what is done anyway",
+    ] = ""
+
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

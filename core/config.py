@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract import model_names, plan, urls
+from contract.content import Action, read_labels
 from contract.precision import Choice, ImageChoice
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
@@ -155,8 +156,18 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code and variants")
     checker: str = Field(
         default="",
-        pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_][\w.]*)?$",
-        description="module:callable that gets each finished picture and says whether it is fine; empty: none is asked",
+        description="looks at each finished picture: the folder of a safety checker of diffusers or of an image "
+        "classifier of transformers, or module:callable; empty: none",
+    )
+    checker_action: Action = Field(
+        default="refuse",
+        description="what is done to a picture that the checker flags, unless the key says otherwise: tag, blur, "
+        "refuse, or off, which checks none",
+    )
+    checker_labels: str = Field(
+        default="",
+        description="of a classifier's labels those that flag a picture, above these scores, such as nsfw:0.5; empty: "
+        "those whose names say so, above 0.5",
     )
     image_metadata: bool = Field(
         default=True, description="prompt, parameters and fingerprint in each picture's file; off: none of them"
@@ -313,6 +324,12 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="how long a signed link to a picture works",
     )
+
+    @field_validator("checker_labels")
+    @classmethod
+    def _are_labels(cls, value: str) -> str:
+        read_labels(value)
+        return value
 
     @field_validator("deepcache")
     @classmethod

@@ -88,8 +88,9 @@ class Runtime:
 
     def close(self) -> None:
         self.engine.close()
-        if self.gate is not None:
-            self.gate.close()
+        for part in (self.gate, self.checker):
+            if part is not None:
+                part.close()
         (self.pool or self.image_runner).close()
         if self.texts is not None:
             self.texts.close()
@@ -337,7 +338,7 @@ def build(
     text model is served too, by the same engine on the same device. `on_tick` is called after every iteration.
     """
     backends.check(settings)
-    checker = load_checker(settings.checker)
+    checker = load_checker(settings, device_of(settings))
     signer = provenance.of(settings)
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None

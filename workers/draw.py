@@ -14,12 +14,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workers.checker import UnsafeImage, check
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from contract.image import ImageParameters
     from core.batching.engine import Engine
-    from pipeline.pixels.provenance import Provenance
     from pipeline.text.prompts import PromptRow
     from workers.build import Runtime
 
@@ -93,7 +94,7 @@ def draw(
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     row, path = pending.pop(future)
-                    files.submit(_write, future, row, path, runtime.provenance, console, written).result()
+                    files.submit(_write, future, row, path, runtime, console, written).result()
                     progress.advance(pictures)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
@@ -109,19 +110,26 @@ def draw(
 
 
 def _write(
-    future: Future[Any], row: PromptRow, path: Path, provenance: Provenance | None, console: Console,
-    written: list[Path],
-) -> None:  # fmt: skip
-    """Write a finished image, count it, and print its notes. Raises OSError."""
-    failure = future.exception()
-    if failure is None:
-        picture = future.result()
-        picture.write(path, provenance)
-        written.append(path)
-        notes, style = picture.warnings, "yellow"
-    else:
-        at = f"{'row' if row.name else 'PROMPT'} {row.row}"  # of a file, or an argument
+    future: Future[Any], row: PromptRow, path: Path, runtime: Runtime, console: Console, written: list[Path]
+) -> None:
+    """Check a finished image, write it, count it, and print its notes. Raises OSError."""
+    at = f"{'row' if row.name else 'PROMPT'} {row.row}"  # of a file, or an argument
+    notes: tuple[str, ...]
+    action = "off" if runtime.checker is None else runtime.settings.checker_action
+    try:
+        (checked,) = check(runtime.checker, action, [future.result()])
+    except UnsafeImage:
+        notes, style = (f"{at}: the picture was refused by the checker (DIPTYCH_CHECKER), and is not written",), "red"
+    except Exception as failure:
         notes, style = (f"{at}: {type(failure).__name__}: {failure}",), "red"
+    else:
+        assert checked.picture is not None
+        checked.picture.write(path, runtime.provenance)
+        written.append(path)
+        notes, style = checked.warnings, "yellow"
+        if action == "tag" and checked.content is not None and checked.content["flagged"]:
+            labels = ", ".join(f"{label} {score:g}" for label, score in checked.content["labels"].items())
+            notes = (*notes, f"the checker flags the picture: {labels}")
     for note in notes:  # may quote the prompt: no markup, and possibly long
         line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from contract import plan as plans
 from contract.card import ImageCard, ModelCard
 from contract.cascade import Gates
+from contract.content import HIDING, action_of
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.image_request import draft_of
@@ -21,7 +22,7 @@ from contract.text import TextJob
 from core.batching.request import Outcome
 from workers import sources
 from workers.artifact_writer import ArtifactWriter
-from workers.checker import Checker, check
+from workers.checker import Checked, Checker, check, require
 from workers.formats import ImageFormat, encode
 
 if TYPE_CHECKING:
@@ -90,8 +91,10 @@ class JobHandler(Protocol):
         """The files in memory, each as `files` names it."""
         ...
 
-    def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
-        """Parse a job's parameters from its record. Raises `Invalid`."""
+    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> ImageJob | TextJob:
+        """Parse a job's parameters from its record; `key_action` is what its key has flagged pictures done to
+        (`contract.content`), "" the service's. Raises `Invalid`.
+        """
         ...
 
     def requests(self, job: Any) -> list[Any]:
@@ -103,7 +106,7 @@ class JobHandler(Protocol):
     def build_result(self, job: Any, outputs: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         """The job's result, from its requests' outputs; artifacts are stored before it returns.
 
-        Raises `ArtifactError`, and `UnsafeImage` for a rejected image.
+        Raises `ArtifactError`, `UnsafeImage` where all images are refused, and `CheckFailed`.
         """
         ...
 
@@ -119,6 +122,7 @@ class ImageJobHandler:
         deepcache: DeepCache | None = None,
         fetch: Callable[[str], bytes] | None = None,
         checker: Checker | None = None,
+        action: str = "off",
         decisions: Sequence[KernelChoice] = (),
         plan: str = "",
         *,
@@ -133,7 +137,8 @@ class ImageJobHandler:
         """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
         are rejected.
 
-        `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
+        `checker` looks at finished images, and `action` is done to those that it flags where neither key nor request
+        says otherwise; nothing that may be hidden is shown before it has run. `decisions` say which kernels run.
         `depth` makes depth maps for controls. `metadata`: whether files tell how they were made. `provenance` marks
         them as generated. `resident` returns the runner while it is in memory; without it, it always is. `load_s`
         returns how long it took to load. `cascades` returns the models that may draw first, whose drafts `gate` scores.
@@ -143,7 +148,7 @@ class ImageJobHandler:
         self._load_s = load_s
         self._deepcache = deepcache if runner.shallow_steps else None
         self._fetch = fetch
-        self._checker = checker
+        self._checker, self._action = checker, "off" if checker is None else action
         self._decisions = decisions
         self._plan = plan
         self._depth = depth
@@ -178,7 +183,8 @@ class ImageJobHandler:
 
         has_depth = self._depth is not None
         card = image_card(runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
-        return replace(card, load_s=self._load_s(), cascades=dict(self._cascades()))
+        action = "" if self._checker is None else self._action
+        return replace(card, load_s=self._load_s(), cascades=dict(self._cascades()), checker=action)
 
     def files(self, job: ImageJob) -> set[str]:
         return job.files()
@@ -187,12 +193,17 @@ class ImageJobHandler:
         runner = self._resident()
         return () if runner is None else runner.held_files()
 
-    def read(self, parameters: Mapping[str, Any]) -> ImageJob:
-        return ImageJob.read(parameters)
+    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> ImageJob:
+        """Parse it; `checker` of the result is what is done, and it has no previews of what may be hidden. Raises
+        `CheckFailed` for what needs a checker where there is none.
+        """
+        job = ImageJob.read(parameters)
+        action = action_of(self._action, key_action, job.checker)
+        require(self._checker, action)
+        picture = replace(job.picture, preview_every=0) if action in HIDING else job.picture
+        return replace(job, picture=picture, checker=action)
 
     def requests(self, job: ImageJob) -> list[ImageParameters]:
-        if self._checker is not None:
-            job = replace(job, picture=replace(job.picture, preview_every=0))
         return pictures(job, self._deepcache, self._fetch, self._depth)
 
     def draft(self, picture: ImageParameters) -> ImageParameters:
@@ -206,10 +217,29 @@ class ImageJobHandler:
     def build_result(
         self, job: ImageJob, outputs: Sequence[Picture], artifact_writer: ArtifactWriter
     ) -> dict[str, Any]:
-        check(self._checker, outputs)
         form = ImageFormat(job.output_format, job.output_compression)
-        images = [_kept(picture, form, self._encode(picture, form), artifact_writer) for picture in outputs]
+        checked = check(self._checker, job.checker or self._action, outputs)
+        images = [
+            self._kept(picture, each, form, artifact_writer) for picture, each in zip(outputs, checked, strict=True)
+        ]
         return {"images": images, "deepcache": plans.to_field(outputs[0].parameters.deepcache)}
+
+    def _kept(
+        self, picture: Picture, checked: Checked, form: ImageFormat, artifact_writer: ArtifactWriter
+    ) -> dict[str, Any]:
+        """An image of the result; a refused one has no key and no bytes."""
+        image = {
+            "seed": picture.parameters.seed,
+            "width": picture.image.width,
+            "height": picture.image.height,
+            "warnings": list(checked.warnings),
+            **({} if checked.content is None else {"content": checked.content}),
+        }
+        if checked.picture is None:
+            return image
+        data = self._encode(checked.picture, form)
+        stored = {"key": artifact_writer.put(data, form.media_type), "media_type": form.media_type}
+        return {**image, **stored, "size_bytes": len(data), "fingerprint": checked.picture.fingerprint}
 
 
 def pictures(
@@ -225,19 +255,6 @@ def pictures(
     if fetch is None:
         raise Invalid("image", "cannot be fetched here")
     return replace(job, picture=sources.read(job.picture, fetch, depth)).pictures(deepcache)
-
-
-def _kept(picture: Picture, form: ImageFormat, data: bytes, artifact_writer: ArtifactWriter) -> dict[str, Any]:
-    return {
-        "key": artifact_writer.put(data, form.media_type),
-        "seed": picture.parameters.seed,
-        "width": picture.image.width,
-        "height": picture.image.height,
-        "media_type": form.media_type,
-        "size_bytes": len(data),
-        "warnings": list(picture.warnings),
-        "fingerprint": picture.fingerprint,
-    }
 
 
 class ImageJobProgress:

@@ -47,7 +47,7 @@ class JobExecutor:
         handler = self.handlers.get(claim.model)
         if handler is None or handler.modality != claim.modality:
             raise Aborted("the job names another model")
-        job = handler.read(claim.parameters)
+        job = handler.read(claim.parameters, claim.checker)
         left_s = math.inf if claim.deadline_left_s is None else claim.deadline_left_s
         with nullcontext() if self.warm_claims is None else self.warm_claims.reading(job, handler):
             parameters = handler.requests(job)

@@ -114,7 +114,8 @@ def _image_handler(
         return Artifacts(settings.artifacts, settings.storage_s).get(key)
 
     return ImageJobHandler(
-        runner, plan.parse(settings.deepcache), fetch, runtime.checker, decisions, plan_name, depth=runtime.depth,
+        runner, plan.parse(settings.deepcache), fetch, runtime.checker, settings.checker_action, decisions, plan_name,
+        depth=runtime.depth,
         metadata=settings.image_metadata, provenance=runtime.provenance,
         resident=None if pool is None else partial(pool.resident, name),
         load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name), cascades=cascades, gate=runtime.gate,

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from contract.content import REFUSED
 from contract.errors import Invalid
 from contract.printable import printable_message
 from core import traces
@@ -26,7 +27,7 @@ from core.logs import job_context, request_context
 from workers import genai
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
-from workers.checker import UnsafeImage
+from workers.checker import CheckFailed, UnsafeImage
 from workers.job_executor import JobExecutor
 from workers.metrics import METER
 from workers.publisher import ProgressPublisher
@@ -252,7 +253,9 @@ def _told(error: Exception) -> tuple[str, str]:
     """Error code and message of a failure, for the client. Contains nothing of the request."""
     match error:
         case UnsafeImage():
-            return "content_filter", "a picture was refused by this service's checker"
+            return REFUSED, "every picture was refused by this service's checker"
+        case CheckFailed():
+            return "content_check_failed", str(error)
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"
         case ArtifactError():

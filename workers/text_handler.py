@@ -68,7 +68,7 @@ class TextJobHandler:
             expansion_instruction=self.expansion_instruction,
         )
 
-    def read(self, parameters: Mapping[str, Any]) -> TextJob:
+    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> TextJob:
         return TextJob.read(parameters)
 
     def files(self, job: TextJob) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from api.inline_images import Inline
 from api.links import ImageLinks
 from api.predictions import inputs
-from api.presentation import results
+from api.presentation import results, shown
 from contract.card import ImageCard
 from contract.errors import Invalid
 from contract.image import ImageJob
@@ -59,6 +59,7 @@ def prediction(job: Job, links: ImageLinks, dialect: Dialect = REPLICATE, *, inl
         if inline
         else links.image(job, k, image["key"])
         for k, image in enumerate(results(job))
+        if shown(image)
     ]
     return {
         "id": job.id,

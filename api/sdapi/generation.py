@@ -16,7 +16,7 @@ from api import images, inline_images, schemas, submission
 from api.access import Caller
 from api.errors import job_error
 from api.inline_images import Inline
-from api.presentation import results, warnings
+from api.presentation import results, shown, warnings
 from api.rate_limits import enforce_rate_limit
 from api.sdapi import infotext, picture_body, requests
 from api.sdapi.options import chosen_model, find_model
@@ -86,7 +86,7 @@ async def _generate(request: Request, service: Service, caller: Caller, kind: ty
         translation.warnings.append("the request was interrupted")
     elif ended.state is not JobState.SUCCEEDED:
         raise job_error(ended)
-    drawn = [] if body.send_images is False else results(ended)
+    drawn = [] if body.send_images is False else filter(shown, results(ended))
     document = {
         "images": [Inline(image["key"], image.get("size_bytes")) for image in drawn],
         "parameters": {name: value for name, value in body.given.items() if name not in _LEFT_OUT},
@@ -139,8 +139,8 @@ async def _close(service: Service, caller: Caller, job: Job) -> None:
 async def _info(service: Service, job: Job, body: Generation, translation: Translation) -> dict[str, Any]:
     """The web UI's fields of `info`, and ours."""
     request = ImageJob.read(job.parameters)
-    picture, drawn = request.picture, results(job)
-    told = dict.fromkeys([*translation.warnings, *(text for image in drawn for text in warnings(job, image))])
+    picture, drawn = request.picture, [*filter(shown, results(job))]
+    told = dict.fromkeys([*translation.warnings, *(text for image in results(job) for text in warnings(job, image))])
     texts = [await _infotext(service, image) for image in drawn]
     fingerprint: Mapping[str, Any] = drawn[0].get("fingerprint") or {} if drawn else {}
     seeds = [image["seed"] for image in drawn]

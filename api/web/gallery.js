@@ -128,6 +128,10 @@ export class Gallery {
   async keep(end, asked, label, tiles) {
     const { request } = await service.job(end.id); // with nothing left to defaults that may change
     for (const [k, image] of end.images.entries()) {
+      if (image.error) {
+        tiles[k].fail(image.error.message);
+        continue;
+      }
       const picture = {
         id: `${end.id}/${k}`, k, made: Date.now(), asked: { ...asked, model: end.model }, label, seed: image.seed, width: image.width,
         height: image.height, warnings: image.warnings, blob: await service.picture(end.id, k),

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from contract.content import ACTIONS
 from contract.errors import Invalid
 from core.config import RATE, SHARE
 from core.jobs import keys
@@ -40,7 +41,8 @@ class ApiKey:
 
     `rate` (requests) and `quota` (images) have the form 60/minute, `queued` (the key's jobs that may wait in a queue)
     the form 200 or 25%; empty: the service's default. `file_bytes` limits the total size of its files; 0: the service's
-    default. `created` is seconds since the epoch.
+    default. `checker` is what is done to pictures that the service's checker flags (`contract.content`); empty: the
+    service's own. `created` is seconds since the epoch.
     """
 
     id: str
@@ -52,6 +54,7 @@ class ApiKey:
     created: int
     queued: str = ""
     file_bytes: int = 0
+    checker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,14 @@ class Keyring(RedisStore):
         quota: str = "",
         queued: str = "",
         file_bytes: int = 0,
+        checker: str = "",
     ) -> tuple[ApiKey, str]:
         """Create a key; returns it with its token, which is shown only once. Raises ValueError, naming the field."""
-        check(name, scopes, rate, quota, queued, file_bytes)
+        check(name, scopes, rate, quota, queued, file_bytes, checker)
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         token = f"dpt_{id}_{secret}"
         ordered = tuple(scope for scope in SCOPES if scope in scopes)
-        key = ApiKey(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes)
+        key = ApiKey(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes, checker)
         self._add(id, to_json(asdict(key)))
         return key, token
 
@@ -143,7 +147,9 @@ class Keyring(RedisStore):
         return webhook_secret(self.secret(), owner)
 
 
-def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0) -> None:
+def check(
+    name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0, checker: str = ""
+) -> None:
     """Raise `Invalid` for values that no key may have."""
     if not _NAME.fullmatch(name):
         raise Invalid("name", "must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
@@ -156,6 +162,8 @@ def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str =
         raise Invalid("queued", "must be a number of jobs, such as 200, or a share of the queue, such as 25%")
     if not 0 <= file_bytes <= _MOST_BYTES:
         raise Invalid("file_bytes", f"must be between 0 and {_MOST_BYTES}")
+    if checker not in ("", *ACTIONS):
+        raise Invalid("checker", f"must be one of {', '.join(ACTIONS)}")
 
 
 def most_queued(share: str, max_queued: int) -> int:

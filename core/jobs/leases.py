@@ -75,9 +75,10 @@ class JobLeases:
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
             return None
-        attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed, owner = (
-            answer
-        )
+        (
+            attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed, owner,
+            checker,
+        ) = answer  # fmt: skip
         try:
             decoded = from_json(parameters) or {}
             decoded.keys()
@@ -99,6 +100,7 @@ class JobLeases:
             incarnation=of,
             followed=followed == "1" if followed else None,
             owner=owner,
+            checker=checker,
         )
 
     def fence_of(self, id: str, worker: str) -> str | None:

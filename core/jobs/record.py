@@ -243,7 +243,8 @@ class Claim:
     """A job held by a worker until it finishes it, hands it back, or its lease expires.
 
     `deadline_left_s` is the time to the deadline at the claim; None: no deadline. `trace` and `request_id` are the
-    draft's; empty for jobs of versions without them. `incarnation` and `followed` are the record's.
+    draft's; empty for jobs of versions without them. `incarnation` and `followed` are the record's. `checker` is what
+    the owner's key has flagged pictures done to, as it was when the job was created; "": the service decides.
     """
 
     id: str
@@ -259,6 +260,7 @@ class Claim:
     incarnation: str = ""
     followed: bool | None = None
     owner: str = ""
+    checker: str = ""
 
     @property
     def fence(self) -> str:

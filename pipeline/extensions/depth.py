@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from core.threads import lower_priority
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.folder import ModelError, Part
+from pipeline.extensions.vision import image_processor
 
 _PART = Part(
     "encoder",
@@ -41,7 +42,7 @@ class DepthEstimator:
             self._distances = _of_distances(where, config)
             folders.check_part(where, where.name, _PART)
             self._network: Any = load_part(where.parent, where.name, _PART, torch.float32, None).eval()
-            self._processor = _processor(where)
+            self._processor = image_processor(where)
         except ModelError as error:
             raise ModelError(f"depth model: {error}") from error
         self._lock = threading.Lock()
@@ -81,14 +82,3 @@ def _of_distances(where: Path, config: Mapping[str, Any]) -> bool:
     if kind == "dpt" and isinstance(backbone, dict) and backbone.get("model_type") == "dinov2":
         return True  # DINOv2's, trained on NYU and KITTI
     return _PREDICTS_DISTANCE[kind] or config.get("depth_estimation_type") == "metric"
-
-
-def _processor(where: Path) -> Any:
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    folders.read_json(where / "preprocessor_config.json")
-    try:
-        return AutoImageProcessor.from_pretrained(str(where), local_files_only=True, backend="pil")
-    except Exception as error:  # whatever the library raises: it does not load
-        reason = f"{type(error).__name__}: {folders.first_line(error)}"
-        raise ModelError(f"{where}/preprocessor_config.json: does not load ({reason})") from error

@@ -114,3 +114,15 @@ def normalization(folder: Path) -> tuple[Tensor, Tensor]:
             raise ModelError(f"{path}: image_mean and image_std must be 3 numbers")
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in values)
     return mean, std
+
+
+def image_processor(folder: Path) -> Any:
+    """Load transformers' image processor of this folder, on Pillow. Raises `ModelError`, naming its config."""
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    folders.read_json(folder / "preprocessor_config.json")
+    try:
+        return AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, backend="pil")
+    except Exception as error:  # whatever the library raises: it does not load
+        reason = f"{type(error).__name__}: {folders.first_line(error)}"
+        raise ModelError(f"{folder}/preprocessor_config.json: does not load ({reason})") from error

@@ -467,6 +467,6 @@ def test_what_a_checker_refused_is_a_400(shared: Api, worker: Worker) -> None:
         answer = pool.submit(shared.client.post, EDITS, data={"prompt": "x"}, files={"image": PNG})
         (id,) = eventually(lambda: worker.ids() - known)
         claim = worker.take(id)
-        assert worker.store.leases.fail(id, claim.attempt, "content_filter", "a picture was refused")
-        check_error(answer.result(PATIENCE_S), 400, code="content_filter")
-    assert shared.job(id)["error"]["code"] == "content_filter"
+        assert worker.store.leases.fail(id, claim.attempt, "content_policy_violation", "a picture was refused")
+        check_error(answer.result(PATIENCE_S), 400, code="content_policy_violation")
+    assert shared.job(id)["error"]["code"] == "content_policy_violation"

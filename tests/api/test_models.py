@@ -91,7 +91,7 @@ def test_models_in_openais_shape(shared: Api) -> None:
         "preprocessors": ["canny"],
             "image_prompts": [],
         "refiners": [], "cascades": {}, "prompt_fields": None, "graphs": {},
-        "fields": None, "sources": None, "options": {}, "loop": "",
+        "fields": None, "sources": None, "options": {}, "loop": "", "checker": "",
         "default_scheduler": "euler", "scheduler_reason": "",
         "defaults": dataclasses.asdict(CARD.defaults), "plans": {}, "plan": "",
         "vaes": ["full"], "inpaint_only": False,

@@ -57,7 +57,14 @@ def test_all_is_well(healthy: Path, capsys: pytest.CaptureFixture[str], redis_ur
 
 @pytest.mark.parametrize(
     ("broken", "what"),
-    [("redis", "redis"), ("policy", "redis"), ("model", "model"), ("artifacts", "artifacts"), ("device", "device")],
+    [
+        ("redis", "redis"),
+        ("policy", "redis"),
+        ("model", "model"),
+        ("artifacts", "artifacts"),
+        ("device", "device"),
+        ("checker", "checker"),
+    ],
 )
 def test_what_is_broken_is_named(
     healthy: Path,
@@ -73,6 +80,7 @@ def test_what_is_broken_is_named(
     values = {
         "redis": ("REDIS_URL", "redis://127.0.0.1:1/0"), "model": ("MODEL", str(healthy / "nowhere")),
         "artifacts": ("ARTIFACTS_URL", "nothing://x"), "device": ("DEVICE", "cuda:9"),
+        "checker": ("CHECKER", str(healthy / "nowhere")),
     }  # fmt: skip
     if broken in values:
         monkeypatch.setenv("DIPTYCH_" + values[broken][0], values[broken][1])

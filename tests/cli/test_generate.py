@@ -10,16 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from core import pictures
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny_zimage import TINY_Z
+from pipeline.content import blurred
 from pipeline.pixels.picture import Picture
 from tests.cli.shell import Shell, made_with
 from tests.disks import small_disk
-from tests.pipeline import loras
+from tests.pipeline import checkers, loras
 from tests.unet_opt.shapes import tiny_vae
 
 # -- what it draws -------------------------------------------------------------------------------------------------
@@ -224,6 +227,29 @@ def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, mo
     assert said.code == 1 and said.out.startswith("2 pictures in out")
     assert "a-fox-1.png: PROMPT 1: RuntimeError: [/no] markup" in said.err
     assert len(shell.pictures()) == 2
+
+
+def test_a_picture_that_the_checker_flags_is_not_written_or_blurred_or_told(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkers.classifier(shell.folder / "checker")
+    monkeypatch.setenv("DIPTYCH_CHECKER", str(shell.folder / "checker"))
+    drawn: dict[str, Any] = {}
+    for action in ("off", "tag", "blur", "refuse"):
+        monkeypatch.setenv("DIPTYCH_CHECKER_ACTION", action)
+        monkeypatch.setenv("DIPTYCH_CHECKER_LABELS", "nsfw:0,normal:0")  # so that every picture is flagged
+        result = shell.generate("a fox", "--seed", "1")
+        assert result.code == (action == "refuse"), result.err
+        paths = shell.pictures() if (shell.folder / "out").exists() else []
+        drawn[action] = [np.asarray(pictures.read(path)) for path in paths]
+        for path in paths:
+            path.unlink()
+        words = {"tag": "the checker flags the picture: nsfw", "blur": "is blurred", "refuse": "was refused by the"}
+        assert words.get(action, "") in result.err
+    assert drawn["refuse"] == [] and (drawn["off"][0] == drawn["tag"][0]).all()
+    assert (drawn["blur"][0] == np.asarray(blurred(Image.fromarray(drawn["off"][0])))).all()
+    monkeypatch.delenv("DIPTYCH_CHECKER")
+    assert "checker_action: there is no checker" in shell.refused("x")
 
 
 LONG = "very long words here " * 120

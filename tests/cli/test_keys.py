@@ -63,11 +63,12 @@ def test_it_is_not_opened_while_there_is_a_key(capsys: pytest.CaptureFixture[str
 
 
 def test_a_share_and_bytes_are_told(capsys: pytest.CaptureFixture[str], redis_url: str) -> None:
-    code, _, _ = run(capsys, "add", "me", "--queued", "25%", "--file-bytes", "10GiB", "--scopes", "files,text")
+    words = ("--queued", "25%", "--file-bytes", "10GiB", "--scopes", "files,text", "--checker", "blur")
+    code, _, _ = run(capsys, "add", "me", *words)
     line = run(capsys, "list")[1]
-    assert code == 0 and "text,files" in line and "queued 25%, file bytes 10737418240" in line
+    assert code == 0 and "text,files" in line and "queued 25%, file bytes 10737418240, checker blur" in line
     keyring = Keyring(redis_url)
-    assert [(key.queued, key.file_bytes) for key in keyring.all()] == [("25%", 10 * 2**30)]
+    assert [(key.queued, key.file_bytes, key.checker) for key in keyring.all()] == [("25%", 10 * 2**30, "blur")]
     keyring.close()
 
 

@@ -168,7 +168,7 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "expand_prompt": True, "output_format": "jpeg", "output_compression": 7,
-    "cascade": Cascade(draft="sketcher", gate=20.5), "warnings": ("style: has no effect",),
+    "cascade": Cascade(draft="sketcher", gate=20.5), "warnings": ("style: has no effect",), "checker": "blur",
 }  # fmt: skip
 
 

@@ -252,7 +252,7 @@ class StagePictures:
             costs=ImageCosts(encode_s=self._step_s, vae_s=self._step_s, solo_step_s=sizes, row_step_s=sizes),
         )  # fmt: skip
 
-    def read(self, parameters: Mapping[str, Any]) -> ImageJob:
+    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> ImageJob:
         return ImageJob.read(parameters)
 
     def requests(self, job: ImageJob) -> list[Any]:
@@ -315,7 +315,7 @@ class StageText:
     def held_files(self) -> tuple[str, ...]:
         return ()
 
-    def read(self, parameters: Mapping[str, Any]) -> StageTextJob:
+    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> StageTextJob:
         return StageTextJob(parameters)
 
     def requests(self, job: StageTextJob | TextJob) -> list[Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 import redis
 
+from core.jobs.keyring import Keyring
 from core.jobs.limits import JobLimits
 from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore
@@ -32,6 +35,22 @@ def draft(owner: str = "", **more: object) -> JobDraft:
 def forgotten(client: redis.Redis) -> None:
     while client.exists("diptych:job:logo"):
         pass
+
+
+def test_a_job_carries_what_its_key_says_of_flagged_pictures_even_once_that_is_revoked(
+    store: JobStore, client: redis.Redis, redis_url: str
+) -> None:
+    keyring = Keyring(redis_url)
+    strict, plain = keyring.add("strict", checker="refuse")[0], keyring.add("plain")[0]
+    older = json.dumps({name: value for name, value in asdict(plain).items() if name != "checker"})
+    client.hset("diptych:keys", "older", older)
+    owners = {"a": strict.id, "b": plain.id, "c": "older", "d": "nobody", "e": ""}
+    for id, owner in owners.items():
+        store.create(JobDraft(id, "image", "m", {}, owner=owner))
+    keyring.revoke(strict.id)
+    keyring.close()
+    claims = [store.leases.claim(id, "ada") for id in owners]
+    assert [claim and claim.checker for claim in claims] == ["refuse", "", "", "", ""]
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -146,6 +146,7 @@ def test_names_that_may_be(name: str) -> None:
         *(("scopes", scopes) for scopes in ((), ("root",), ("images", "root"))),
         *(("queued", share) for share in ("0", "0%", "101%", "50 %", "-1", "all")),
         *(("file_bytes", size) for size in (-1, 2**50 + 1)),
+        ("checker", "allow"),
         *((field, rate) for field in ("rate", "quota") for rate in ("often", "0/minute ", "5", "5/", "5/year")),
     ],
 )

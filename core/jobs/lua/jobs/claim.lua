@@ -3,7 +3,7 @@
 -- KEYS: none
 -- ARGV: 2 id, 3 worker, 4 token of this call, 5 lease_ms, 6 retention_ms
 -- Answer: {attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace, request id,
---   incarnation, followed ('1', '0', or '': unspecified), owner}; or nothing
+--   incarnation, followed ('1', '0', or '': unspecified), owner, its key's checker or ''}; or nothing
 
 local job, token, at = read(ARGV[2]), ARGV[4], now()
 if not job then return false end
@@ -32,6 +32,6 @@ elseif job.state ~= 'running' or job.claim ~= token then  -- otherwise this is a
   return false
 end
 local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace',
-  'request_id', 'followed')
+  'request_id', 'followed', 'checker')
 return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or '', v[8] or '',
-  job.incarnation, v[9] or '', job.owner}
+  job.incarnation, v[9] or '', job.owner, v[10] or ''}
