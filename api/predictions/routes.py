@@ -12,13 +12,13 @@ import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from api import admission, body, health, images, jobs, models, schemas, submission
 from api.access import By, Caller
@@ -54,11 +54,9 @@ class PredictionBody(StrictModel):
 
     model_config = ConfigDict(title="PredictionRequest")
 
-    input: dict[str, Any] = Field(
+    input: Annotated[dict[str, Any], WithJsonSchema(inputs.components()["Input"])] = Field(
         max_length=_MOST_INPUTS,
-        description="prompt, negative_prompt, width and height or aspect_ratio, num_outputs, num_inference_steps, "
-        "guidance_scale, scheduler, seed, image, mask, prompt_strength, output_format, output_quality; and other "
-        "fields of /v1/images/generations and /v1/images/edits",
+        description="these fields, and other ones of /v1/images/generations and /v1/images/edits",
     )
     version: str | None = Field(
         default=None, max_length=MAX_NAME, description="a model's name, also as owner/name or owner/name:name"

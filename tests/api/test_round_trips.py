@@ -83,6 +83,27 @@ def test_a_jobs_request_is_taken_where_it_belongs(shared: Api, easel: Easel) -> 
     assert given_parameters[1:] == [{**first, "deepcache": request["deepcache"]}] * 2
 
 
+@pytest.mark.parametrize(("text", "seed"), [("7.0", 7), ("7e2", 700), (f"{MAX_EXACT - 9}.0", MAX_EXACT - 9)])
+def test_a_whole_number_is_one_however_it_is_written(shared: Api, easel: Easel, text: str, seed: int) -> None:
+    """As in JSON Schema: peers whose numbers are floats write a fraction of 0. In JSON, in a form, and told again."""
+    raw = f'{{"type": "image", "prompt": "a cat", "n": 2.0, "seed": {text}}}'
+    answer = shared.client.post("/v1/jobs", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 202, answer.text
+    fields = {"prompt": "a hat", "size": "128x128", "n": "2.0", "seed": text}
+    edited = shared.client.post(EDIT, data=fields, files={"image": as_file(pixels())})
+    assert edited.status_code == 200, edited.text
+    assert [image["seed"] for image in edited.json()["data"]] == [seed, seed + 1]
+    job = eventually(lambda: (one := shared.job(answer.json()["id"]))["status"] == "succeeded" and one)
+    assert job["request"]["seed"] == seed and job["request"]["n"] == 2
+
+
+@pytest.mark.parametrize("text", ["7.5", "1e400", "1e30", "-7.0", "true", "9007199254740993.0"])
+def test_what_is_no_whole_number_or_none_that_a_float_holds_is_refused(shared: Api, text: str) -> None:
+    raw = f'{{"type": "image", "prompt": "a cat", "seed": {text}}}'
+    answer = shared.client.post("/v1/jobs", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "seed"
+
+
 def numbers(value: Any) -> list[int]:
     if isinstance(value, dict | list):
         return [number for inner in (value.values() if isinstance(value, dict) else value) for number in numbers(inner)]
