@@ -12,13 +12,13 @@ import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
 from api import admission, body, health, images, jobs, models, schemas, submission
 from api.access import By, Caller
@@ -30,7 +30,7 @@ from api.predictions import inputs, objects
 from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
 from api.rate_limits import charge_refusals
 from api.service import Given, Service
-from contract.card import ImageCard
+from contract.card import MAX_PROMPT_CHARACTERS, ImageCard
 from contract.strict import MAX_NAME, StrictModel
 from core.artifacts import ArtifactError
 from core.jobs.broker import JOB_ID
@@ -54,10 +54,15 @@ class PredictionBody(StrictModel):
 
     model_config = ConfigDict(title="PredictionRequest")
 
-    input: Annotated[dict[str, Any], WithJsonSchema(inputs.components()["Input"])] = Field(
+    input: dict[str, Any] = Field(
         max_length=_MOST_INPUTS,
-        description="these fields, and other ones of /v1/images/generations and /v1/images/edits",
-    )
+        description="prompt, negative_prompt, width and height or aspect_ratio, num_outputs, num_inference_steps, "
+        "guidance_scale, scheduler, seed, image, mask, prompt_strength, output_format, output_quality; and other "
+        "fields of /v1/images/generations and /v1/images/edits",
+        json_schema_extra={
+            "properties": {"prompt": {"type": "string", "maxLength": MAX_PROMPT_CHARACTERS}}, "required": ["prompt"]
+        },
+    )  # fmt: skip
     version: str | None = Field(
         default=None, max_length=MAX_NAME, description="a model's name, also as owner/name or owner/name:name"
     )

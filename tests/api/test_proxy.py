@@ -41,7 +41,8 @@ def client(served: tuple[Api, Worker], tmp_path_factory: pytest.TempPathFactory)
         f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     (folder / "conf").write_text(
-        f"daemon off; pid {folder}/pid; error_log {folder}/errors; events {{}} http {{ access_log off; {paths}{server} }}"
+        f"daemon off; pid {folder}/pid; error_log {folder}/errors; events {{}}\n"
+        f"http {{ access_log off; {paths}{server} }}"
     )
     words = [str(NGINX), "-p", str(folder), "-e", f"{folder}/errors", "-c", str(folder / "conf")]
     process = subprocess.Popen(words)
