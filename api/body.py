@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from api.errors import ApiError, invalid_field
 from api.fair_limiter import FairLimiter
+from contract.bounds import MAX_EXACT
 
 T = TypeVar("T")
 
@@ -140,7 +141,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     if _too_many(raw):
         raise _invalid(f"The body has more than {MAX_TOKENS} values and names.")
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number)
     except json.JSONDecodeError as error:
         raise _invalid(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
     except RecursionError:
@@ -168,7 +169,7 @@ def number(text: str) -> float | None:
     """A number in a form or a query, in JSON's syntax (5.5e0 too); None if it is none, or not finite."""
     if len(text) > _MOST_CHARACTERS or _NUMBER.fullmatch(text) is None:
         return None
-    value = float(text)
+    value = _number(text)
     return value if math.isfinite(value) else None
 
 
@@ -201,6 +202,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeated:
 
 def _integer(digits: str) -> int | _Huge:
     return int(digits) if len(digits) <= _MAX_DIGITS else _HUGE
+
+
+def _number(text: str) -> float:
+    """A number with a fraction or an exponent; an int where it is whole, as in JSON Schema, and exact in a float."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= MAX_EXACT else value
 
 
 def _check(value: Any, path: list[str | int]) -> None:

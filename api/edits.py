@@ -144,7 +144,7 @@ def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
     """Return the value that a form's text stands for in a field of these types."""
     if int in kinds and _WHOLE.fullmatch(text):
         return int(text)
-    if float in kinds and (number := body.number(text)) is not None:
+    if (int in kinds or float in kinds) and (number := body.number(text)) is not None:
         return number
     if (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
         return text == "true"

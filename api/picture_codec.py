@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -67,23 +68,21 @@ def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[
     soft, margins = bool(arguments["soft"]), arguments["margins"]
     if blobs:
         convention = arguments.get("mask_convention", "hole")
-        hole = _repainted(blobs[0], convention, soft=soft)
-        if not any(hole.histogram()[1 if soft else 128 :]):
+        mask = _repainted(blobs[0], convention, soft=soft)
+        if not any(mask.histogram()[1 if soft else 128 :]):
             raise InvalidPicture(_NONE_REPAINTED[convention])
     else:
-        hole = Image.new("L", tuple(arguments["own_size"]), 0)
-    if margins is not None:
-        hole = pictures.placed(hole, tuple(margins), 255)
-    hole = pictures.fitted(hole, tuple(arguments["size"]), arguments["fit"], surround=0)
-    return None, [_png(hole if soft else hole.point(128 * [0] + 128 * [255]))]
+        mask = Image.new("L", tuple(arguments["own_size"]), 0)
+    sides = None if margins is None else tuple(margins)
+    return None, [_png(pictures.fitted_mask(mask, sides, tuple(arguments["size"]), arguments["fit"], soft=soft))]
 
 
 def _repainted(data: bytes, convention: str, *, soft: bool) -> Image.Image:
-    """The mask in L, white where it is repainted."""
+    """The mask in L, white where this convention repaints it."""
+    if convention == "hole":
+        return _decoded(data, partial(pictures.hole, soft=soft))
     if convention != "luminance":
         alpha = _decoded(data, pictures.alpha)
-        if convention == "hole":
-            return ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
         if _has_hole(alpha, soft=True):
             return ImageOps.invert(alpha) if convention == "a1111-inverted" else alpha
     white = _decoded(data, pictures.luminance)

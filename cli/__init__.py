@@ -70,7 +70,7 @@ def _families(words: Sequence[str]) -> Sequence[str]:
 
 def parser(families: Sequence[str] = _FAMILIES) -> argparse.ArgumentParser:
     """The commands of these families, and their options."""
-    root = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
+    root = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving, batched step by step.")
     root.add_argument("--version", action=_Version)
     root.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = root.add_subparsers(required=True, metavar="COMMAND")

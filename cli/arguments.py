@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from core.config import Settings
     from workers.build import Runtime
 
+FOLDERS = ("lora_dir", "embeddings_dir", "control_dir", "depth_model", "ip_adapter_dir", "upscalers_dir")
+"""The settings of what a request may name besides a model."""
 Commands = Any  # argparse keeps the class of its subparsers to itself
 
 

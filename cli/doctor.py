@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Commands, read_settings
+from cli.arguments import Commands, add_settings, read_settings
 from contract.precision import is_quantized
 from contract.printable import printable_lines
 from core.extras import pip_install
@@ -46,6 +46,7 @@ def add(commands: Commands) -> None:
         "doctor", help="say what is wrong here", description="Look at all that a service needs, and say what is wrong.",
         epilog="exit codes: 0 all can work; 1 something cannot, and is marked with ✗",
     )  # fmt: skip
+    add_settings(doctor, "port")
     doctor.set_defaults(run=_doctor)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cli.arguments import (
+    FOLDERS,
     Commands,
     UsageError,
     add_command,
@@ -24,6 +25,7 @@ from cli.arguments import (
     read_settings,
     wrong_option,
 )
+from cli.editing import Source, add_edit, read_edit
 from cli.request import (
     FLAGS,
     add_inputs,
@@ -89,14 +91,13 @@ def add(commands: Commands) -> None:
     )
     generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     add_request(generate)
+    add_edit(generate)
     add_inputs(generate, Control)
     add_inputs(generate, ImagePrompt)
     add_upscaling(generate)
     add_refining(generate)
     add_pipeline_options(generate)
-    add_settings(
-        generate, "lora_dir", "embeddings_dir", "control_dir", "depth_model", "ip_adapter_dir", "upscalers_dir"
-    )
+    add_settings(generate, *FOLDERS)
     add_model(generate)
     add_plan(generate)
     generate.set_defaults(run=_generate, compile=None)
@@ -117,6 +118,9 @@ def _generate(options: argparse.Namespace) -> int:
     values |= read_pipeline_options(options)
     controls = read_controls(options, size_of(options))
     values |= {"image_prompts": read_image_prompts(options), "control": tuple(control for control, _ in controls)}
+    edit_fields, source = read_edit(options)
+    check_range(options, "strength", 0, 1)
+    values |= edit_fields
     values.setdefault("seed", secrets.randbelow(2**32))
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
@@ -127,7 +131,8 @@ def _generate(options: argparse.Namespace) -> int:
         if runtime.image_runner.refiner is not None:
             values |= read_refining(options, runtime.image_runner.refiner.model.name)
         pictures = [picture for _, picture in controls]
-        draft = _complete(options, settings, values, prompts[0], runtime, pictures, alone=len(prompts) == 1)
+        alone = len(prompts) == 1
+        draft = _complete(options, settings, values, prompts[0], runtime, pictures, source, alone=alone)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(draft.seed, k)), prompt)
             for prompt in prompts
@@ -143,6 +148,7 @@ def _complete(
     prompt: PromptRow,
     runtime: Runtime | None = None,
     control_pictures: Sequence[Image] = (),
+    source: Source | None = None,
     *,
     alone: bool = True,
 ) -> ImageParameters:
@@ -175,6 +181,8 @@ def _complete(
         tuned.named(settings.plan, model.plans)  # a default plan that there is not is an error here
     plan_fields = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     size = size_of(options, model.native)
+    if source is not None and options.size is None:
+        size = ImageOffer(runner.sizes, runner.schedulers, size).nearest(source.size)
     offer = ImageOffer(
         [size],
         runner.schedulers,
@@ -187,7 +195,10 @@ def _complete(
         options=None if own is None else own.options,
     )
     deepcache = settings.deepcache if runner.shallow_steps else OFF
-    completed = complete({**values, **plan_fields}, offer, prompt.text, deepcache, flags)
+    edited, masked = (None, False) if source is None else (source.size, source.masked)
+    completed = complete({**values, **plan_fields}, offer, prompt.text, deepcache, flags, edited=edited, masked=masked)
+    if completed.edit is not None and source is not None:
+        completed = replace(completed, edit=source.fill(completed.edit, size))
     completed = replace(completed, control=prepared(completed.control, control_pictures, size, runtime.depth))
     # The second check is of the options, which a prompt that fails by itself would hide; no prompt may be empty.
     for checked in (completed, replace(completed, prompt=".")):

@@ -1,4 +1,6 @@
-"""`diptych models`: lists the models of a running service, or those there are without one; `models add` adds one."""
+"""`diptych models`: lists the models of a running service, or those there are without one; `models list`, `models add`
+and `models remove` are about those on this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from cli.arguments import (
 from cli.convert import add_checkpoint, checkpoint_options
 from contract.precision import SCHEMES
 from contract.printable import printable
+from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
 
 _ANSWER_S = 10.0
 _GIB = 2**30
@@ -60,6 +63,15 @@ def add(commands: Commands) -> None:
     new.add_argument("--limit", type=int, metavar="N", help="prompts to calibrate on; default: 64")
     new.add_argument("--threads", type=int, metavar="N", help="CPU threads of --quantize; default: one per core")
     new.set_defaults(run=_add)
+    listed = verbs.add_parser("list", help="list the models on this machine", description="Embedded and added models.")
+    listed.set_defaults(run=_list)
+    gone = verbs.add_parser(
+        "remove",
+        help="delete an added model",
+        description="Delete a model from DIPTYCH_MODELS_DIR. A running service keeps what it has loaded.",
+    )
+    gone.add_argument("name", metavar="NAME", help="of an added model")
+    gone.set_defaults(run=_remove)
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -84,17 +96,42 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _print_added(store: Path) -> None:
-    if store.is_dir():
-        from pipeline.checkpoints.model_store import names
+    from pipeline.checkpoints.model_store import names
 
-        for name in names(store):
-            print(f"{name}  (added; --model {name} loads it)")
+    for name in names(store):
+        print(f"{name}  (added; --model {name} loads it)")
+
+
+def _list(options: argparse.Namespace) -> int:
+    for name in _embedded():
+        print(f"{name}  (embedded; --model {name} loads it)")
+    text = EMBEDDED_TEXT_MODEL.name
+    if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file():
+        print(f"{text}  (embedded, for text; DIPTYCH_TEXT_MODEL, unless it is off or another)")
+    _print_added(read_settings(options).models_dir)
+    return 0
+
+
+def _embedded() -> list[str]:
+    """The names of the image models that come with the package."""
+    return sorted(path.parent.name for path in EMBEDDED_MODEL.parent.glob("*/model_index.json"))
+
+
+def _remove(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints import model_store
+
+    store = read_settings(options).models_dir
+    embedded = {path.name for path in EMBEDDED_MODEL.parent.glob("*")}
+    if options.name in embedded and options.name not in model_store.names(store):
+        raise UsageError(f"NAME: {options.name} is embedded: it is part of the package, and goes with it")
+    with model_errors():
+        model_store.remove(options.name, store)
+    print(f"removed {store / options.name}")
+    return 0
 
 
 def _add(options: argparse.Namespace) -> int:
     from rich.console import Console
-
-    from core.config import EMBEDDED_MODEL
 
     settings = read_settings(argparse.Namespace(threads=options.threads))
     if not 0 < options.max_gib < 1024:

@@ -18,7 +18,9 @@ from cli.arguments import (
     check_range,
     model_errors,
     read_settings,
+    wrong_option,
 )
+from contract.errors import Invalid
 from contract.precision import SCHEMES, is_calibrated
 
 if TYPE_CHECKING:
@@ -267,7 +269,10 @@ def _quantizing(scheme: str, out: Path, count: int) -> Iterator[Callable[[int], 
 
     try:
         with model_errors(), StartupProgress(Console(stderr=True)) as starting:
-            yield lambda done: starting.count(f"quantizing to {scheme}", done, count)
+            try:
+                yield lambda done: starting.count(f"quantizing to {scheme}", done, count)
+            except Invalid as error:
+                raise wrong_option(error) from error
     except (StatisticsError, RecipeError, QuantizedStoreError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:

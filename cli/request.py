@@ -21,9 +21,9 @@ from contract.picture_input import PictureInput
 from contract.plan import FIELD as DEEPCACHE
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL import Image
 
-    from contract.card import ImageOffer
+    from contract.card import ImageOffer, Size
 
 P = TypeVar("P", bound=PictureInput)
 
@@ -64,11 +64,16 @@ def add_request(parser: argparse.ArgumentParser, fields: Sequence[str] = FIELDS)
         kind, _, text, _ = declarations(ImageParameters)[name]
         if name == "prompt_weighting":
             kind = Literal["compel", "a1111"]
-        _add(parser, _flag(name), kind, text, name, dest=destination(name))
+        add_field(parser, name, kind, text)
     if "prompt_weighting" in fields:
         parser.add_argument(
             "--weighting", dest="syntax", action="store_const", const=True, help="the same as --syntax compel"
         )
+
+
+def add_field(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) -> None:
+    """Add the option of a field of this type and description."""
+    _add(parser, flag_of(name), kind, text, name, dest=destination(name))
 
 
 def _add(parser: argparse.ArgumentParser, flag: str, kind: Any, text: str, name: str, **more: Any) -> None:
@@ -82,13 +87,14 @@ def _add(parser: argparse.ArgumentParser, flag: str, kind: Any, text: str, name:
         parser.add_argument(flag, type=kind if kind in (int, float) else str, metavar=metavar, help=text, **more)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The option that gives this field."""
     return FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
 def destination(name: str) -> str:
     """The attribute of the parsed options that has this field."""
-    return _DESTINATIONS.get(name) or _flag(name).removeprefix("--").replace("-", "_")
+    return _DESTINATIONS.get(name) or flag_of(name).removeprefix("--").replace("-", "_")
 
 
 def read_request(options: argparse.Namespace, fields: Sequence[str] = FIELDS) -> dict[str, Any]:
@@ -110,25 +116,33 @@ def _numbers(name: str, text: str) -> tuple[Any, ...]:
     try:
         numbers = tuple(map(kind, text.split(between)))
     except ValueError:
-        raise UsageError(f"{_flag(name)}: must be numbers such as {example}, not {text!r}") from None
+        raise UsageError(f"{flag_of(name)}: must be numbers such as {example}, not {text!r}") from None
     if name == "guidance_interval" and len(numbers) != 2:
-        raise UsageError(f"{_flag(name)}: must be two numbers, not {text!r}")
+        raise UsageError(f"{flag_of(name)}: must be two numbers, not {text!r}")
     return numbers
 
 
 def complete(
-    values: Mapping[str, Any], offer: ImageOffer, prompt: str, deepcache: str, flags: Mapping[str, str] = {}
+    values: Mapping[str, Any],
+    offer: ImageOffer,
+    prompt: str,
+    deepcache: str,
+    flags: Mapping[str, str] = {},
+    *,
+    edited: Size | None = None,
+    masked: bool = False,
 ) -> ImageParameters:
     """The parameters of a picture with these fields, by the plan and the defaults of `offer`; checked as in the API.
 
-    `deepcache` is the setting. Raises `UsageError`, naming the option; `flags` are in place of `FLAGS`.
+    `deepcache` is the setting, `edited` and `masked` are as in `ImageRequest.complete`. Raises `UsageError`, naming the
+    option; `flags` are in place of `FLAGS`.
     """
     from contract import plan
-    from contract.image_request import ImageRequest
+    from contract.image_request import EditRequest, ImageRequest
 
-    request = ImageRequest.model_construct(prompt=prompt, **values)
+    request = (ImageRequest if edited is None else EditRequest).model_construct(prompt=prompt, **values)
     try:
-        return request.complete(offer).pictures(plan.parse(deepcache))[0]
+        return request.complete(offer, edited, masked=masked).pictures(plan.parse(deepcache))[0]
     except Invalid as error:
         raise wrong_option(error, {**FLAGS, **flags}) from error
 
@@ -229,13 +243,18 @@ def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
     return tuple(kind(**entry) for entry in entries)
 
 
-def opened(flag: str, path: Path) -> Image:
-    """The picture of a file in RGB, by the rules of `core.pictures`. Raises `UsageError`, naming the option and the
-    file.
-    """
+def opened(flag: str, path: Path) -> Image.Image:
+    """The picture of a file in RGB, as `decoded`."""
+    from core import pictures
+
+    return pictures.on_white(decoded(flag, path))
+
+
+def decoded(flag: str, path: Path) -> Image.Image:
+    """The picture of a file, by the rules of `core.pictures`. Raises `UsageError`, naming the option and the file."""
     from core import pictures
 
     try:
-        return pictures.read(path)
+        return pictures.decode(path)
     except pictures.UnreadablePicture as error:
         raise UsageError(f"{flag}: {path} cannot be read as a picture ({error})") from error

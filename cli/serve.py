@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import (
+    FOLDERS,
     CommandFailed,
     Commands,
     UsageError,
@@ -62,7 +63,7 @@ def add(commands: Commands) -> None:
         help="for pictures and what is queued; default: ~/.local/share/diptych",
     )
     add_model(serve)
-    add_settings(serve, *_CATALOGUE)
+    add_settings(serve, *_CATALOGUE, *FOLDERS)
     add_plan(serve)
     serve.set_defaults(run=_serve)
 
@@ -76,7 +77,7 @@ def add(commands: Commands) -> None:
     )
     worker.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     add_model(worker)
-    add_settings(worker, *_CATALOGUE)
+    add_settings(worker, *_CATALOGUE, *FOLDERS)
     add_plan(worker)
     worker.set_defaults(run=_worker)
 
@@ -151,11 +152,6 @@ def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:
     from deployment.devices import NoDevices, serve_each
 
     words = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if options.verbose else []), "worker"]
-    for name in ("model", "variant", "precision", "backend", "unet", "threads", *_CATALOGUE):
-        if getattr(options, name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    if options.compile is not None:
-        words.append("--compile" if options.compile else "--no-compile")
     try:
         return serve_each(settings, command=words)
     except NoDevices as error:

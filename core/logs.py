@@ -44,13 +44,18 @@ def current_request_id() -> str:
     return _REQUEST.get()
 
 
+def _time(record: logging.LogRecord) -> str:
+    """When it was logged, in UTC by ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
 class JsonLines(logging.Formatter):
     """One JSON object per line: time, level, logger, message, and where known job, request_id and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()[:_MOST_CHARACTERS]
         entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": message,
@@ -86,10 +91,20 @@ class TextLines(logging.Formatter):
         return f"{first} [{_REQUEST.get()}]{newline}{rest}"
 
 
+class _Timed(logging.Formatter):
+    """Time, level and message."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return _time(record)
+
+
 def configure(form: str) -> None:
-    """Set the format of every handler of the root logger: "text", as already configured, or "json"."""
+    """Set the format of every handler of the root logger: "text", lines of time, level and message, or "json"."""
     for handler in logging.getLogger().handlers:
-        if form == "json":
-            handler.setFormatter(JsonLines())
-        elif not isinstance(handler.formatter, TextLines):
-            handler.setFormatter(TextLines(handler.formatter))
+        text = _Timed("%(asctime)s %(levelname)s %(message)s")
+        handler.setFormatter(JsonLines() if form == "json" else TextLines(text))
+
+
+def informs(line: str) -> bool:
+    """Return whether a line of either format has the level INFO."""
+    return '"level": "INFO"' in line or line.split(" ", 2)[1:2] == ["INFO"]

@@ -117,6 +117,26 @@ def alpha(image: Image.Image) -> Image.Image:
         return canvas
 
 
+def hole(image: Image.Image, *, soft: bool) -> Image.Image:
+    """The mask in L of a picture that is repainted where it is transparent: 255 where it is wholly so, else 0; with
+    `soft` its transparency. Raises as `on_white`.
+    """
+    opacity = alpha(image)
+    return ImageChops.invert(opacity) if soft else opacity.point([255] + 255 * [0])
+
+
+def fitted_mask(
+    mask: Image.Image, margins: Sides | None, size: tuple[int, int], fit: Fit, *, soft: bool
+) -> Image.Image:
+    """The mask of a picture with these margins that is brought to `size` by `fit`: 255 in the margins, 0 in what the
+    fit adds, and nothing between unless it is `soft`.
+    """
+    if margins is not None:
+        mask = placed(mask, margins, 255)
+    mask = fitted(mask, size, fit, surround=0)
+    return mask if soft else mask.point(128 * [0] + 128 * [255])
+
+
 def rgba(image: Image.Image) -> Image.Image:
     """The image in RGBA, its colours not multiplied by its alpha."""
     return (image.convert("LA") if image.mode == "La" else image).convert("RGBA")

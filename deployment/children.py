@@ -11,11 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from core.config import Settings
 from deployment.launch import launched
+
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # start of module paths
 
 _LOG_BYTES = 16 * 2**20
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _LONG_LIFE_S = 60.0
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """The environment that gives a child these settings. The password in Redis's URL shows in no process list."""
+    # Unknown DIPTYCH_ variables are removed: they were reported once.
+    environment = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
+    for name, names in Settings.model_fields.items():
+        value = getattr(settings, name)
+        if value != names.default:
+            environment[f"DIPTYCH_{name.upper()}"] = str(value)
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
 
 
 @dataclass(eq=False)

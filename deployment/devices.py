@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from core.config import Settings
-from deployment.children import Backoff, ChildProcess, reason
+from deployment.children import Backoff, ChildProcess, child_environment, reason
 from deployment.screen import StatusDisplay
 from deployment.signals import StopSignals
 
@@ -112,7 +112,7 @@ def serve_each(
     """Run a worker for each device until a signal comes; returns the exit code. Raises `NoDevices`.
 
     A worker that ends is restarted, as by `diptych serve`; one whose input can never work (exit code 2) ends all.
-    `command` runs one worker, which gets its device in CUDA_VISIBLE_DEVICES.
+    `command` runs one worker, which gets the settings, and its device in CUDA_VISIBLE_DEVICES, by its environment.
     """
     devices = visible_gpus(os.environ) if devices is None else devices
     command = command or [sys.executable, "-P", "-m", "cli", "worker"]
@@ -120,7 +120,9 @@ def serve_each(
     with StopSignals() as stop, StatusDisplay() as screen:
         parts = [
             (ChildProcess(name, command, environment, logs / f"{number}.log"), Backoff())
-            for number, (name, environment) in enumerate(worker_environments(settings, os.environ, devices))
+            for number, (name, environment) in enumerate(
+                worker_environments(settings, child_environment(settings), devices)
+            )
         ]
         code = 0
         try:

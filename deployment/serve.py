@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from core.config import Settings
+from core.logs import informs
 from deployment.address import is_private, listen, url
-from deployment.children import Backoff, ChildProcess, reason
+from deployment.children import Backoff, ChildProcess, child_environment, reason
 from deployment.devices import worker_environments
 from deployment.redis import RedisError, RedisServer
 from deployment.screen import StatusDisplay
@@ -24,7 +25,6 @@ from deployment.signals import StopSignals
 from deployment.watch import Readiness, ReadinessWatcher
 from deployment.welcome import welcome
 
-ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # start of module paths
 _LOOK_S = 0.05
 _API_STOP_S = 10.0
 _HAND_BACK_S = 15.0  # beyond drain_s, to hand back unfinished jobs
@@ -87,20 +87,6 @@ def _unusable(folder: Path, error: OSError) -> DataError:
     return DataError(f"--data: {error.filename or folder} cannot be used ({error.strerror})")
 
 
-def _environment(settings: Settings) -> dict[str, str]:
-    """The environment that gives a child these settings. The password in Redis's URL shows in no process list."""
-    # Unknown DIPTYCH_ variables are removed: they were reported once.
-    environment = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
-    for name, names in Settings.model_fields.items():
-        value = getattr(settings, name)
-        if value != names.default:
-            environment[f"DIPTYCH_{name.upper()}"] = str(value)
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
-
-
 @dataclass(eq=False)
 class _Part:
     """A child and its restart state."""
@@ -124,7 +110,7 @@ class _Stack:
         self._settings = settings
         # -P: modules in the folder where serve was started must not shadow ours.
         command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
-        environment, logs = _environment(settings), settings.data_dir / "logs"
+        environment, logs = child_environment(settings), settings.data_dir / "logs"
         descriptor = listener.fileno()
         numbers = range(1, settings.apis + 1)
         self._apis = [
@@ -234,8 +220,7 @@ class _Stack:
         """Print the children's output, except what belongs in their logs only."""
         for child in (*self._apis, *self._workers):
             for line in child.lines() if child.process is not None else ():
-                informs = line.startswith("INFO ") or '"level": "INFO"' in line
-                if self._verbose or not informs:
+                if self._verbose or not informs(line):
                     self._screen.line(line if line.startswith("diptych: ") else f"{child.name}: {line}")
 
     def _show(self) -> None:

@@ -19,7 +19,7 @@ from evaluation.scoring_networks import ScoringNetworks
 
 # Per cent, by what a run was drawn with: (how much FID may rise, how much the captions' score may change).
 _INT8, _DEEPCACHE = (2.0, 0.2), (4.0, 0.5)
-HOLDS, OPEN, FAILS = "holds", "open", "fails"
+HOLDS, OPEN, FAILS, TOO_FEW = "holds", "open", "fails", "too few captions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,8 @@ def check_gates(
     """The gates: FID at most so much above the base run's, or the spread between seeds where that is more; the
     captions' score within so much of it.
 
-    A gate holds where the whole interval lies within, is open where only the figure does, and fails otherwise.
+    A gate holds where the whole interval lies within, and is open where only the figure does. Otherwise it fails, or
+    there are too few captions to say, where the interval includes no change at all.
     """
     rise, change = limits[0] / 100, limits[1] / 100
     rows = []
@@ -179,7 +180,10 @@ def _verdict(ratio: Interval, low: float | None, high: float) -> dict[str, Any]:
     def within(value: float) -> bool:
         return value <= high and (low is None or value >= low)
 
-    verdict = FAILS if not within(ratio.value) else HOLDS if within(ratio.low) and within(ratio.high) else OPEN
+    if within(ratio.value):
+        verdict = HOLDS if within(ratio.low) and within(ratio.high) else OPEN
+    else:
+        verdict = TOO_FEW if ratio.low <= 1 <= ratio.high else FAILS
     return {"ratio": dict(ratio._asdict()), "verdict": verdict}
 
 

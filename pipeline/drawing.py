@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.schedule import NoiseSchedule
 from pipeline.families.family import ImageModel, Network
@@ -40,6 +41,14 @@ class Denoiser:
         timesteps = defaults.timesteps if len(defaults.timesteps or ()) == steps else None
         schedule = NoiseSchedule(defaults.schedule_type, timesteps, eta=defaults.eta)
         self._table = model.sampler_table(name, steps, (model.native, model.native), schedule=schedule)
+
+    def check(self, prompts: Sequence[str]) -> None:
+        """Raise `Invalid` for the first prompt that the model does not read, by its number."""
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                self._conditioner.read(self._parameters(prompt))
+            except Invalid as error:
+                raise Invalid("prompts", f"number {number} {error.message}", error.code) from error
 
     @torch.inference_mode()
     def latents(
@@ -93,8 +102,9 @@ class Denoiser:
         return torch.cat([self._conditioned(prompt).hidden for prompt in prompts])
 
     def _conditioned(self, prompt: str) -> ConditionedRequest:
-        side = self.model.native
-        (result,) = self._conditioner.conditions(
-            [ImageParameters(prompt, 0, side, side, guidance_scale=self._guidance)]
-        )
+        (result,) = self._conditioner.conditions([self._parameters(prompt)])
         return result
+
+    def _parameters(self, prompt: str) -> ImageParameters:
+        side = self.model.native
+        return ImageParameters(prompt, 0, side, side, guidance_scale=self._guidance)

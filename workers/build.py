@@ -43,7 +43,7 @@ from pipeline.runner import ImageRunner
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
-from workers.devices import check_gpu, describe, fused, keep_compiled, kernels, set_threads
+from workers.devices import check_gpu, compile_kernels, describe, fused, keep_compiled, kernels, set_threads
 from workers.gate import Gate
 from workers.variants import Count, Say
 
@@ -270,9 +270,11 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     name = settings.text_model_name
     if name is None:
         return None
+    device = device_of(settings)
+    if device == "cpu":
+        compile_kernels(settings, say)
     say(f"loading {name}")
     kernel_library, refusal = None, None
-    device = device_of(settings)
     keep_compiled(settings, device)
     if device != "cpu":
         check_gpu(settings, device, settings.text_precision)
@@ -378,8 +380,11 @@ def image_runner(
     Computes on the calling thread. `capacity` is shared with the runners of other models, and so are backends of
     `shared`.
     """
+    folder = diffusers.find(settings.model_name)
+    if folder is None and device_of(settings) == "cpu":
+        compile_kernels(settings, say)
     say(f"loading {settings.model_name}")
-    if (folder := diffusers.find(settings.model_name)) is not None:
+    if folder is not None:
         return _pipeline_runner(settings, folder, lane, capacity), ()
     model = load_model(settings, say, count)
     if model.family.refines:

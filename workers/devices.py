@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -67,6 +69,18 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
         if model.precision == "int8":
             raise ModelError(f"int8 does not run here: {error}; take fp32") from error
         return None, str(error)
+
+
+def compile_kernels(settings: Settings, say: Callable[[str], None]) -> None:
+    """Compile the CPU kernels, and say so, where they will run and are not compiled yet. Failures are reported where
+    kernels are chosen.
+    """
+    from core.kernels.cpu.library import KernelsUnavailable, is_compiled, library
+
+    if settings.kernels and not is_compiled(settings.compiled_kernels):
+        say("compiling kernels, once for this machine")
+        with contextlib.suppress(KernelsUnavailable):
+            library(settings.compiled_kernels)
 
 
 def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:

@@ -31,7 +31,7 @@ from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
 from api.rate_limits import charge_refusals
 from api.references import GivenPictures
 from api.service import Given, Service
-from contract.card import ImageCard
+from contract.card import MAX_PROMPT_CHARACTERS, ImageCard
 from contract.strict import MAX_NAME, StrictModel
 from core.jobs.broker import JOB_ID
 from core.jobs.keyring import webhook_secret
@@ -59,7 +59,10 @@ class PredictionBody(StrictModel):
         description="prompt, negative_prompt, width and height or aspect_ratio, num_outputs, num_inference_steps, "
         "guidance_scale, scheduler, seed, image, mask, prompt_strength, output_format, output_quality; and other "
         "fields of /v1/images/generations and /v1/images/edits",
-    )
+        json_schema_extra={
+            "properties": {"prompt": {"type": "string", "maxLength": MAX_PROMPT_CHARACTERS}}, "required": ["prompt"]
+        },
+    )  # fmt: skip
     version: str | None = Field(
         default=None, max_length=MAX_NAME, description="a model's name, also as owner/name or owner/name:name"
     )

@@ -82,6 +82,8 @@ class Txt2Img(Generation):
 
 
 class Img2Img(Generation):
+    model_config = ConfigDict(json_schema_extra={"required": ["init_images"]})
+
     init_images: Annotated[list[Picture] | None, Field(max_length=16, fail_fast=True)] = None
     mask: OptionalPicture = Field(default=None, description="white is drawn anew, or what is opaque in it")
     mask_blur: Number = None

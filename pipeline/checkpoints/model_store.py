@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,3 +157,17 @@ def names(store: Path) -> list[str]:
         return sorted(path.name for path in store.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
     except OSError:
         return []
+
+
+def remove(name: str, store: Path) -> None:
+    """Delete the model of this name from the folder. Raises `ModelError` if there is none, or it cannot be deleted."""
+    if name not in names(store):
+        raise ModelError(f"{name}: there is no such model in {store}")
+    folder = store / name
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:  # at once for readers, whatever happens meanwhile
+            shutil.rmtree(folder.rename(store / f".removed-{secrets.token_hex(4)}"))
+    except OSError as error:
+        raise ModelError(f"{name}: cannot be removed from {store} ({error.strerror})") from error

@@ -60,13 +60,15 @@ def collect(
 
     Of `sampled` layers rows are kept as well.
     Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if
-    they support its layout. The model is not changed. Raises what `calibrate` raises.
+    they support its layout. The model is not changed. Raises what `calibrate` raises, and
+    `Invalid` for a prompt that the model does not read, before any is drawn.
     """
     settings = settings or settings_of(model.family, model.defaults)
     until = settings.steps if "vae" in layers else settings.watched_steps
     networks, observe = observed(model, kernels)
     denoiser = model.family.denoiser
     drawing = Denoiser(model, networks.denoiser, guidance=settings.guidance, steps=settings.steps)
+    drawing.check(prompts)
 
     def run(batch: Sequence[str], around: Around) -> None:
         latents = drawing.latents(

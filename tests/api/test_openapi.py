@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
+from contract.bounds import MAX_EXACT
+from contract.card import MAX_IMAGES
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
@@ -50,17 +52,17 @@ class Document:
         self.seen: Counter[tuple[str, int]] = Counter()
         self.job = self.file = ""  # some that are there
         schema = schemathesis.openapi.from_dict(self.session.get(f"{url}/openapi.json", timeout=PATIENCE_S).json())
-        self._operations = {found.ok().label: found.ok() for found in schema.get_all_operations()}
+        self.operations = {found.ok().label: found.ok() for found in schema.get_all_operations()}
 
     def cases(self, *, without: Set[str] = frozenset(), only: str = "") -> st.SearchStrategy[schemathesis.Case]:
-        left = [one for label, one in self._operations.items() if label not in without and only in label]
+        left = [one for label, one in self.operations.items() if label not in without and only in label]
         assert len(left) > 8
         anything = st.one_of([one.as_strategy(generation_mode=mode) for one in left for mode in GenerationMode])
         return st.builds(self._aimed, anything, st.booleans())
 
     def case(self, label: str, **parameters: str) -> schemathesis.Case:
         """One request for what is there, with nothing optional."""
-        return self._operations[label].Case(path_parameters=parameters)
+        return self.operations[label].Case(path_parameters=parameters)
 
     def _aimed(self, case: schemathesis.Case, hit: bool) -> schemathesis.Case:
         """Half of what asks for one of something asks for one that is there."""
@@ -76,6 +78,22 @@ class Document:
         answer = case.call(base_url=self.url, session=self.session, timeout=PATIENCE_S)
         self.seen[case.operation.label, answer.status_code] += 1
         case.validate_response(answer, checks=checks)
+        if answer.content and answer.headers.get("content-type") == ["application/json"]:
+            check_numbers(case.body, answer.json())
+
+
+def numbers(value: Any) -> set[int]:
+    """The whole numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return set().union(*map(numbers, inner))
+    return {value} if type(value) is int else set()
+
+
+def check_numbers(body: Any, answer: Any) -> None:
+    """All numbers in an answer are ones that floats of 64 bits hold, or a client's own and those that follow it."""
+    own = {number + k for number in numbers(body) for k in range(MAX_IMAGES)}
+    assert all(abs(number) <= MAX_EXACT or number in own for number in numbers(answer))
 
 
 def walk(document: Document, cases: int, **chosen: Any) -> None:

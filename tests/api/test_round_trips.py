@@ -17,6 +17,7 @@ from api.text_answers import ChatFormat, CompletionFormat
 from api.text_drafts import CHAT, COMPLETIONS, read
 from contract.bounds import MAX_EXACT
 from contract.card import ImageLimits, TextOffer
+from contract.image_request import ImageRequest
 from core.jobs.record import Job, JobState
 from tests.api.easel import Easel
 from tests.api.test_conditions import KINDS, inline
@@ -81,6 +82,55 @@ def test_a_jobs_request_is_taken_where_it_belongs(shared: Api, easel: Easel) -> 
     given_parameters = [dict(claim.parameters) for claim in easel.seen[-3:]]
     first = {name: value for name, value in given_parameters[0].items() if name != "warnings"}
     assert given_parameters[1:] == [{**first, "deepcache": request["deepcache"]}] * 2
+
+
+@pytest.mark.parametrize(("text", "seed"), [("7.0", 7), ("7e2", 700), (f"{MAX_EXACT - 9}.0", MAX_EXACT - 9)])
+def test_a_whole_number_is_one_however_it_is_written(shared: Api, easel: Easel, text: str, seed: int) -> None:
+    """As in JSON Schema: peers whose numbers are floats write a fraction of 0. In JSON, in a form, and told again."""
+    raw = f'{{"type": "image", "prompt": "a cat", "n": 2.0, "seed": {text}}}'
+    answer = shared.client.post("/v1/jobs", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 202, answer.text
+    fields = {"prompt": "a hat", "size": "128x128", "n": "2.0", "seed": text}
+    edited = shared.client.post(EDIT, data=fields, files={"image": as_file(pixels())})
+    assert edited.status_code == 200, edited.text
+    assert [image["seed"] for image in edited.json()["data"]] == [seed, seed + 1]
+    job = eventually(lambda: (one := shared.job(answer.json()["id"]))["status"] == "succeeded" and one)
+    assert job["request"]["seed"] == seed and job["request"]["n"] == 2
+
+
+@pytest.mark.parametrize("text", ["7.5", "1e400", "1e30", "-7.0", "true", "9007199254740993.0"])
+def test_what_is_no_whole_number_or_none_that_a_float_holds_is_refused(shared: Api, text: str) -> None:
+    raw = f'{{"type": "image", "prompt": "a cat", "seed": {text}}}'
+    answer = shared.client.post("/v1/jobs", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "seed"
+
+
+def test_what_an_answer_says_of_pictures_is_taken_without_a_word(shared: Api, easel: Easel) -> None:
+    """Of pictures, of a stream's events, of a batch and of a file: each field that a request has too."""
+    body = {"prompt": "a cat", "steps": 2, "output_format": "webp", "size": "64x64"}
+    drawn = shared.post(DRAW, **body).json()
+    streamed = list(parsed(iter([*shared.post(DRAW, **body, stream=True).text.split("\n"), ""])))[-1].data
+    for told in (drawn, streamed):
+        fields = {name: value for name, value in told.items() if name in ImageRequest.model_fields}
+        assert fields.keys() >= {"size", "output_format", "background"}
+        again = shared.post(DRAW, **{"prompt": "a cat", "steps": 2, **fields}).json()
+        assert [image["warnings"] for image in again["data"]] == [[]]
+        assert {name: again[name] for name in fields if name in again} == {
+            name: value for name, value in fields.items() if name in again
+        }
+    line = {"custom_id": "a", "method": "POST", "url": DRAW, "body": {**body, "steps": 2}}
+    sent = shared.client.post("/v1/files", files={"file": json.dumps(line).encode()}, data={"purpose": "batch"}).json()
+    content = shared.client.get(f"/v1/files/{sent['id']}/content").content
+    resent = shared.client.post("/v1/files", files={"file": content}, data={"purpose": sent["purpose"]}).json()
+    names = ("endpoint", "input_file_id", "completion_window", "metadata")
+    batch = shared.post("/v1/batches", endpoint=DRAW, input_file_id=resent["id"], completion_window="24h").json()
+    for fields in (
+        {name: batch[name] for name in names},
+        {**{name: batch[name] for name in names}, "metadata": {"a": "b"}},
+    ):
+        answer = shared.post("/v1/batches", **fields)
+        assert answer.status_code == 200, answer.text
+        assert {name: answer.json()[name] for name in names} == fields
 
 
 def numbers(value: Any) -> list[int]:

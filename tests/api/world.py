@@ -86,7 +86,7 @@ def process(code: str, settings: Settings) -> Iterator[tuple[Fork, httpx2.Client
     with socket.create_server(("127.0.0.1", 0)) as listening:
         environment = {
             **os.environ, "DIPTYCH_REDIS_URL": settings.redis_url, "DIPTYCH_DATA_DIR": str(settings.data_dir),
-            "DIPTYCH_MAX_QUEUED": str(settings.max_queued),
+            "DIPTYCH_MAX_QUEUED": str(settings.max_queued), "DIPTYCH_SDAPI": str(settings.sdapi),
         }  # fmt: skip
         words = ("-c", code, str(listening.fileno()))
         child = forker(*API).start(words, env=environment, pass_fds=[listening.fileno()])

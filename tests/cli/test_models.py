@@ -84,6 +84,43 @@ def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str
     assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
 
 
+def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: Shell, store: str) -> None:
+    assert shell("models", "add", "base", "--name", "cats").code == 0
+    assert shell("models", "add", "base", "--name", "dogs").code == 0
+    said = shell("models", "list")
+    names = [line.partition(" ")[0] for line in said.out.splitlines()]
+    assert said.code == 0 and names[-2:] == ["cats", "dogs"] and {"emoji-xl", "emoji-lm"} <= {*names}
+    assert "emoji-xl  (embedded; --model emoji-xl loads it)" in said.out
+    said = shell("models", "remove", "cats")
+    assert said.code == 0 and said.out == f"removed {store}/cats\n"
+    assert [path.name for path in (shell.folder / "store").iterdir()] == ["dogs"]
+    assert "cats" not in shell("models", "list").out
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("emoji-xl", "NAME: emoji-xl is embedded: it is part of the package, and goes with it"),
+        ("gone", "model: gone: there is no such model in "),
+        ("../base", "model: ../base: there is no such model in "),
+        (".", "model: .: there is no such model in "),
+        (".downloads", "model: .downloads: there is no such model in "),
+    ],
+)
+def test_what_is_no_added_model_is_not_removed(shell: Shell, store: str, name: str, told: str) -> None:
+    (shell.folder / "store/.downloads").mkdir(parents=True)
+    before = sorted(shell.folder.rglob("*"))
+    said = shell("models", "remove", name)
+    assert said.code == 2 and said.err.startswith(f"diptych: {told}") and sorted(shell.folder.rglob("*")) == before
+
+
+def test_a_linked_model_is_removed_and_what_it_links_to_stays(shell: Shell, store: str) -> None:
+    (shell.folder / "store").mkdir()
+    (shell.folder / "store/linked").symlink_to(shell.folder / "base")
+    assert shell("models", "remove", "linked").code == 0
+    assert (shell.folder / "base/model_index.json").is_file() and not (shell.folder / "store/linked").is_symlink()
+
+
 @pytest.mark.parametrize(("scheme", "more"), [("int8", ("--limit", "1")), ("int8-dynamic", ())])
 def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: str, more: tuple[str, ...]) -> None:
     said = shell("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)

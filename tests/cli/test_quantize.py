@@ -188,6 +188,20 @@ def test_what_the_cache_is_not_asked_for_needs_a_folder(shell: Shell, cached: Pa
     assert not (cached / "quantized").exists()
 
 
+@pytest.mark.parametrize("verb", [(), ("--sensitivity",)], ids=["variant", "sensitivity"])
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_prompt_that_the_model_does_not_read_is_named_before_any_is_drawn(
+    shell: Shell, tmp_path: Path, place: int, verb: tuple[str, ...]
+) -> None:
+    prompts = ["a fox", "a hat"]
+    prompts.insert(place - 1, "word " * 540)
+    shell.save("captions.txt", "\n".join(prompts))
+    saved = tiny_image.save(tmp_path / "saved", tiny_image.SHAPES[TINY])
+    said = shell("quantize", "--model", str(saved), "--prompts", "captions.txt", "-o", "made", *verb)
+    assert said.code == 2 and f"diptych: --prompts: number {place} has 2160 tokens" in said.err
+    assert "1/3" not in said.err and not (shell.folder / "made/unet-int8").exists()
+
+
 def test_a_text_model_needs_a_folder(shell: Shell, model: Path) -> None:
     said = shell("quantize", "--text-model", str(model))
     assert said.code == 2 and "--out: is needed with --text-model" in said.err

@@ -25,10 +25,12 @@ def world(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A real `diptych serve` with the image model `tiny`, of 32×32 pixels, and the text model emoji-lm."""
+    """A real `diptych serve` with the image model `tiny`, of 32×32 pixels, the text model emoji-lm, and AUTOMATIC1111's
+    API.
+    """
     folder = tmp_path_factory.mktemp("served")
     model = tiny.save(folder / "tiny", tiny.SHAPES[tiny.TINY])
-    service = Served(folder / "service", model=str(model), unset=("DIPTYCH_TEXT_MODEL",))
+    service = Served(folder / "service", "--sdapi", model=str(model), unset=("DIPTYCH_TEXT_MODEL",))
     try:
         service.ready()
         yield service

@@ -33,6 +33,7 @@ def client(service: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "IMAGE_SIZE": "32x32", "IMAGES_OPENAI_API_BASE_URL": f"{service.url}/v1",
         "ENABLE_IMAGE_EDIT": "true", "IMAGE_EDIT_ENGINE": "openai", "IMAGE_EDIT_MODEL": "tiny",
         "IMAGES_EDIT_OPENAI_API_BASE_URL": f"{service.url}/v1",
+        "AUTOMATIC1111_BASE_URL": service.url,
     }  # fmt: skip
     offline = {"WEBUI_AUTH": "false", "OFFLINE_MODE": "true", "HF_HUB_OFFLINE": "1", "RAG_EMBEDDING_ENGINE": "openai"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -79,6 +80,39 @@ def test_it_edits(client: httpx2.Client, several: bool) -> None:
     image = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
     answer = client.post("/api/v1/images/edit", json={"prompt": "a hat", "image": [image] if several else image})
     assert picture(client, answer).size == (32, 32)
+
+
+@pytest.fixture
+def automatic1111(client: httpx2.Client) -> Iterator[None]:
+    """The engine of images, set as its page of settings does."""
+    config = client.get("/api/v1/images/config").json()
+
+    def configure(engine: str) -> None:
+        answer = client.post("/api/v1/images/config/update", json={**config, "IMAGE_GENERATION_ENGINE": engine})
+        assert answer.status_code == 200, answer.text
+
+    configure("automatic1111")
+    yield
+    configure(config["IMAGE_GENERATION_ENGINE"])
+
+
+@pytest.mark.usefixtures("automatic1111")
+def test_it_draws_by_automatic1111s_api(client: httpx2.Client) -> None:
+    """With the models that it lists, steps and a negative prompt, several at once."""
+    assert [model["id"] for model in client.get("/api/v1/images/models").json()] == ["tiny"]
+    body = {"prompt": "a cat", "negative_prompt": "blurry", "n": 2, "steps": 3, "model": "tiny"}
+    answer = client.post("/api/v1/images/generations", json=body)
+    assert answer.status_code == 200, answer.text
+    pictures = [Image.open(io.BytesIO(client.get(named["url"]).content)) for named in answer.json()]
+    assert [one.size for one in pictures] == [(32, 32)] * 2
+    texts = [str(one.info["parameters"]) for one in pictures]
+    assert all("Steps: 3," in text and "Negative prompt: blurry" in text for text in texts) and texts[0] != texts[1]
+
+
+@pytest.mark.usefixtures("automatic1111")
+def test_it_verifies_automatic1111s_address(client: httpx2.Client, service: Served) -> None:
+    answer = client.post("/api/v1/images/verify", json={"engine": "automatic1111", "url": service.url})
+    assert answer.status_code == 200, answer.text
 
 
 def test_it_chats(client: httpx2.Client) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import threading
 
 import pytest
 
-from core.logs import JsonLines, TextLines, job_context
+from core.logs import JsonLines, TextLines, configure, informs, job_context
 
 
 def test_lines() -> None:
@@ -56,3 +57,21 @@ def test_text_of_others_moves_no_cursor_and_has_an_end(formatter: logging.Format
         assert json.loads(lines[0])["message"] == f"a file says {bad}"
     else:
         assert lines[0] == r"a file says \x1b[2J\x9b31m\u202e\u2028\x85ä\ud800"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_services_lines_have_time_and_level(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In UTC, to the millisecond, in either format; who shows them knows which only inform."""
+    stream = io.StringIO()
+    handler, root = logging.StreamHandler(stream), logging.Logger("root", logging.INFO)
+    root.addHandler(handler)
+    monkeypatch.setattr(logging, "getLogger", lambda *_: root)
+    configure(form)
+    root.info("all is well")
+    root.warning("INFO is in it")
+    (first, second) = stream.getvalue().splitlines()
+    found = [json.loads(line)["time"] if form == "json" else line.split(" ")[0] for line in (first, second)]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", when) for when in found)
+    assert informs(first) and not informs(second)
+    if form == "text":
+        assert first.endswith("Z INFO all is well") and second.endswith("Z WARNING INFO is in it")

@@ -67,7 +67,7 @@ def library(cache_dir: Path) -> ctypes.CDLL:
     if "avx512_vnni" not in flags and not {"avx2", "fma"} <= flags:
         raise KernelsUnavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
     compiler = _compiler()
-    path = cache_dir / f"int8-{_key(compiler)}.so"
+    path = _path(compiler, cache_dir)
     if path.is_file():
         try:
             _check_ours(path)
@@ -77,6 +77,18 @@ def library(cache_dir: Path) -> ctypes.CDLL:
     _compile(compiler, path)
     _check_ours(path)
     return _load(path)
+
+
+def is_compiled(cache_dir: Path) -> bool:
+    """Return whether `library` will find the kernels there, or has no compiler to compile them with."""
+    try:
+        return _path(_compiler(), cache_dir).is_file()
+    except KernelsUnavailable:
+        return True
+
+
+def _path(compiler: list[str], cache_dir: Path) -> Path:
+    return cache_dir / f"int8-{_key(compiler)}.so"
 
 
 def processor() -> str:

@@ -289,3 +289,33 @@ def test_many_at_once(shared: Api, studio: Studio) -> None:
 def test_the_paths_are_there_with_the_setting_only(shared: Api) -> None:
     check_error(shared.client.get("/sdapi/v1/nothing"), 404, code="not_found")
     assert "/sdapi/v1/txt2img" in shared.client.get("/openapi.json").json()["paths"]
+
+
+def test_what_is_told_of_a_request_is_a_request(shared: Api, studio: Studio) -> None:
+    """`info` and `parameters`, which clients send back to draw a picture again; and all options that were read."""
+    body = {"prompt": "a cat", "negative_prompt": "fog", "steps": 3, "sampler_name": "DPM++ 2M", "scheduler": "Karras"}
+    first = shared.post("/sdapi/v1/txt2img", **body, seed=2**53 - 1, cfg_scale=4.5, width=96, height=168, batch_size=2)
+    info = json.loads(first.json()["info"])
+    for told in (info, {**first.json()["parameters"], "seed": info["seed"]}):
+        again = shared.post("/sdapi/v1/txt2img", **told)
+        assert again.status_code == 200, again.text
+        then = json.loads(again.json()["info"])
+        names = (
+            "prompt",
+            "negative_prompt",
+            "seed",
+            "all_seeds",
+            "steps",
+            "cfg_scale",
+            "width",
+            "height",
+            "sampler_name",
+        )
+        assert {name: then[name] for name in names} == {name: info[name] for name in names}
+        assert all(" not read" in warning for warning in then["warnings"])  # what only `info` has
+    options = shared.client.get("/sdapi/v1/options").json()
+    assert shared.post("/sdapi/v1/options", **options).status_code == 200
+    assert shared.client.get("/sdapi/v1/options").json() == options
+    for model in shared.client.get("/sdapi/v1/sd-models").json():
+        assert shared.post("/sdapi/v1/options", sd_model_checkpoint=model["title"]).status_code == 200
+    assert shared.post("/sdapi/v1/options", **options).status_code == 200
