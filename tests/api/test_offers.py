@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect
@@ -50,7 +51,7 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
         page = visit(browser, api)
         page.click("#tab-chat")
         expect(page.locator("#chat textarea")).to_be_visible()
-        expect(page.locator("#pictures-form")).to_be_hidden()
+        expect(page.locator("#images-form")).to_be_hidden()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
@@ -64,13 +65,19 @@ def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str
         page = visit(browser, api)
         expect(page.locator("#state")).to_have_attribute("data-is", "ready")
         page.click("#more summary")
-        expect(page.locator("#lora-hint")).to_have_text("Such as ink:0.8, several with commas.")
-        assert page.locator("#loras option").evaluate_all("found => found.map((one) => one.value)") == ["ink", "oil"]
-        page.fill("#lora", "gone:0.5")
+        expect(page.locator("#lora-search")).to_be_hidden()
+        assert page.locator("#lora-offered button").all_inner_texts() == ["+ ink", "+ oil"]
+        page.click("#lora-offered button >> nth=0")
+        page.fill("#lora-chips input", "0.8")
+        page.click("#lora-offered button")
+        expect(page.locator("#lora-offered button")).to_have_count(0)
+        worker.announce(card=dataclasses.replace(CARD, loras=("ink",)))
+        eventually(lambda: api.client.get("/v1/models").json()["data"][0]["diptych"]["loras"] == ["ink"])
         ask(page, "a cat")
-        expect(page.locator("#error")).to_contain_text("gone")
-        expect(page.locator("#lora")).to_have_class("wrong")
-        page.fill("#lora", "ink:0.8")
+        expect(page.locator("#error")).to_have_text("LoRA: there is no LoRA oil; it has ink")
+        expect(page.locator("#lora-field")).to_have_class(re.compile("wrong"))
+        expect(page.locator("#lora-field #error")).to_be_visible()
+        page.click("[aria-label='Remove the LoRA oil']")
         ask(page, "a cat")
         expect(page.locator(".tile.done")).to_have_count(1)
         assert [claim.parameters["lora"] for claim in easel.seen] == ["ink:0.8"]
@@ -95,7 +102,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
         made = easel.seen[-1].parameters
         assert (made["steps"], made["guidance_scale"], made["scheduler"]) == (4, 1.0, "euler")
         assert made["schedule_type"] == "trailing"
-        page.fill("#lora", "lcm-lora")
+        page.click("#lora-offered button")
         page.select_option("#scheduler", "dpm++2m")
         page.select_option("#schedule-type", "karras")
         page.fill("#steps", "9")
@@ -121,7 +128,9 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
         worker.announce(card=card)
         page = visit(browser, api)
         page.click("#more summary")
-        expect(page.locator("#plan option")).to_have_text(["the model's", "off", "auto", "fast"])
+        expect(page.locator("#plan option")).to_have_text(
+            ["model default (off)", "off", "auto", re.compile(r"fast \(3\.[0-9]×\)")]
+        )
         page.select_option("#plan", "fast")
         ask(page, "a cat")
         expect(page.locator(".tile.done")).to_have_count(1)
