@@ -44,7 +44,10 @@ function painted(mask) {
 }
 
 async function result() {
-  const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+  const mask = make("canvas", { width: canvas.width, height: canvas.height });
+  const context = mask.getContext("2d", { willReadFrequently: true });
+  context.drawImage(canvas, 0, 0);
+  const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
   // Of the brush's soft edge what is mostly painted counts: a mask is all or nothing.
   let any = false;
   for (let k = 0; k < data.length; k += 4) {
@@ -54,8 +57,7 @@ async function result() {
     data[k + 3] = open ? 0 : 255;
   }
   if (!any) return null;
-  const mask = make("canvas", { width: canvas.width, height: canvas.height });
-  mask.getContext("2d").putImageData(new ImageData(data, canvas.width, canvas.height), 0, 0);
+  context.putImageData(new ImageData(data, canvas.width, canvas.height), 0, 0);
   return new Promise((done) => { mask.toBlob(done, "image/png"); });
 }
 
