@@ -7,7 +7,6 @@ from collections.abc import Collection
 from contract.errors import Invalid
 from contract.loras import name_error, normal
 
-
 _MOST_LISTED = 10  # names in an error
 
 

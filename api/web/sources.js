@@ -100,17 +100,22 @@ export async function add(role, blob, values = {}) {
   return true;
 }
 
-/** The image as a format that the API takes, with its size. Rejects what is no image. */
+/** The image as a format that the API takes, its size, and whether parts of it are transparent. Rejects what is no image. */
 async function readable(blob) {
   const bitmap = await createImageBitmap(blob);
   const { width, height } = bitmap;
+  const small = make("canvas", { width: Math.min(width, 128), height: Math.min(height, 128) }).getContext("2d", { willReadFrequently: true });
+  small.imageSmoothingEnabled = false;
+  small.drawImage(bitmap, 0, 0, small.canvas.width, small.canvas.height);
+  const { data } = small.getImageData(0, 0, small.canvas.width, small.canvas.height);
+  const transparent = data.some((value, k) => k % 4 === 3 && value === 0);
   if (!TAKEN.includes(blob.type)) {
     const canvas = make("canvas", { width, height });
     canvas.getContext("2d").drawImage(bitmap, 0, 0);
     blob = await new Promise((done) => { canvas.toBlob(done, "image/png"); });
   }
   bitmap.close();
-  return { blob, width, height };
+  return { blob, width, height, transparent };
 }
 
 function remove(item) {
@@ -213,7 +218,7 @@ function buildSource(item) {
   const painting = make("button", { type: "button", textContent: "Paint a mask" });
   const unpaint = make("button", { type: "button", className: "quiet", textContent: "Remove mask" });
   const words = make("p", { className: "hint" });
-  const masked = () => draws(card, "mask") && (item.mask !== null || margins.some(({ value }) => Number(value) > 0));
+  const masked = () => draws(card, "mask") && (item.mask !== null || item.transparent || margins.some(({ value }) => Number(value) > 0));
   const strengthField = field("Strength", strength);
   const rows = make("div", { className: "row" }, painting, unpaint);
   const outpaint = make("fieldset", { className: "margins" }, make("legend", { textContent: "Outpaint, pixels" }),
@@ -224,6 +229,7 @@ function buildSource(item) {
     painting.textContent = item.mask ? "Edit mask" : "Paint a mask";
     unpaint.hidden = !item.mask;
     words.textContent = item.mask ? "Painted parts are drawn anew, all else is kept."
+      : item.transparent ? "Its transparent parts are drawn anew, unless you paint a mask."
       : masked() ? "What lies beyond the image is drawn." : "1 draws everything anew, 0 keeps the source.";
     item.thumb.querySelector("canvas")?.remove();
     if (item.mask) item.thumb.append(await tinted(item.mask));

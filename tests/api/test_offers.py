@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from contract import students
 from core.jobs.keyring import Keyring
+from core.jobs.record import JobState
 from tests.api.easel import Easel
 from tests.api.test_playground import PATIENCE_MS, ask
 from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of
+from tests.api.writing import TextWorker
+from tests.llm import stage
 
 
 def visit(browser: Browser, api: Api) -> Page:
@@ -55,6 +61,55 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
+        page.context.close()
+
+
+def test_a_model_that_writes_prompts_is_called_so(browser: Browser, redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with opened(settings, dataclasses.replace(TEXT, expansion_instruction="Expand.")) as (api, _):
+        page = visit(browser, api)
+        expect(page.locator("#tab-chat")).to_have_text("Prompt writer")
+        page.click("#tab-chat")
+        expect(page.locator("#chat .about")).to_contain_text("emoji-lm is a prompt writer")
+        page.context.close()
+
+
+def test_an_answer_is_stopped_copied_and_cleared(
+    browser: Browser, redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a real engine, which is held in the middle of an answer until that was stopped."""
+    settings = settings_of(redis_url, folder)
+    with TextWorker(settings, stage.small(), kernels=stage.kernels()) as worker, Api(settings) as api:
+        launch, go, launches = worker.runner.launch, threading.Event(), iter(range(10**6))
+
+        def held(requests: Any) -> Any:
+            if next(launches) > 15:
+                go.wait(PATIENCE_MS / 1000)
+            return launch(requests)
+
+        monkeypatch.setattr(worker.runner, "launch", held)
+        page = visit(browser, api)
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.click("#tab-chat")
+        expect(page.locator("#chat .about")).to_contain_text("answers here")
+        page.fill("#chat textarea", "a cat")
+        page.keyboard.press("Enter")
+        line = page.locator(".talk .assistant")
+        expect(line).not_to_be_empty()
+        expect(page.get_by_role("button", name="Send")).to_be_hidden()
+        page.get_by_role("button", name="Stop").click()
+        go.set()
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        with Worker(settings) as books:
+            (id,) = books.ids()
+            eventually(lambda: books.is_(id, JobState.CANCELLED))
+        answer = line.evaluate("n => n.firstChild.textContent")
+        page.get_by_role("button", name="Copy", exact=True).click()
+        expect(line).to_contain_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == answer
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator(".talk li")).to_have_count(0)
+        expect(page.locator("#chat textarea")).to_be_focused()
         page.context.close()
 
 

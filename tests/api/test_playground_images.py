@@ -224,7 +224,7 @@ def test_outside_of_a_painted_mask_pixels_are_kept(page: Page, easel: Drafter) -
     assert changed[32, 40] and changed[32, 92], "what was painted"
     assert not changed[32, 77] and not changed[115].any(), "what was erased, and what was taken back"
     rows, columns = np.nonzero(changed)
-    assert 18 <= rows.min() and rows.max() <= 46 and 18 <= columns.min() and columns.max() <= 110
+    assert rows.min() >= 18 and rows.max() <= 46 and columns.min() >= 18 and columns.max() <= 110
     # It can be gone on with: nothing is lost, and inverting it swaps what is kept.
     canvas = paint(page, item)
     page.click("#mask-invert")
@@ -390,7 +390,8 @@ _FORMS = st.fixed_dictionaries(
     {"prompt": _TEXTS, "n": st.sampled_from([1, 2, 4, 8])},
     optional={
         "negative_prompt": st.text("ab '\"&=#%+<>\\é語", min_size=1, max_size=20).map(str.strip).filter(bool),
-        "seed": st.integers(0, 2**53 - 1), "steps": st.integers(1, 60), "size": st.sampled_from(["64x64", "96x168", "72x88"]),
+        "seed": st.integers(0, 2**53 - 1), "steps": st.integers(1, 60),
+        "size": st.sampled_from(["64x64", "96x168", "72x88"]),
         "guidance_scale": st.integers(0, 30).map(lambda half: half / 2), "scheduler": st.just("dpm++2m"),
         "schedule_type": st.sampled_from(["karras", "beta"]), "plan": st.sampled_from(["off", "auto", "fast"]),
         "vae": st.sampled_from(["full", "tiny"]), "output_format": st.sampled_from(["webp", "jpeg"]),
@@ -484,7 +485,8 @@ def test_hostile_links_are_harmless(page: Page) -> None:
         assert len(fields["prompt"]) <= 10_000 and 1 <= fields["n"] <= 8
         assert fields["model"] == "emoji-xl" and fields["size"] in ("64x64", "128x128", "96x168")
         assert set(fields) <= {
-            "prompt", "n", "steps", "guidance_scale", "preview_every", "model", "size", "seed", "lora", "negative_prompt",
+            "prompt", "n", "steps", "guidance_scale", "preview_every", "model", "size", "seed", "lora",
+            "negative_prompt",
         }  # fmt: skip
 
     for fragment in HOSTILE:
