@@ -71,9 +71,13 @@ function work(card, request) {
   const rows = (request.guidance_scale ?? card.defaults.guidance_scale) > guidedAbove(card) ? 2 : 1;
   const [start, stop] = plan.guidance_interval ?? [0, 1];
   const range = Array.from({ length: steps }, (_, k) => k);
-  const guided = range.map((k) => (plan.guided_steps
+  const given = range.map((k) => (plan.guided_steps
     ? plan.guided_steps.includes(k) : k >= Math.floor(start * steps) && k < Math.floor(stop * steps)));
-  const cached = schedule(request.deepcache ?? plan.deepcache ?? card.deepcache);
+  // What was not made for so few steps gives way.
+  const fits = given.some(Boolean) && (plan.guided_steps ?? []).every((k) => k < steps);
+  const guided = fits ? given : range.map(() => true);
+  const planned = schedule(request.deepcache ?? plan.deepcache ?? card.deepcache);
+  const cached = planned?.deep_steps?.some((k) => k >= steps) ? null : planned;
   const anchor = Math.max(cached?.first ?? 0, 1) - 1;
   const deep = range.map((k) => cached === null || (rows === 2 && k > 0 && guided[k] && !guided[k - 1]) || (cached.deep_steps
     ? k === 0 || cached.deep_steps.includes(k) : k <= anchor || k >= steps - cached.last || (k - anchor) % cached.interval === 0));

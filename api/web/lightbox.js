@@ -74,7 +74,7 @@ export class Lightbox {
   /** The request that draws this image. */
   order() {
     const { asked, request, seed, pictures = [] } = this.picture;
-    return { fields: request && !pictures.length ? request : { ...asked, n: 1, seed }, pictures };
+    return { fields: request ?? { ...asked, n: 1, seed }, pictures };
   }
 
   async copyLink() {

@@ -150,7 +150,7 @@ async function again(picture, { vary = false } = {}) {
   leftOut(form.fill({ ...asked, n: 1, seed: vary ? undefined : picture.seed }));
   form.keep();
   if (vary) return draw();
-  const fields = !pictures.length && picture.request ? picture.request : { ...asked, n: 1, seed: picture.seed };
+  const fields = picture.request ?? { ...asked, n: 1, seed: picture.seed };
   return order([{ fields, label: label ?? "" }], pictures, picture.width / picture.height);
 }
 

@@ -79,7 +79,8 @@ def test_an_answer_is_stopped_copied_and_cleared(
 ) -> None:
     """By a real engine, which is held in the middle of an answer until that was stopped."""
     settings = settings_of(redis_url, folder)
-    with TextWorker(settings, stage.small(), kernels=stage.kernels()) as worker, Api(settings) as api:
+    model = dataclasses.replace(stage.small(), ends=frozenset())  # which does not end by itself
+    with TextWorker(settings, model, kernels=stage.kernels()) as worker, Api(settings) as api:
         launch, go, launches = worker.runner.launch, threading.Event(), iter(range(10**6))
 
         def held(requests: Any) -> Any:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import re
 import subprocess
 import zipfile
 from collections.abc import Iterator
@@ -483,6 +484,7 @@ def test_hostile_links_are_harmless(page: Page) -> None:
         assert (found["polluted"], found["key"], found["tags"]) == (None, KEY, 0)
         fields = found["fields"]
         assert len(fields["prompt"]) <= 10_000 and 1 <= fields["n"] <= 8
+        assert not re.search(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]", fields["prompt"]), "no control characters"
         assert fields["model"] == "emoji-xl" and fields["size"] in ("64x64", "128x128", "96x168")
         assert set(fields) <= {
             "prompt", "n", "steps", "guidance_scale", "preview_every", "model", "size", "seed", "lora",
