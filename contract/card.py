@@ -14,6 +14,7 @@ from contract import loras, pipeline_call
 from contract.bounds import MAX_SEED
 from contract.control import CANNY
 from contract.errors import Invalid
+from contract.offered import list_offered
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
@@ -174,7 +175,7 @@ class ImageOffer(ImageLimits):
             raise Invalid("lora", "is not offered by this model: its worker has no DIPTYCH_LORA_DIR")
         for lora in named:
             if lora.name not in self.loras:
-                raise Invalid("lora", f"there is no LoRA {lora.name}; GET /v1/models lists those there are")
+                raise Invalid("lora", f"there is no LoRA {lora.name}; {list_offered(self.loras)}")
 
     def check_size(self, width: int, height: int) -> None:
         """Raise `Invalid` for a size that the model does not offer."""

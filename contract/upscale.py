@@ -37,7 +37,7 @@ class Upscale(Nested):
 
     def check(self, offered: Collection[str] | None) -> None:
         """Raise `Invalid` for a network that is not offered; None: only the syntax is checked."""
-        check_offered(f"{FIELD}.model", self.model, offered, listed=False)
+        check_offered(f"{FIELD}.model", self.model, offered)
 
     def check_factor(self, width: int, height: int, factor: int) -> None:
         """Raise `Invalid` for a scale beyond the network's factor, and for an image that would become too large."""

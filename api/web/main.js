@@ -1,17 +1,21 @@
-// The page: a form on the left, pictures in the making and those that are kept on the right.
+// The page: a form on the left, images in progress and those that are kept on the right.
 
+import { $, announce, make } from "./dom.js";
+import * as chat from "./chat.js";
+import * as form from "./form.js";
 import * as service from "./service.js";
+import * as share from "./share.js";
+import * as sources from "./sources.js";
 import * as store from "./store.js";
 import { Gallery } from "./gallery.js";
-import * as chat from "./chat.js";
+import { copyCurl, copyLink } from "./lightbox.js";
 
-const $ = (id) => document.getElementById(id);
 const IDEAS = ["a slice of pizza", "a red heart", "a sleeping cat", "an orange fox face", "a green apple", "a birthday cake with candles",
   "a cactus in a pot", "the moon with a face", "a steaming cup of coffee", "a rocket", "a sunflower",
   "a penguin", "a crystal ball", "a purple umbrella", "a snowman"];
-const state = { models: [], seen: false, stopped: false };
+const state = { seen: false, variants: [], drafted: 0, brought: null };
 
-const gallery = new Gallery({ again, tell });
+const gallery = new Gallery({ again, use, failed: form.complainOf, worded: form.worded });
 
 // -- what the server offers ---------------------------------------------------------------------------------------
 
@@ -29,90 +33,58 @@ async function look() {
 }
 
 async function offer() {
+  let models;
   try {
-    state.models = (await service.models()).filter((model) => !model.diptych.alias_of);
-    state.seen = state.models.length > 0;
+    models = (await service.models()).filter((model) => !model.diptych.alias_of);
+    state.seen = models.length > 0;
   } catch (error) {
     if (error.status === 401) askKey(Boolean(service.key.get()));
     return;
   }
-  const images = state.models.filter((model) => model.diptych.modality === "image");
-  fill($("model"), images.map((model) => [model.id, model.id]), images.find((model) => model.diptych.live)?.id);
-  choose();
-  offerText(state.models.find((model) => model.diptych.modality === "text" && model.diptych.live));
-  const variants = images.filter((model) => model.diptych.live).flatMap((model) => [
-    { model: model.id, deepcache: "off", label: `${images.length > 1 ? `${model.id} ` : ""}${model.diptych.precision}` },
-    { model: model.id, deepcache: "auto", label: `${images.length > 1 ? `${model.id} ` : ""}${model.diptych.precision} + DeepCache` },
-  ]);
-  if (JSON.stringify(variants) !== JSON.stringify(state.variants)) {
-    state.variants = variants;
-    $("variants").replaceChildren(...variants.map((variant, k) => {
-      const label = document.createElement("label");
-      const box = Object.assign(document.createElement("input"), { type: "checkbox", value: k });
-      label.append(box, variant.label);
-      return label;
-    }));
-    $("compare").hidden = variants.length < 2;
-  }
+  const images = models.filter((model) => model.diptych.modality === "image");
+  form.offer(images);
+  offerText(models.find((model) => model.diptych.modality === "text" && model.diptych.live));
+  offerVariants(images.filter((model) => model.diptych.live));
+  if (!form.card()) return;
+  const { brought } = state;
+  state.brought = null;
+  if (brought) await sources.restore(brought);
+  leftOut(form.complete());
 }
 
-function choose() {
-  const card = chosen();
-  if (!card) return;
-  fill($("size"), card.sizes.map((size) => [size, size.replace("x", " × ")]), card.native_size);
-  fill($("scheduler"), card.schedulers.map((name) => [name, name]), usualScheduler(card));
-  const plans = ["off", "auto", ...Object.keys(card.plans ?? {})];
-  fill($("plan"), [["", "the model's"], ...plans.map((name) => [name, name])], "");
-  $("steps").max = Math.min(60, card.limits.max_steps ?? 60);
-  if (state.chosen !== $("model").value) {
-    state.chosen = $("model").value;
-    $("scheduler").value = usualScheduler(card);
-    $("steps").value = card.defaults.steps;
-    $("guidance").value = card.defaults.guidance_scale;
-    show();
-  }
-  $("vae-field").hidden = !card.vaes?.includes("tiny");
-  const loras = card.loras ?? [];
-  $("lora-field").hidden = !loras.length;
-  $("loras").replaceChildren(...loras.map((name) => new Option(name)));
-  if (loras.length) $("lora-hint").textContent = `Such as ${loras[0]}:0.8, several with commas.`;
+function leftOut(names) {
+  if (names.length) form.complain(new service.ServiceError(`Not offered here, and left out: ${names.join(", ")}.`));
 }
 
-/** The card of the chosen model. */
-function chosen() {
-  return state.models.find((model) => model.id === $("model").value)?.diptych;
-}
-
-/** The largest guidance that is none. */
-function guidedAbove() {
-  return chosen()?.defaults.guided_above ?? 1;
-}
-
-function usualScheduler(card) {
-  return card.defaults.scheduler ?? card.default_scheduler;
-}
-
-/** Options of a choice; what is chosen stays, if it is still there. */
-function fill(select, options, usual) {
-  const before = select.dataset.filled === JSON.stringify(options) ? select.value : usual;
-  select.dataset.filled = JSON.stringify(options);
-  select.replaceChildren(...options.map(([value, words]) => new Option(words, value)));
-  if (options.some(([value]) => value === before)) select.value = before;
+function offerVariants(live) {
+  const variants = live.flatMap((model) => ["off", "auto"].map((deepcache) => ({
+    model: model.id, deepcache,
+    label: `${live.length > 1 ? `${model.id} ` : ""}${model.diptych.precision}${deepcache === "auto" ? " + DeepCache" : ""}`,
+  })));
+  if (JSON.stringify(variants) === JSON.stringify(state.variants)) return;
+  state.variants = variants;
+  $("variants").replaceChildren(...variants.map(({ label }, k) => (
+    make("label", {}, make("input", { type: "checkbox", value: k }), label)
+  )));
+  $("compare").hidden = variants.length < 2;
 }
 
 function offerText(model) {
   $("tabs").hidden = $("expand").hidden = !model;
   if (!model || state.text?.id === model.id) return;
   state.text = model;
+  $("tab-chat").textContent = chat.writesPrompts(model) ? "Prompt writer" : "Chat";
+  $("expand").title = `${model.id} rewrites the prompt in more detail`;
   chat.open($("chat"), model, (prompt) => {
-    turn("pictures");
+    turn("images");
     $("prompt").value = prompt;
-    $("pictures-form").requestSubmit();
+    form.show();
+    $("images-form").requestSubmit();
   });
 }
 
 function turn(name) {
-  for (const [tab, panel, word] of [["tab-pictures", "pictures-form", "pictures"], ["tab-chat", "chat", "chat"]]) {
+  for (const [tab, panel, word] of [["tab-images", "images-form", "images"], ["tab-chat", "chat", "chat"]]) {
     $(tab).setAttribute("aria-selected", word === name);
     $(tab).tabIndex = word === name ? 0 : -1;
     $(panel).hidden = word !== name;
@@ -121,118 +93,87 @@ function turn(name) {
 
 // -- drawing ------------------------------------------------------------------------------------------------------
 
-const number = (value) => Number(value);
-
-function fields() {
-  const steps = number($("steps").value);
-  const guidance = number($("guidance").value);
-  const card = chosen();
-  const given = {
-    prompt: $("prompt").value.trim(),
-    n: number(document.querySelector("input[name=n]:checked").value),
-    steps,
-    guidance_scale: guidance,
-    preview_every: Math.max(1, Math.round(steps / 10)),
-  };
-  if ($("negative").value.trim()) given.negative_prompt = $("negative").value.trim();
-  if (!$("lora-field").hidden && $("lora").value.trim()) given.lora = $("lora").value.trim();
-  if ($("model").value) given.model = $("model").value;
-  if ($("size").value) given.size = $("size").value;
-  if ($("plan").value) given.plan = $("plan").value;
-  // What is left as the model has it is not said: the service knows what goes with a plan, or a student's LoRA.
-  const filled = given.lora || given.plan || card?.plan;
-  if (filled && steps === card?.defaults.steps) delete given.steps;
-  if (filled && guidance === card?.defaults.guidance_scale) delete given.guidance_scale;
-  if ($("scheduler").value && !(card && $("scheduler").value === usualScheduler(card))) given.scheduler = $("scheduler").value;
-  if ($("schedule-type").value) given.schedule_type = $("schedule-type").value;
-  if (!$("vae-field").hidden && $("vae").value) given.vae = $("vae").value;
-  if ($("format").value !== "png") given.output_format = $("format").value;
-  return given;
-}
-
 async function draw(event) {
   event?.preventDefault();
-  complain(null);
-  const given = fields();
-  if (!given.prompt) return complain(new service.ServiceError("Say first what is to be drawn.", { param: "prompt" }));
-  const seed = $("seed").value.trim();
-  if (seed && !/^\d{1,15}$/.test(seed)) {
-    return complain(new service.ServiceError("A seed is a whole number, of 15 digits at most.", { param: "seed" }));
-  }
-  const ticked = [...$("variants").querySelectorAll(":checked")].map((box) => state.variants[box.value]);
+  form.complain(null);
+  const wrong = form.wrong();
+  if (wrong) return form.complain(wrong);
+  const { fields, pictures, ratio } = form.request();
   // Drawn here if nowhere else: one of the server's may have more digits than this language's numbers.
-  given.seed = seed ? number(seed) : Math.floor(Math.random() * 2 ** 32);
-  await order(ticked.length ? ticked.map(({ label, ...variant }) => [variantOf(given, variant), label]) : [[given, ""]]);
+  fields.seed ??= Math.floor(Math.random() * 2 ** 32);
+  if (!matchMedia("(hover: hover)").matches) $("prompt").blur(); // a keyboard on the screen would cover the images
+  const ticked = [...$("variants").querySelectorAll(":checked")].map((box) => state.variants[box.value]);
+  const drawn = ticked.map(({ label, ...variant }) => ({ fields: variantOf(fields, variant), label }));
+  await order(ticked.length ? drawn : [{ fields, label: "" }], pictures, ratio);
 }
 
-/** Make jobs of these fields, each with its label. */
-async function order(wanted) {
+/** Make jobs of requests, each with its label; several are shown side by side. */
+async function order(requests, pictures, ratio) {
+  const columns = requests.map(({ label }) => label);
+  const id = `${Date.now()}-${Math.random()}`;
+  let first = null;
+  document.body.classList.add("sending");
   try {
-    // One after the other: they stand in the gallery as they stand in the form.
-    for (const [asked, label] of wanted.reverse()) {
-      const job = await service.submit(asked);
-      gallery.follow(job, asked, label);
-    }
-    tell("Drawing.");
+    await service.submit(requests, pictures, (job, { fields, label }) => {
+      const group = columns.length > 1 && { id, columns, prompt: fields.prompt, column: columns.indexOf(label) };
+      const tile = gallery.follow(job, { fields, pictures, label, group: group || undefined, ratio });
+      first ??= tile;
+    });
+    announce("Drawing.");
   } catch (error) {
-    complain(error);
+    if (error.status === 401) askKey(true);
+    form.complain(error);
+  } finally {
+    document.body.classList.remove("sending");
   }
+  if (first) show(first);
 }
 
-/** The request by another variant; a plan or decoder of one model is none of another's. */
-function variantOf(given, variant) {
-  const asked = { ...given, ...variant };
-  if (given.model && variant.model !== given.model) for (const name of ["plan", "vae"]) delete asked[name];
-  return asked;
+/** Bring a tile into view, if it is not. */
+function show(tile) {
+  const { top, bottom } = tile.getBoundingClientRect();
+  if (top >= 0 && bottom <= innerHeight) return;
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  (bottom - top < innerHeight ? tile : $("bar")).scrollIntoView({ block: "center", behavior: calm ? "instant" : "smooth" });
 }
 
-function again(picture, { vary = false } = {}) {
-  const { asked } = picture;
-  $("prompt").value = asked.prompt;
-  grow();
-  $("negative").value = asked.negative_prompt ?? "";
-  $("lora").value = asked.lora ?? "";
-  if (asked.model !== undefined) $("model").value = asked.model;
-  choose();
-  const scheduler = asked.scheduler ?? (chosen() ? usualScheduler(chosen()) : undefined);
-  for (const [id, value] of [["steps", asked.steps ?? chosen()?.defaults.steps], ["guidance", asked.guidance_scale ?? chosen()?.defaults.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""], ["plan", asked.plan ?? ""], ["vae", asked.vae ?? ""]]) {
-    if (value !== undefined) $(id).value = value;
-  }
-  document.querySelector("input[name=n][value='1']").checked = true;
-  $("seed").value = vary ? "" : String(picture.seed);
-  show();
-  if (vary || !picture.request) draw();
-  else order([[picture.request, picture.label ?? ""]]);
+/** The request by another variant; a plan or VAE of one model is none of another's. */
+function variantOf(fields, variant) {
+  const other = { ...fields, ...variant };
+  if (fields.model && variant.model !== fields.model) for (const name of ["plan", "vae"]) delete other[name];
+  return other;
 }
 
-function complain(error) {
-  for (const wrong of document.querySelectorAll(".wrong")) wrong.classList.remove("wrong");
-  $("error").hidden = error === null;
-  if (error === null) return;
-  if (error.status === 401) askKey(true);
-  const wait = error.status === 429 && error.after ? ` Try again in ${error.after} s.` : "";
-  $("error").textContent = error.message + wait;
-  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size"), scheduler: $("scheduler"), schedule_type: $("schedule-type"), plan: $("plan"), vae: $("vae") }[error.param];
-  at?.classList.add("wrong");
-  if (error.param === "prompt") $("prompt").focus();
+async function again(picture, { vary = false } = {}) {
+  const { asked, label, pictures = [] } = picture;
+  await sources.restore({ fields: asked, pictures });
+  leftOut(form.fill({ ...asked, n: 1, seed: vary ? undefined : picture.seed }));
+  form.keep();
+  if (vary) return draw();
+  const fields = picture.request ?? { ...asked, n: 1, seed: picture.seed };
+  return order([{ fields, label: label ?? "" }], pictures, picture.width / picture.height);
 }
 
-function tell(words) {
-  $("told").textContent = words;
+/** Use an image of the gallery in a role of the form. */
+async function use(picture, role) {
+  turn("images");
+  if (!await sources.add(role, picture.blob)) return;
+  announce(`${sources.label(role)} added.`);
+  $("sources").scrollIntoView({ block: "nearest" });
+  $("prompt").focus({ preventScroll: true });
 }
 
-// -- the form -----------------------------------------------------------------------------------------------------
-
-function show() {
-  $("steps-out").textContent = $("steps").value;
-  $("guidance-out").textContent = number($("guidance").value) <= guidedAbove() ? "off" : $("guidance").value;
-  $("unseed").hidden = !$("seed").value;
+/** Keep the form's images for when the page comes back; its other fields are kept by itself. */
+function keepSources() {
+  clearTimeout(state.drafted);
+  state.drafted = setTimeout(() => {
+    if (state.brought) return; // not yet restored
+    const { fields, pictures } = sources.request();
+    store.keepDraft("form", pictures.length ? { fields, pictures } : null);
+  }, 300);
 }
 
-function grow() {
-  $("prompt").style.height = "auto";
-  $("prompt").style.height = `${$("prompt").scrollHeight}px`;
-}
+// -- the rest of the page -----------------------------------------------------------------------------------------
 
 function theme(next) {
   const dark = next ?? (document.documentElement.dataset.theme
@@ -244,6 +185,8 @@ function theme(next) {
   $("theme").textContent = dark === "dark" ? "☀" : "☾";
   return dark;
 }
+
+const otherTheme = () => theme(theme() === "dark" ? "light" : "dark");
 
 let asking = false;
 function askKey(wrong) {
@@ -258,49 +201,58 @@ $("key-dialog").addEventListener("close", () => {
   asking = false;
   if ($("key-dialog").returnValue === "save") {
     service.key.set($("key-input").value.trim());
-    complain(null);
+    form.complain(null);
     state.seen = false;
     look();
   }
 });
 $("key").addEventListener("click", () => { state.asked = false; askKey(true); });
 
-$("pictures-form").addEventListener("submit", draw);
-$("pictures-form").addEventListener("input", show);
-$("prompt").addEventListener("input", grow);
+form.open({ changed: keepSources, added: () => turn("images") });
+$("images-form").addEventListener("submit", draw);
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) draw(event);
 });
-$("model").addEventListener("change", choose);
-$("unseed").addEventListener("click", () => { $("seed").value = ""; show(); $("seed").focus(); });
 $("surprise").addEventListener("click", () => {
   const others = IDEAS.filter((idea) => idea !== $("prompt").value);
   $("prompt").value = others[Math.floor(Math.random() * others.length)];
-  grow();
+  form.show();
+  form.keep();
   $("prompt").focus();
 });
 $("expand").addEventListener("click", async () => {
+  if (state.expanding) return state.expanding.abort();
   const before = $("prompt").value.trim();
-  if (!before) return;
+  if (!before) return form.complain(form.wrong());
+  state.expanding = new AbortController();
+  $("expand").textContent = "Stop";
   try {
-    await chat.expand(state.text, before, (words) => { $("prompt").value = words.trimStart(); grow(); });
+    await chat.expand(state.text, before, (words) => { $("prompt").value = words.trimStart(); form.show(); }, state.expanding.signal);
+    form.keep();
   } catch (error) {
-    complain(error);
+    $("prompt").value = before;
+    form.show();
+    if (error.name !== "AbortError") form.complain(error);
+  } finally {
+    state.expanding = null;
+    $("expand").textContent = "Expand prompt";
   }
 });
-$("tab-pictures").addEventListener("click", () => turn("pictures"));
+$("form-link").addEventListener("click", () => copyLink(form.request()));
+$("form-curl").addEventListener("click", () => { form.complain(form.wrong()); if (!form.wrong()) copyCurl(form.request()); });
+$("tab-images").addEventListener("click", () => turn("images"));
 $("tab-chat").addEventListener("click", () => turn("chat"));
 $("tabs").addEventListener("keydown", (event) => {
   if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-  const other = document.activeElement === $("tab-pictures") ? $("tab-chat") : $("tab-pictures");
+  const other = document.activeElement === $("tab-images") ? $("tab-chat") : $("tab-images");
   other.click();
   other.focus();
 });
-$("theme").addEventListener("click", () => theme(theme() === "dark" ? "light" : "dark"));
+$("theme").addEventListener("click", otherTheme);
 $("help").addEventListener("click", () => $("help-dialog").showModal());
 for (const idea of IDEAS.slice(0, 5)) {
-  const button = Object.assign(document.createElement("button"), { type: "button", textContent: idea });
-  button.addEventListener("click", () => { $("prompt").value = idea; grow(); draw(); });
+  const button = make("button", { type: "button", textContent: idea });
+  button.addEventListener("click", () => { $("prompt").value = idea; form.show(); form.keep(); draw(); });
   $("ideas").append(button);
 }
 document.addEventListener("keydown", (event) => {
@@ -311,14 +263,31 @@ document.addEventListener("keydown", (event) => {
   }
   if (event.key === "/") { event.preventDefault(); $("prompt").focus(); $("prompt").select(); }
   else if (event.key === "?") $("help-dialog").showModal();
-  else if (event.key.toLowerCase() === "t") theme(theme() === "dark" ? "light" : "dark");
+  else if (event.key.toLowerCase() === "t") otherTheme();
 });
 
-const kept = localStorage.getItem("diptych.theme");
-if (kept === "dark" || kept === "light") document.documentElement.dataset.theme = kept;
+// -- the beginning ------------------------------------------------------------------------------------------------
+
+/** Fill in the form from a link, if there is one, and take it out of the address. */
+function takeLink() {
+  const fields = share.decode(location.hash);
+  if (!Object.keys(fields).length) return false;
+  history.replaceState(null, "", location.pathname + location.search);
+  leftOut(form.fill(fields));
+  form.keep();
+  return true;
+}
+
+const chosenTheme = localStorage.getItem("diptych.theme");
+if (chosenTheme === "dark" || chosenTheme === "light") document.documentElement.dataset.theme = chosenTheme;
 theme();
-show();
+const linked = takeLink();
+if (!linked) form.fill(form.kept());
+addEventListener("hashchange", () => { if (takeLink()) turn("images"); });
+// On a touch screen it would open the keyboard.
+if (matchMedia("(hover: hover) and (pointer: fine)").matches) $("prompt").focus({ preventScroll: true });
 for (const picture of (await store.open()).reverse()) gallery.add(picture);
+if (!linked) state.brought = store.draft("form") ?? null;
 gallery.resume();
 await look();
 for (;;) {

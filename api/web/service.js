@@ -17,13 +17,14 @@ export const key = {
 async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
   const sent = { ...headers };
   if (key.get()) sent.Authorization = `Bearer ${key.get()}`;
-  if (body !== undefined) sent["Content-Type"] = "application/json";
+  const form = body instanceof FormData; // whose type the browser writes
+  if (body !== undefined && !form) sent["Content-Type"] = "application/json";
   let answer;
   try {
-    answer = await fetch(path, { method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store" });
+    answer = await fetch(path, { method, headers: sent, signal, body: body === undefined || form ? body : JSON.stringify(body), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServiceError("The service does not answer. It is tried again.", { code: "away" });
+    throw new ServiceError("The service does not respond. Please try again.", { code: "away" });
   }
   if (answer.ok) return answer;
   const told = await answer.json().then((found) => found.error, () => null);
@@ -50,12 +51,41 @@ export async function ready() {
   }
 }
 
-/** Make a job. A request whose answer got lost is sent again, and makes no second one. */
-export async function submit(fields) {
-  const headers = { "Idempotency-Key": name() };
+/** Make jobs of requests that share their images, one after the other; `accept` is given each job and its request.
+ *
+ * Images are uploaded first, once for all requests, and deleted when the jobs have them. */
+export async function submit(requests, pictures, accept) {
+  const ids = [];
+  try {
+    for (const { blob, field } of pictures) ids.push(await upload(blob, field));
+    for (const request of requests) {
+      const body = JSON.parse(JSON.stringify(request.fields), (_name, value) => (
+        Number.isInteger(value?.picture) ? { file_id: ids[value.picture] } : value
+      ));
+      accept(await repeated("v1/jobs", { method: "POST", body: { type: "image", ...body }, headers: { "Idempotency-Key": name() } }), request);
+    }
+  } finally {
+    for (const id of ids) json(`v1/files/${id}`, { method: "DELETE" }).catch(() => {});
+  }
+}
+
+/** Upload an image. Returns its id; an error names the request's field. */
+async function upload(blob, field) {
+  const body = new FormData();
+  body.append("purpose", "vision");
+  body.append("file", blob, `${field}.${blob.type.split("/")[1]}`);
+  try {
+    return (await repeated("v1/files", { method: "POST", body })).id;
+  } catch (error) {
+    throw new ServiceError(error.message.replace(/^file: /, ""), { ...error, param: field });
+  }
+}
+
+/** Send a request again whose answer got lost. A job is not made twice: its key says that it is the same. */
+async function repeated(path, options) {
   for (let tries = 0; ; tries++) {
     try {
-      return await json("v1/jobs", { method: "POST", body: { type: "image", ...fields }, headers });
+      return await json(path, options);
     } catch (error) {
       if (error.code !== "away" || tries >= 4) throw error;
       await pause(500 * 2 ** tries);

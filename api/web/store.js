@@ -1,8 +1,13 @@
-// Pictures that stay in this browser, with what they were made of: newest first, until they are taken away.
+// Images that stay in this browser, with what they were made of: newest first, until they are deleted.
 // Where the browser keeps nothing (a private window), they last as long as the page.
+//
+// Drafts stand beside them: the images of the form, and those of jobs that are under way.
 
 const MOST = 500;
+const DRAFT = "draft:";
+const DRAFT_MS = 7 * 24 * 3600 * 1000; // after which one that nobody came back for is deleted
 let kept = new Map();
+let drafts = new Map();
 let database = null;
 
 const done = (request) => new Promise((well, ill) => {
@@ -15,7 +20,11 @@ export async function open() {
     const request = indexedDB.open("diptych", 1);
     request.onupgradeneeded = () => request.result.createObjectStore("pictures", { keyPath: "id" });
     database = await done(request);
-    for (const picture of await done(pictures("readonly").getAll())) kept.set(picture.id, picture);
+    for (const record of await done(pictures("readonly").getAll())) {
+      if (!record.id.startsWith(DRAFT)) kept.set(record.id, record);
+      else if (record.made > Date.now() - DRAFT_MS) drafts.set(record.id, record);
+      else await write((store) => store.delete(record.id));
+    }
   } catch {
     database = null;
   }
@@ -38,14 +47,26 @@ export async function remove(id) {
 }
 
 export async function clear() {
+  const ids = [...kept.keys()];
   kept = new Map();
-  await write((store) => store.clear());
+  await write((store) => ids.map((id) => store.delete(id)).at(-1));
+}
+
+export const draft = (name) => drafts.get(DRAFT + name)?.value;
+
+/** Keep a draft; null forgets it. */
+export async function keepDraft(name, value) {
+  const record = { id: DRAFT + name, made: Date.now(), value };
+  if (value === null) drafts.delete(record.id);
+  else drafts.set(record.id, record);
+  await write((store) => (value === null ? store.delete(record.id) : store.put(record)));
 }
 
 async function write(change) {
   if (database === null) return;
   try {
-    await done(change(pictures("readwrite")));
+    const request = change(pictures("readwrite"));
+    if (request) await done(request);
   } catch {
     database = null; // it is full, or was closed: from here on the page alone remembers
   }

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from contract import students
 from core.jobs.keyring import Keyring
+from core.jobs.record import JobState
 from tests.api.easel import Easel
 from tests.api.test_playground import PATIENCE_MS, ask
 from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of
+from tests.api.writing import TextWorker
+from tests.llm import stage
 
 
 def visit(browser: Browser, api: Api) -> Page:
@@ -50,10 +57,60 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
         page = visit(browser, api)
         page.click("#tab-chat")
         expect(page.locator("#chat textarea")).to_be_visible()
-        expect(page.locator("#pictures-form")).to_be_hidden()
+        expect(page.locator("#images-form")).to_be_hidden()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
+        page.context.close()
+
+
+def test_a_model_that_writes_prompts_is_called_so(browser: Browser, redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with opened(settings, dataclasses.replace(TEXT, expansion_instruction="Expand.")) as (api, _):
+        page = visit(browser, api)
+        expect(page.locator("#tab-chat")).to_have_text("Prompt writer")
+        page.click("#tab-chat")
+        expect(page.locator("#chat .about")).to_contain_text("emoji-lm is a prompt writer")
+        page.context.close()
+
+
+def test_an_answer_is_stopped_copied_and_cleared(
+    browser: Browser, redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a real engine, which is held in the middle of an answer until that was stopped."""
+    settings = settings_of(redis_url, folder)
+    model = dataclasses.replace(stage.small(), ends=frozenset())  # which does not end by itself
+    with TextWorker(settings, model, kernels=stage.kernels()) as worker, Api(settings) as api:
+        launch, go, launches = worker.runner.launch, threading.Event(), iter(range(10**6))
+
+        def held(requests: Any) -> Any:
+            if next(launches) > 15:
+                go.wait(PATIENCE_MS / 1000)
+            return launch(requests)
+
+        monkeypatch.setattr(worker.runner, "launch", held)
+        page = visit(browser, api)
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.click("#tab-chat")
+        expect(page.locator("#chat .about")).to_contain_text("answers here")
+        page.fill("#chat textarea", "a cat")
+        page.keyboard.press("Enter")
+        line = page.locator(".talk .assistant")
+        expect(line).not_to_be_empty()
+        expect(page.get_by_role("button", name="Send")).to_be_hidden()
+        page.get_by_role("button", name="Stop").click()
+        go.set()
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        with Worker(settings) as books:
+            (id,) = books.ids()
+            eventually(lambda: books.is_(id, JobState.CANCELLED))
+        answer = line.evaluate("n => n.firstChild.textContent")
+        page.get_by_role("button", name="Copy", exact=True).click()
+        expect(line).to_contain_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == answer
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator(".talk li")).to_have_count(0)
+        expect(page.locator("#chat textarea")).to_be_focused()
         page.context.close()
 
 
@@ -64,13 +121,19 @@ def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str
         page = visit(browser, api)
         expect(page.locator("#state")).to_have_attribute("data-is", "ready")
         page.click("#more summary")
-        expect(page.locator("#lora-hint")).to_have_text("Such as ink:0.8, several with commas.")
-        assert page.locator("#loras option").evaluate_all("found => found.map((one) => one.value)") == ["ink", "oil"]
-        page.fill("#lora", "gone:0.5")
+        expect(page.locator("#lora-search")).to_be_hidden()
+        assert page.locator("#lora-offered button").all_inner_texts() == ["+ ink", "+ oil"]
+        page.click("#lora-offered button >> nth=0")
+        page.fill("#lora-chips input", "0.8")
+        page.click("#lora-offered button")
+        expect(page.locator("#lora-offered button")).to_have_count(0)
+        worker.announce(card=dataclasses.replace(CARD, loras=("ink",)))
+        eventually(lambda: api.client.get("/v1/models").json()["data"][0]["diptych"]["loras"] == ["ink"])
         ask(page, "a cat")
-        expect(page.locator("#error")).to_contain_text("gone")
-        expect(page.locator("#lora")).to_have_class("wrong")
-        page.fill("#lora", "ink:0.8")
+        expect(page.locator("#error")).to_have_text("LoRA: there is no LoRA oil; it has ink")
+        expect(page.locator("#lora-field")).to_have_class(re.compile("wrong"))
+        expect(page.locator("#lora-field #error")).to_be_visible()
+        page.click("[aria-label='Remove the LoRA oil']")
         ask(page, "a cat")
         expect(page.locator(".tile.done")).to_have_count(1)
         assert [claim.parameters["lora"] for claim in easel.seen] == ["ink:0.8"]
@@ -95,7 +158,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
         made = easel.seen[-1].parameters
         assert (made["steps"], made["guidance_scale"], made["scheduler"]) == (4, 1.0, "euler")
         assert made["schedule_type"] == "trailing"
-        page.fill("#lora", "lcm-lora")
+        page.click("#lora-offered button")
         page.select_option("#scheduler", "dpm++2m")
         page.select_option("#schedule-type", "karras")
         page.fill("#steps", "9")
@@ -121,7 +184,7 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
         worker.announce(card=card)
         page = visit(browser, api)
         page.click("#more summary")
-        expect(page.locator("#plan option")).to_have_text(["the model's", "off", "auto", "fast"])
+        expect(page.locator("#plan option")).to_have_text(["model default (off)", "off", "auto", "fast (2.5×)"])
         page.select_option("#plan", "fast")
         ask(page, "a cat")
         expect(page.locator(".tile.done")).to_have_count(1)

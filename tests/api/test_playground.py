@@ -71,7 +71,7 @@ def test_a_picture_comes_step_by_step_and_stays(page: Page, easel: Easel) -> Non
     expect(page.locator(".tile.done")).to_have_count(2)
     claim = easel.seen[-1]
     assert claim.parameters["preview_every"] == 2 and claim.parameters["n"] == 2
-    expect(page.locator("#told")).to_have_text("2 pictures are done.")
+    expect(page.locator("#told")).to_have_text("2 images are done.")
     page.reload()
     expect(page.locator(".tile.done")).to_have_count(2)
     assert all(page.locator(".tile.done img").nth(k).evaluate("image => image.naturalWidth") for k in range(2))
@@ -100,7 +100,7 @@ def test_the_queue_is_told_and_left(page: Page, easel: Easel, shared: Api) -> No
     ahead = shared.order(priority=0)
     ask(page, "a cactus")
     words = page.locator(".tile .progress")
-    expect(words).to_contain_text(re.compile(r"one before it, (a moment|about \d+ s)"))
+    expect(words).to_contain_text(re.compile(r"1 ahead, (a moment|about \d+ s)"))
     page.focus(".tile .leaf")
     page.keyboard.press("Escape")
     expect(page.locator(".tile")).to_have_count(0)
@@ -123,7 +123,7 @@ def test_what_is_under_way_is_found_again(page: Page, easel: Easel) -> None:
 
 def test_errors_are_told_where_they_belong(page: Page, easel: Easel) -> None:
     page.press("#prompt", "Enter")
-    expect(page.locator("#error")).to_have_text("Say first what is to be drawn.")
+    expect(page.locator("#error")).to_have_text("Enter a prompt first.")
     page.fill("#seed", "many")
     ask(page, "a cat")
     expect(page.locator("#error")).to_contain_text("A seed is a whole number")
@@ -131,7 +131,7 @@ def test_errors_are_told_where_they_belong(page: Page, easel: Easel) -> None:
     page.fill("#seed", "")
     page.fill("#prompt", "x" * 10_001)
     page.click("#draw")
-    expect(page.locator("#error")).to_contain_text("prompt: has 10001 characters")
+    expect(page.locator("#error")).to_contain_text("Prompt: has 10001 characters")
     easel.failing = True
     ask(page, "a cat")
     expect(page.locator("#error")).to_be_hidden()
@@ -141,15 +141,39 @@ def test_errors_are_told_where_they_belong(page: Page, easel: Easel) -> None:
 
 
 def test_side_by_side(page: Page, easel: Easel) -> None:
+    """A row for each seed and a column for each variant, also after a reload, and less what is deleted."""
     boxes = page.locator("#variants label")
     assert boxes.all_inner_texts() == ["fp32", "fp32 + DeepCache"]
     for k in range(2):
         boxes.nth(k).click()
+    page.check("input[name=n][value='4']", force=True)
+    page.fill("#seed", "71")
     ask(page, "a rocket")
-    expect(page.locator(".tile.done")).to_have_count(2)
-    assert page.locator(".tile .label").all_inner_texts() == ["fp32", "fp32 + DeepCache"]
+    expect(page.locator(".side .tile.done")).to_have_count(8)
     one, other = (claim.parameters for claim in easel.seen[-2:])
     assert one["seed"] == other["seed"] and {one.get("deepcache"), other.get("deepcache")} == {"off", "auto"}
+    plain, cached = "fp32", "fp32 + DeepCache"
+    rows = [(f"a rocket, {label}, seed {seed}, 20 steps") for seed in range(71, 75) for label in (plain, cached)]
+    for _ in range(2):
+        leaves = page.locator(".side .tile.done .leaf")
+        assert leaves.evaluate_all("all => all.map((leaf) => leaf.getAttribute('aria-label'))") == rows
+        assert page.locator(".side-seed").all_inner_texts() == [f"seed {seed}" for seed in range(71, 75)]
+        boxes_at = [leaves.nth(k).bounding_box() for k in range(8)]
+        heads = [page.locator(".side-heads span").nth(k).bounding_box() for k in (1, 2)]
+        for k, box in enumerate(boxes_at):
+            head, beside = heads[k % 2], boxes_at[k - k % 2]
+            assert box and head and beside and box["x"] == head["x"] and box["y"] == beside["y"]
+        page.reload()
+        expect(page.locator(".side .tile.done")).to_have_count(8)
+    page.locator(".side .leaf").nth(2).focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".side .leaf").nth(4)).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#box-facts")).to_contain_text(re.compile(r"Job took\d+\.\d s for 4 images"))
+    page.keyboard.press("Delete")
+    expect(page.locator("#box-facts")).to_contain_text("fp32 + DeepCache")
+    page.keyboard.press("Delete")
+    expect(page.locator(".side-seed")).to_have_text(["seed 71", "seed 72", "seed 74"])
 
 
 def test_by_keyboard_alone(page: Page) -> None:
