@@ -112,12 +112,14 @@ class CompletionFormat(AnswerFormat):
         return {**choice_text, "finish_reason": choice["finish_reason"]}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        return self.piece(index, self._echoed(index), None) if self._request.echo else None
+        return self.piece(index, text, None) if (text := self._echoed(index)) else None
 
     def _echoed(self, index: int) -> str:
-        """Return the prompt of this choice with `echo`, else nothing."""
+        """Return the prompt of this choice with `echo`, unless the choice's text begins with it; else nothing."""
         request = self._request
-        return str((request.prompts or [""])[index // request.n]) if request.echo else ""
+        if not request.echo or request.scores_prompts:
+            return ""
+        return str((request.prompts or [""])[index // request.n])
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": self._logprobs(index, logprobs), "finish_reason": None}
@@ -134,7 +136,9 @@ class CompletionFormat(AnswerFormat):
             "tokens": [entry_names[_key(entry)] for entry, entry_names in zip(logprobs, names, strict=True)],
             "token_logprobs": [entry["logprob"] for entry in logprobs],
             "top_logprobs": [
-                {entry_names[_key(other)]: other["logprob"] for other in _candidates(entry)}
+                None  # of a prompt's first token, which nothing predicts
+                if entry["logprob"] is None
+                else {entry_names[_key(other)]: other["logprob"] for other in _candidates(entry)}
                 for entry, entry_names in zip(logprobs, names, strict=True)
             ],
             "text_offset": [text.add(entry) for entry in logprobs],
@@ -149,9 +153,10 @@ class _TokenText:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, entry: dict[str, Any]) -> int:
-        """Add a token; return the number of characters before it."""
+        """Add a token; return the number of characters before it. Control tokens have none."""
         before = self._characters
-        self._characters += len(self._decoder.decode(_bytes(entry)))
+        if not entry.get("control"):
+            self._characters += len(self._decoder.decode(_bytes(entry)))
         return before
 
 

@@ -46,7 +46,9 @@ def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]
     offer, job = card.limits, request.job
     with invalid_as_api_error():
         job.check(offer)
-    tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
+    tokens = job.tokens + job.count * min(
+        _USUAL_TOKENS if job.max_tokens is None else job.max_tokens, offer.context or _USUAL_TOKENS
+    )
     return JobDraft(
         id=new_id(),
         modality="text",
@@ -66,8 +68,6 @@ _RULES = {
     "max_completion_tokens": ("max_completion_tokens", "is another name of max_tokens; give one of them"),
     "response_format": ("response_format", "must have a json_schema where its type is json_schema, and only there"),
     "best_of": ("best_of", "must be equal to n"),
-    "echo": ("echo", "cannot be given together with logprobs: a prompt's are not computed"),
-    "echo_tokens": ("echo", "needs prompts that are texts, not token ids"),
     "logit_bias": ("logit_bias", 'must be an object of token ids, such as "70", and numbers from -100 to 100'),
     "prompt": ("prompt", "must be a text, texts, token ids, or lists of token ids"),
     "too_short": (None, "must not be empty"),

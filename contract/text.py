@@ -22,6 +22,7 @@ from contract.json_schema import check_json_schema
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel, at_most, field_error
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 131_072  # of a job: tokens of all prompts × answers × (1 + the likeliest)
 MAX_BIAS = 100.0
 MAX_MESSAGES = 1000
 MAX_PARTS = 1000  # of a message
@@ -89,7 +90,8 @@ class TextJob:
     """The request in a job's record: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
 
     The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
-    likely, `json_schema` is a schema as text. `warnings` are for people. None leaves a value to the worker.
+    likely, `json_schema` is a schema as text. `echo` begins each text with its prompt: by the worker where it has log
+    probabilities (`scores_prompts`), else by the API. `warnings` are for people. None leaves a value to the worker.
     """
 
     expand_prompt: ClassVar[bool] = False  # options of images
@@ -139,6 +141,11 @@ class TextJob:
         return self.n * len(self.prompts or [None])
 
     @property
+    def scores_prompts(self) -> bool:
+        """Return whether log probabilities of the prompts' tokens are requested."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
     def tokens(self) -> float:
         """The estimated number of prompt tokens."""
         if self.messages is not None:
@@ -153,7 +160,12 @@ class TextJob:
         if self.max_tokens is not None and offer.context and self.max_tokens >= offer.context:
             raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
         if len(self.logit_bias or ()) > offer.max_logit_bias:
-            raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")
+            raise Invalid("logit_bias", _OLDER)
+        if (self.scores_prompts or self.max_tokens == 0) and not offer.max_prompt_logprobs:
+            raise Invalid("echo", _OLDER)
+
+
+_OLDER = "is not known to the worker of this model, which is of an older version"
 
 
 @with_fields_of(TextJob)
@@ -376,7 +388,12 @@ class CompletionFields(TextFields):
     ] = Field(description="a text, texts, a list of token ids, or several of them")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must be n: all are returned")
-    echo: bool | None = Field(default=None, description="true: texts begin with their prompt; not with logprobs")
+    max_tokens: int | None = Field(
+        default=None, ge=0, description="of the answer, at most; 16 by default; 0, only with echo: the prompt alone"
+    )
+    echo: bool | None = Field(
+        default=None, description="true: texts begin with their prompt, and logprobs are of its tokens too"
+    )
     suffix: Literal[""] | None = Field(default=None, description="not offered")
 
     @field_validator("prompt")
@@ -393,10 +410,10 @@ class CompletionFields(TextFields):
     def _all_of_them(self) -> CompletionFields:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise PydanticCustomError("best_of", "must be n")
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError("echo", "without logprobs")
-        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts):
-            raise PydanticCustomError("echo_tokens", "of texts")
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1 without echo")
+        if self.echo and self.logprobs is None and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise field_error("echo", "needs prompts that are texts, or logprobs")
         return self
 
     @property
