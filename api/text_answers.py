@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from api.tool_calls import Delta, ToolCallParser, call_id, tool_call
 from contract.text import TextJob
 from core.jobs.record import Job
 
@@ -56,9 +57,17 @@ class AnswerFormat:
         """A chunk with more of a choice's text."""
         raise NotImplementedError
 
+    def pieces(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The chunks with more of a choice's text."""
+        return [self.piece(index, text, logprobs)]
+
     def last(self, index: int, finish: str) -> dict[str, Any]:
         """The chunk with a choice's finish reason."""
         raise NotImplementedError
+
+    def ending(self, index: int, finish: str) -> list[dict[str, Any]]:
+        """The chunks after a choice's text."""
+        return [self.last(index, finish)]
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -67,13 +76,31 @@ class AnswerFormat:
 class ChatFormat(AnswerFormat):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._job_id = job.id
+        self._parsers: dict[int, ToolCallParser | None] = {}  # of the choices of a stream
+
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice["text"], "refusal": None, "annotations": []}
+        finish = choice["finish_reason"]
+        if (parser := ToolCallParser.of(self._request)) is not None:
+            parser.feed(choice["text"])
+            parser.end()
+            if parser.calls:
+                message |= {"content": parser.content or None, "tool_calls": self._calls(index, parser)}
+                finish = _finish(finish)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice["text"], "refusal": None, "annotations": []},
+            "message": message,
             "logprobs": self._logprobs(choice["logprobs"] or None),
-            "finish_reason": choice["finish_reason"],
+            "finish_reason": finish,
         }
+
+    def _calls(self, index: int, parser: ToolCallParser) -> list[dict[str, Any]]:
+        return [
+            tool_call(call_id(self._job_id, index, k), call.name, call.arguments) for k, call in enumerate(parser.calls)
+        ]
 
     def first(self, index: int) -> dict[str, Any]:
         return self._delta(index, {"role": "assistant", "content": "", "refusal": None})
@@ -81,8 +108,39 @@ class ChatFormat(AnswerFormat):
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         return {**self._delta(index, {"content": text}), "logprobs": self._logprobs(logprobs)}
 
+    def pieces(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        if (parser := self._parser(index)) is None:
+            return [self.piece(index, text, logprobs)]
+        deltas = [self._delta_of(index, delta) for delta in parser.feed(text)]
+        if logprobs and not deltas:
+            deltas = [self._delta(index, {})]
+        if logprobs:
+            deltas[0]["logprobs"] = self._logprobs(logprobs)
+        return deltas
+
     def last(self, index: int, finish: str) -> dict[str, Any]:
         return {**self._delta(index, {}), "finish_reason": finish}
+
+    def ending(self, index: int, finish: str) -> list[dict[str, Any]]:
+        if (parser := self._parser(index)) is None:
+            return [self.last(index, finish)]
+        deltas = [self._delta_of(index, delta) for delta in parser.end()]
+        return [*deltas, self.last(index, _finish(finish) if parser.calls else finish)]
+
+    def _parser(self, index: int) -> ToolCallParser | None:
+        if index not in self._parsers:
+            self._parsers[index] = ToolCallParser.of(self._request)
+        return self._parsers[index]
+
+    def _delta_of(self, index: int, delta: Delta) -> dict[str, Any]:
+        if delta.call is None:
+            return self._delta(index, {"content": delta.content})
+        if delta.name is None:
+            return self._delta(
+                index, {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.arguments}}]}
+            )
+        call = tool_call(call_id(self._job_id, index, delta.call), delta.name, "")
+        return self._delta(index, {"tool_calls": [{"index": delta.call, **call}]})
 
     @staticmethod
     def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +155,11 @@ class ChatFormat(AnswerFormat):
             for entry in logprobs
         ]
         return {"content": content, "refusal": None}
+
+
+def _finish(finish: str) -> str:
+    """The finish reason of an answer with calls."""
+    return "tool_calls" if finish == "stop" else finish
 
 
 class CompletionFormat(AnswerFormat):

@@ -46,6 +46,7 @@ def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]
     offer, job = card.limits, request.job
     with invalid_as_api_error():
         job.check(offer)
+    job = job.complete(offer)
     tokens = job.tokens + job.count * min(
         _USUAL_TOKENS if job.max_tokens is None else job.max_tokens, offer.context or _USUAL_TOKENS
     )

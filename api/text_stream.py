@@ -73,7 +73,7 @@ class _SentText:
                 logprobs = _beyond(piece["logprobs"], piece["token"], sent_logprobs) or None
                 self._logprobs[index] = sent_logprobs + len(logprobs or ())
             if text or logprobs:
-                chunks.append(self._chunk(self._answers.piece(index, text, logprobs)))
+                chunks += map(self._chunk, self._answers.pieces(index, text, logprobs))
                 self._texts[index] = had + len(text)
         return chunks
 
@@ -83,7 +83,7 @@ class _SentText:
         logprobs = [choice["logprobs"] for choice in choices] if any(c["logprobs"] for c in choices) else None
         chunks = self.grown(_whole([choice["text"] for choice in choices], logprobs))
         for index, choice in enumerate(choices):
-            chunks.append(self._chunk(self._answers.last(index, choice["finish_reason"])))
+            chunks += map(self._chunk, self._answers.ending(index, choice["finish_reason"]))
         if self._usage:
             chunks.append(_data(self._answers.chunk([], self._answers.usage(result))))
         return chunks

@@ -54,6 +54,7 @@ class TextParameters:
     logprobs: int | None = None
     prompt_logprobs: bool = False  # with `logprobs`
     json_schema: str | None = None
+    tool_grammar: str | None = None  # in place of a schema: llguidance's Lark, of llm/tool_calls.py
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 from contract.errors import Invalid
+from contract.tools import TOOLS
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
@@ -102,6 +103,11 @@ class TextRunner:
         parameters.check(text_parameters, vocabulary=self.model.vocabulary, context=limit)
         if text_parameters.json_schema is not None:
             request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
+        if text_parameters.tool_grammar is not None:
+            try:
+                request.checked = self._grammars.compile_lark(text_parameters.tool_grammar, request.tenant)
+            except Invalid as error:
+                raise error.of(TOOLS) from error
 
     def resources(self, request: Request) -> frozenset[str]:
         return frozenset()

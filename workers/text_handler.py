@@ -14,8 +14,9 @@ from contract.bounds import next_seed
 from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
+from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
-from llm import token_text
+from llm import token_text, tool_calls
 from llm.parameters import Logprob, TextParameters
 from workers.stream_buffer import StreamBuffer
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # converted from the job's fields
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias", "json_schema")  # converted from the job's fields
 _PASSED = [item.name for item in fields(TextParameters) if hasattr(TextJob, item.name) and item.name not in _OTHERWISE]
 
 
@@ -46,6 +47,7 @@ class TextJobHandler:
         added = self._tokenizer.get_added_tokens_decoder()
         self._controls = [token.content for token in added.values() if token.special]
         self._control_ids = frozenset(id for id, token in added.items() if token.special)
+        self._tool_format = tool_calls.call_format(self._template([{}]) or "", self._controls)
 
     def card(self) -> TextCard:
         runner = self._runner
@@ -65,6 +67,7 @@ class TextJobHandler:
                 max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
                 max_logit_bias=MAX_BIASED,
                 cache_tokens=runner.pages.tokens,
+                tool_format=self._tool_format,
             ),
             costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
@@ -88,6 +91,7 @@ class TextJobHandler:
         check_bounds(TextJob, {"seed": job.seed})
         values = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
         bias = _bias(job.logit_bias or {})
+        grammar = self._tool_grammar(job)
         if job.scores_prompts:
             _check_prompt_logprobs(job, sum(map(len, prompts)))
         return [
@@ -97,6 +101,8 @@ class TextJobHandler:
                 seed=None if job.seed is None else next_seed(job.seed, k),
                 stop=tuple(job.stop or ()),
                 logit_bias=bias,
+                json_schema=job.json_schema if grammar is None else None,
+                tool_grammar=grammar,
                 prompt_logprobs=job.scores_prompts,
                 **values,
             )
@@ -170,22 +176,40 @@ class TextJobHandler:
 
     def _prompts(self, job: TextJob) -> list[tuple[int, ...]]:
         if job.messages is not None:
-            return [self._chat(job.messages)]
+            return [self._chat(job.messages, job.tools)]
         if not isinstance(job.prompts, list) or not job.prompts:
             raise Invalid("prompt", "is missing")
         return [self._plain(prompt) for prompt in job.prompts]
 
-    def _chat(self, messages: Any) -> tuple[int, ...]:
+    def _tool_grammar(self, job: TextJob) -> str | None:
+        if not job.tools or self._tool_format not in CALLS:
+            return None
+        return tool_calls.tool_grammar(
+            self._tool_format, job.tools, required=bool(job.tools_required),
+            parallel=job.parallel_tool_calls is not False, answer=job.json_schema,
+        )  # fmt: skip
+
+    def _template(self, tools: Any) -> str | None:
+        """The chat template for requests with these tools, or without; None if there is none."""
         tokenizer = self._runner.model.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise Invalid("messages", "the model has no chat template; ask for a completion")
-        for message in messages:
-            if any(token in message["content"] for token in self._controls):
-                raise Invalid("messages", "a content holds one of the model's control tokens")
+        return tokenizer.get_chat_template(tools=tools) if getattr(tokenizer, "chat_template", None) else None
+
+    def _chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:
+        if self._template(None) is None:
+            raise Invalid(MESSAGES, "the model has no chat template; ask for a completion")
+        for field, value in ((MESSAGES, messages), (TOOLS, tools)):
+            for text in texts_in(value):
+                if any(token in text for token in self._controls):
+                    raise Invalid(field, "a content holds one of the model's control tokens")
+        tools = tool_calls.described(tools) if tools and self._tool_format != PLAIN else None
+        if self._tool_format == PLAIN:
+            messages = tool_calls.as_texts(messages)
         try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._runner.model.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # raised by the model's own template: an unexpected order of roles
-            raise Invalid("messages", f"the model's chat template refuses them ({type(error).__name__})") from error
+            raise Invalid(MESSAGES, f"the model's chat template refuses them ({type(error).__name__})") from error
         return self._ids(text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
