@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from api.tool_calls import Delta, ToolCallParser, call_id, tool_call
 from contract.text import TextJob
 from core.jobs.record import Job
+
+
+def event_bytes(content: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event of JSON, with a name if it has one."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
 class AnswerFormat:
@@ -53,6 +60,10 @@ class AnswerFormat:
         """The chunk before a choice's text; None: nothing."""
         raise NotImplementedError
 
+    def beginning(self, index: int) -> list[dict[str, Any]]:
+        """The chunks before a choice's text."""
+        return [] if (first := self.first(index)) is None else [first]
+
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         """A chunk with more of a choice's text."""
         raise NotImplementedError
@@ -68,6 +79,20 @@ class AnswerFormat:
     def ending(self, index: int, finish: str) -> list[dict[str, Any]]:
         """The chunks after a choice's text."""
         return [self.last(index, finish)]
+
+    def sse(self, choice: dict[str, Any], *, usage: bool) -> bytes:
+        """A chunk as a server-sent event. With `usage` each has that field, and the last one the numbers."""
+        chunk = self.chunk([choice])
+        return event_bytes({**chunk, "usage": None} if usage else chunk)
+
+    def closing(self, result: dict[str, Any], *, usage: bool) -> list[bytes]:
+        """The events that end a stream."""
+        told = [event_bytes(self.chunk([], self.usage(result)))] if usage else []
+        return [*told, b"data: [DONE]\n\n"]
+
+    def failure(self, content: dict[str, Any]) -> bytes:
+        """The event that ends a stream with this error."""
+        return event_bytes(content)
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError

@@ -297,6 +297,7 @@ class Message(StrictModel):
         None
     )
     annotations: _Anything = None
+    parsed: _Anything = None
     tool_calls: Annotated[
         list[ToolCall] | None, Field(max_length=MAX_CALLS, fail_fast=True, description="of an assistant's message")
     ] = None
@@ -360,10 +361,35 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
 
 
+_TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+_CHATS: Any = [
+    {"messages": [{"role": "user", "content": "a cat"}], "max_tokens": 20, "seed": 7},
+    {"messages": [{"role": "user", "content": "Is it warm?"}], "tools": _TOOLS, "tool_choice": "auto"},
+    {
+        "messages": [
+            {"role": "user", "content": "Is it warm?"},
+            {"role": "assistant", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees"},
+        ],
+        "tools": _TOOLS,
+    },
+]
+
+
 class ChatFields(TextFields):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(title="ChatRequest")
+    model_config = ConfigDict(title="ChatRequest", json_schema_extra={"examples": _CHATS})
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
@@ -451,10 +477,16 @@ class ChatFields(TextFields):
         return check_json_schema(response_format.json_schema.json_schema or {})
 
 
+_COMPLETIONS: Any = [
+    {"prompt": "A man riding a", "max_tokens": 20},
+    {"prompt": "A man riding a horse", "echo": True, "logprobs": 1, "max_tokens": 0},
+]
+
+
 class CompletionFields(TextFields):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(title="CompletionRequest")
+    model_config = ConfigDict(title="CompletionRequest", json_schema_extra={"examples": _COMPLETIONS})
 
     prompt: Annotated[
         Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]

@@ -82,6 +82,7 @@ class NamedTool(StrictModel):
 class CalledFunction(StrictModel):
     name: str = Field(max_length=MAX_NAME)
     arguments: str = Field(max_length=MAX_ARGUMENTS, description="a JSON object, as text")
+    parsed_arguments: Any = Field(default=None, description="accepted and ignored")
 
 
 class ToolCall(StrictModel):

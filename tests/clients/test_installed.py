@@ -31,6 +31,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "with_openai.py": {
         "generate": PICTURE, "edit": PICTURE, "stream_image": PICTURE, "chat": str, "stream": str, "parse": bool,
         "models": 2, "gpt_image": PICTURE, "tools": ["Emoji", "stop"],
+        "responses": ["bool", "Emoji", True],
     },
     "with_huggingface.py": {"generate": PICTURE, "generate_by_model": PICTURE, "edit": PICTURE, "chat": str},
     "with_replicate.py": {
@@ -42,11 +43,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "with_instructor.py": {"parse": bool, "tools": bool},
     "with_openai.mjs": {
         "generate": PICTURE, "edit": PICTURE, "chat": str, "stream": str, "parse": bool, "gpt_image": PICTURE,
-        "tools": "boolean",
+        "tools": "boolean", "responses": str,
     },
     "with_vercel_ai.mjs": {
         "generate": PICTURE, "edit": PICTURE, "generate_by_openai": PICTURE, "generate_by_replicate": PICTURE,
         "chat": str, "stream": str, "parse": bool, "chat_by_openai": str, "tools": [2, "boolean"],
+        "responses": [True, "boolean", 2, "boolean"],
     },
     "with_replicate.mjs": {
         "generate": PICTURE, "poll": PICTURE, "edit": PICTURE, "stream": ["output", "done"], "models": "tiny",

@@ -31,5 +31,15 @@ const calls = {
     const runner = client.chat.completions.runTools({ ...chat, max_tokens: 60, stream: true, tools: [tool], tool_choice: choice });
     return typeof JSON.parse(await runner.finalFunctionToolCallResult());
   },
+  responses: async () => {
+    const stream = await client.responses.create({ model: text, input: "a cat", max_output_tokens: 20, store: false, stream: true });
+    let content = "", last;
+    for await (const event of stream) {
+      if (event.type === "response.output_text.delta") content += event.delta;
+      last = event;
+    }
+    if (!["response.completed", "response.incomplete"].includes(last.type)) throw new Error(last.type);
+    return content;
+  },
   gpt_image: async () => size(await client.images.generate({ prompt: "a cat", model: "gpt-image-1" })),
 };

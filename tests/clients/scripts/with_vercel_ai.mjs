@@ -31,5 +31,17 @@ const calls = {
     const steps = await result.steps;
     return [steps.length, steps[0].toolResults[0].output];
   },
+  responses: async () => {
+    const providerOptions = { openai: { store: false } };
+    const whole = await generateText({ ...chat, model: openai(text), providerOptions });
+    const streamed = await streamText({ ...chat, model: openai(text), providerOptions }).text;
+    const output = Output.object({ schema });
+    const parsed = (await generateText({ ...chat, model: openai(text), output, providerOptions })).output.happy;
+    const tools = { Emoji: tool({ inputSchema: schema, execute: async ({ happy }) => typeof happy }) };
+    const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber ? "auto" : "required" });
+    const options = { ...chat, maxOutputTokens: 60, tools, prepareStep, stopWhen: stepCountIs(2), providerOptions };
+    const steps = (await generateText({ ...options, model: openai(text) })).steps;
+    return [Boolean(whole.text && streamed), typeof parsed, steps.length, steps[0].toolResults[0].output];
+  },
   chat_by_openai: async () => (await generateText({ ...chat, model: openai.chat(text) })).text,
 };
