@@ -19,12 +19,13 @@ from contract.errors import UNSUPPORTED
 from contract.image_prompt import MAX_IMAGE_PROMPTS
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import ImageReference as ImageReference
+from contract.responses import ITEMS
 from contract.strict import FIELD, UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
 MAX_PICTURES = 1 + MAX_IMAGE_PROMPTS  # of an edit: its source, and image prompts
 MAX_UNKNOWN = 32  # fields that are left out of a body
-_KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING)  # of values, in an error's location
+_KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING, *ITEMS)  # of values, in an error's location
 
 
 class _OfJob(StrictModel):

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: OpenAI's endpoints for text, streaming and not.
+"""POST /v1/chat/completions, /v1/completions and /v1/responses: OpenAI's endpoints for text, streaming and not.
 
 text_drafts.py parses the requests. A request that only the worker can reject returns as a failed job, and gets the same
 400.
@@ -23,6 +23,7 @@ from api.service import Given, Service
 from api.submission import create, served
 from api.text_stream import stream_answers
 from contract.card import TextCard
+from contract.responses import ResponseFields
 from contract.text import ChatFields, CompletionFields
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
@@ -58,6 +59,18 @@ async def chat_with(name: str, request: Request, service: Given, caller: By) -> 
 async def complete(request: Request, service: Given, caller: By) -> Response:
     """Complete a text. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.COMPLETIONS)
+
+
+@router.post(
+    text_drafts.RESPONSES,
+    summary="Answer a conversation, as the Responses API",
+    response_class=Response,
+    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}},
+    openapi_extra=schemas.document(ResponseFields),
+)
+async def respond(request: Request, service: Given, caller: By) -> Response:
+    """Answer a conversation that the request brings whole: nothing is stored. A client that disconnects cancels it."""
+    return await _answer(request, service, caller, text_drafts.RESPONSES)
 
 
 async def _answer(

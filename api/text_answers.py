@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from api.tool_calls import Delta, ToolCallParser, call_id, tool_call
 from contract.text import TextJob
 from core.jobs.record import Job
+
+
+def event_bytes(content: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event of JSON, with a name if it has one."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
 class AnswerFormat:
@@ -52,13 +60,39 @@ class AnswerFormat:
         """The chunk before a choice's text; None: nothing."""
         raise NotImplementedError
 
+    def beginning(self, index: int) -> list[dict[str, Any]]:
+        """The chunks before a choice's text."""
+        return [] if (first := self.first(index)) is None else [first]
+
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         """A chunk with more of a choice's text."""
         raise NotImplementedError
 
+    def pieces(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The chunks with more of a choice's text."""
+        return [self.piece(index, text, logprobs)]
+
     def last(self, index: int, finish: str) -> dict[str, Any]:
         """The chunk with a choice's finish reason."""
         raise NotImplementedError
+
+    def ending(self, index: int, finish: str) -> list[dict[str, Any]]:
+        """The chunks after a choice's text."""
+        return [self.last(index, finish)]
+
+    def sse(self, choice: dict[str, Any], *, usage: bool) -> bytes:
+        """A chunk as a server-sent event. With `usage` each has that field, and the last one the numbers."""
+        chunk = self.chunk([choice])
+        return event_bytes({**chunk, "usage": None} if usage else chunk)
+
+    def closing(self, result: dict[str, Any], *, usage: bool) -> list[bytes]:
+        """The events that end a stream."""
+        told = [event_bytes(self.chunk([], self.usage(result)))] if usage else []
+        return [*told, b"data: [DONE]\n\n"]
+
+    def failure(self, content: dict[str, Any]) -> bytes:
+        """The event that ends a stream with this error."""
+        return event_bytes(content)
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -67,13 +101,31 @@ class AnswerFormat:
 class ChatFormat(AnswerFormat):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._job_id = job.id
+        self._parsers: dict[int, ToolCallParser | None] = {}  # of the choices of a stream
+
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice["text"], "refusal": None, "annotations": []}
+        finish = choice["finish_reason"]
+        if (parser := ToolCallParser.of(self._request)) is not None:
+            parser.feed(choice["text"])
+            parser.end()
+            if parser.calls:
+                message |= {"content": parser.content or None, "tool_calls": self._calls(index, parser)}
+                finish = _finish(finish)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice["text"], "refusal": None, "annotations": []},
+            "message": message,
             "logprobs": self._logprobs(choice["logprobs"] or None),
-            "finish_reason": choice["finish_reason"],
+            "finish_reason": finish,
         }
+
+    def _calls(self, index: int, parser: ToolCallParser) -> list[dict[str, Any]]:
+        return [
+            tool_call(call_id(self._job_id, index, k), call.name, call.arguments) for k, call in enumerate(parser.calls)
+        ]
 
     def first(self, index: int) -> dict[str, Any]:
         return self._delta(index, {"role": "assistant", "content": "", "refusal": None})
@@ -81,8 +133,39 @@ class ChatFormat(AnswerFormat):
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         return {**self._delta(index, {"content": text}), "logprobs": self._logprobs(logprobs)}
 
+    def pieces(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        if (parser := self._parser(index)) is None:
+            return [self.piece(index, text, logprobs)]
+        deltas = [self._delta_of(index, delta) for delta in parser.feed(text)]
+        if logprobs and not deltas:
+            deltas = [self._delta(index, {})]
+        if logprobs:
+            deltas[0]["logprobs"] = self._logprobs(logprobs)
+        return deltas
+
     def last(self, index: int, finish: str) -> dict[str, Any]:
         return {**self._delta(index, {}), "finish_reason": finish}
+
+    def ending(self, index: int, finish: str) -> list[dict[str, Any]]:
+        if (parser := self._parser(index)) is None:
+            return [self.last(index, finish)]
+        deltas = [self._delta_of(index, delta) for delta in parser.end()]
+        return [*deltas, self.last(index, _finish(finish) if parser.calls else finish)]
+
+    def _parser(self, index: int) -> ToolCallParser | None:
+        if index not in self._parsers:
+            self._parsers[index] = ToolCallParser.of(self._request)
+        return self._parsers[index]
+
+    def _delta_of(self, index: int, delta: Delta) -> dict[str, Any]:
+        if delta.call is None:
+            return self._delta(index, {"content": delta.content})
+        if delta.name is None:
+            return self._delta(
+                index, {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.arguments}}]}
+            )
+        call = tool_call(call_id(self._job_id, index, delta.call), delta.name, "")
+        return self._delta(index, {"tool_calls": [{"index": delta.call, **call}]})
 
     @staticmethod
     def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +182,11 @@ class ChatFormat(AnswerFormat):
         return {"content": content, "refusal": None}
 
 
+def _finish(finish: str) -> str:
+    """The finish reason of an answer with calls."""
+    return "tool_calls" if finish == "stop" else finish
+
+
 class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
@@ -112,12 +200,14 @@ class CompletionFormat(AnswerFormat):
         return {**choice_text, "finish_reason": choice["finish_reason"]}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        return self.piece(index, self._echoed(index), None) if self._request.echo else None
+        return self.piece(index, text, None) if (text := self._echoed(index)) else None
 
     def _echoed(self, index: int) -> str:
-        """Return the prompt of this choice with `echo`, else nothing."""
+        """Return the prompt of this choice with `echo`, unless the choice's text begins with it; else nothing."""
         request = self._request
-        return str((request.prompts or [""])[index // request.n]) if request.echo else ""
+        if not request.echo or request.scores_prompts:
+            return ""
+        return str((request.prompts or [""])[index // request.n])
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": self._logprobs(index, logprobs), "finish_reason": None}
@@ -134,7 +224,9 @@ class CompletionFormat(AnswerFormat):
             "tokens": [entry_names[_key(entry)] for entry, entry_names in zip(logprobs, names, strict=True)],
             "token_logprobs": [entry["logprob"] for entry in logprobs],
             "top_logprobs": [
-                {entry_names[_key(other)]: other["logprob"] for other in _candidates(entry)}
+                None  # of a prompt's first token, which nothing predicts
+                if entry["logprob"] is None
+                else {entry_names[_key(other)]: other["logprob"] for other in _candidates(entry)}
                 for entry, entry_names in zip(logprobs, names, strict=True)
             ],
             "text_offset": [text.add(entry) for entry in logprobs],
@@ -149,9 +241,10 @@ class _TokenText:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, entry: dict[str, Any]) -> int:
-        """Add a token; return the number of characters before it."""
+        """Add a token; return the number of characters before it. Control tokens have none."""
         before = self._characters
-        self._characters += len(self._decoder.decode(_bytes(entry)))
+        if not entry.get("control"):
+            self._characters += len(self._decoder.decode(_bytes(entry)))
         return before
 
 

@@ -1,4 +1,4 @@
-"""Turns requests to OpenAI's two text endpoints into jobs: parses, checks against the model card, estimates the work.
+"""Turns requests to OpenAI's text endpoints into jobs: parses, checks against the model card, estimates the work.
 
 Checks that need a tokenizer, such as the prompt's token count, run on the worker, which fails the job.
 """
@@ -10,13 +10,15 @@ from typing import Any
 
 from api import schemas
 from api.errors import invalid_as_api_error
+from api.response_answers import ResponsesFormat
 from api.text_answers import AnswerFormat, ChatFormat, CompletionFormat
 from contract.bounds import PRIORITY
 from contract.card import TextCard
+from contract.responses import ResponseFields
 from contract.text import ChatFields, CompletionFields, TextFields, TextJob
 from core.jobs.record import JobDraft, new_id
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 _USUAL_TOKENS = 256  # estimated length of an answer without a limit
 
@@ -25,13 +27,17 @@ _USUAL_TOKENS = 256  # estimated length of an answer without a limit
 class TextRequest:
     """A parsed request and its job."""
 
-    fields: TextFields
+    fields: TextFields | ResponseFields
     job: TextJob
 
 
 # The body and the response format of each endpoint.
-_BODIES: dict[str, type[ChatFields | CompletionFields]] = {CHAT: ChatFields, COMPLETIONS: CompletionFields}
-ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
+_BODIES: dict[str, type[ChatFields | CompletionFields | ResponseFields]] = {
+    CHAT: ChatFields, COMPLETIONS: CompletionFields, RESPONSES: ResponseFields,
+}  # fmt: skip
+ANSWERS: dict[str, type[AnswerFormat]] = {
+    CHAT: ChatFormat, COMPLETIONS: CompletionFormat, RESPONSES: ResponsesFormat,
+}  # fmt: skip
 
 
 def read(endpoint: str, body: dict[str, Any], *, ignore_unknown: bool = False) -> TextRequest:
@@ -46,7 +52,10 @@ def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]
     offer, job = card.limits, request.job
     with invalid_as_api_error():
         job.check(offer)
-    tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
+    job = job.complete(offer)
+    tokens = job.tokens + job.count * min(
+        _USUAL_TOKENS if job.max_tokens is None else job.max_tokens, offer.context or _USUAL_TOKENS
+    )
     return JobDraft(
         id=new_id(),
         modality="text",
@@ -66,11 +75,10 @@ _RULES = {
     "max_completion_tokens": ("max_completion_tokens", "is another name of max_tokens; give one of them"),
     "response_format": ("response_format", "must have a json_schema where its type is json_schema, and only there"),
     "best_of": ("best_of", "must be equal to n"),
-    "echo": ("echo", "cannot be given together with logprobs: a prompt's are not computed"),
-    "echo_tokens": ("echo", "needs prompts that are texts, not token ids"),
     "logit_bias": ("logit_bias", 'must be an object of token ids, such as "70", and numbers from -100 to 100'),
     "prompt": ("prompt", "must be a text, texts, token ids, or lists of token ids"),
     "too_short": (None, "must not be empty"),
     "string_pattern_mismatch": (None, "must be a name of letters, digits, - and _"),
     "union_tag_not_found": (None, "must be text or a list"),
+    "union_tag_invalid": (None, "is of no type that is known here"),
 }

@@ -6,7 +6,6 @@ id and cannot be resumed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -35,13 +34,12 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
                     yield chunk
         ended = await service.follower.final_record(job)
         if ended is None:
-            yield _data(not_followed(service.closing.is_set()).content)
+            yield answers.failure(not_followed(service.closing.is_set()).content)
         elif ended.state is not JobState.SUCCEEDED:
-            yield _data(job_error(ended).content)
+            yield answers.failure(job_error(ended).content)
         else:
             for chunk in sent.rest(ended.result or {}):
                 yield chunk
-            yield b"data: [DONE]\n\n"
     finally:
         if ended is None:
             with anyio.CancelScope(shield=True):
@@ -59,38 +57,34 @@ class _SentText:
 
     def grown(self, pieces: Iterable[dict[str, Any]]) -> list[bytes]:
         """Chunks for new text. A restarted attempt may at first be behind what was sent: then none."""
-        chunks = []
+        chunks: list[bytes] = []
         for piece in pieces:
             index = piece["index"]
             begins = index not in self._texts
             had = self._texts.setdefault(index, 0)
-            first = self._answers.first(index) if begins else None
-            if first is not None:
-                chunks.append(self._chunk(first))
+            if begins:
+                chunks += map(self._chunk, self._answers.beginning(index))
             text, logprobs = _beyond(piece["text"], piece["at"], had), None
             if "logprobs" in piece:
                 sent_logprobs = self._logprobs.get(index, 0)
                 logprobs = _beyond(piece["logprobs"], piece["token"], sent_logprobs) or None
                 self._logprobs[index] = sent_logprobs + len(logprobs or ())
             if text or logprobs:
-                chunks.append(self._chunk(self._answers.piece(index, text, logprobs)))
+                chunks += map(self._chunk, self._answers.pieces(index, text, logprobs))
                 self._texts[index] = had + len(text)
         return chunks
 
     def rest(self, result: dict[str, Any]) -> list[bytes]:
-        """The remaining text of the finished answers, their finish reasons, and the usage."""
+        """The remaining text of the finished answers, their finish reasons, and the stream's end."""
         choices = result["choices"]
         logprobs = [choice["logprobs"] for choice in choices] if any(c["logprobs"] for c in choices) else None
         chunks = self.grown(_whole([choice["text"] for choice in choices], logprobs))
         for index, choice in enumerate(choices):
-            chunks.append(self._chunk(self._answers.last(index, choice["finish_reason"])))
-        if self._usage:
-            chunks.append(_data(self._answers.chunk([], self._answers.usage(result))))
-        return chunks
+            chunks += map(self._chunk, self._answers.ending(index, choice["finish_reason"]))
+        return chunks + self._answers.closing(result, usage=self._usage)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        chunk = self._answers.chunk([choice])
-        return _data({**chunk, "usage": None} if self._usage else chunk)
+        return self._answers.sse(choice, usage=self._usage)
 
 
 def _pieces(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,7 +106,3 @@ def _whole(texts: Sequence[str], logprobs: Sequence[list[dict[str, Any]]] | None
 def _beyond(sent: S, at: int, had: int) -> S:
     """The part of a piece at position `at` beyond the first `had` items. None after a gap: the end fills it."""
     return sent[had - at :] if at <= had else sent[:0]
-
-
-def _data(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n\n"

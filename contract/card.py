@@ -234,16 +234,22 @@ class ImageOffer(ImageLimits):
 
 @dataclass(frozen=True, slots=True)
 class TextOffer:
-    """A text model's offer. `context` is the most tokens of prompt and answer together; 0: not announced."""
+    """A text model's offer. `context` is the most tokens of prompt and answer together; 0: not announced.
+
+    `max_prompt_logprobs` bounds the log probabilities of a job's prompts, those of the likeliest tokens included.
+    `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced.
+    """
 
     context: StrictInt = 0
     max_prompt_characters: StrictInt = 0
     max_choices: StrictInt = MAX_CHOICES
     max_stops: StrictInt = 0
     max_logprobs: StrictInt = 0
+    max_prompt_logprobs: StrictInt = 0
     max_logit_bias: StrictInt = 0
     max_seed: StrictInt = MAX_SEED
     cache_tokens: StrictInt = 0
+    tool_format: StrictStr = ""
 
 
 BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds

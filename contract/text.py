@@ -6,22 +6,24 @@ Only the worker can check the model's context, since it counts tokens. null mean
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.bodies import InBody, with_fields_of
-from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, WORD, check_text
+from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, OBJECT, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
 from contract.errors import UNSUPPORTED, Invalid
 from contract.field_names import RANDOM
 from contract.json_schema import check_json_schema
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel, at_most, field_error
+from contract.tools import CALLS, MAX_CALLS, MAX_TOOLS, PLAIN, TOOLS, NamedTool, Tool, ToolCall, texts_in, tools_of
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 131_072  # of a job: tokens of all prompts × answers × (1 + the likeliest)
 MAX_BIAS = 100.0
 MAX_MESSAGES = 1000
 MAX_PARTS = 1000  # of a message
@@ -40,7 +42,7 @@ _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _IGNORED = "accepted and ignored"
 _Ignored = Annotated[str | None, Field(max_length=MAX_IGNORED, description=_IGNORED)]
 _Anything = Annotated[Any, Field(description=_IGNORED)]
-_NO_TOOLS = "tools are not offered: models here are not trained to call any; response_format constrains answers"
+_FUNCTIONS = "is of an older API; tools and tool_choice take its place"
 
 
 def _refused(message: str, *harmless: Any) -> BeforeValidator:
@@ -54,14 +56,18 @@ def _refused(message: str, *harmless: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_NoTools = Annotated[
-    Annotated[list[None], Field(max_length=0)] | None, _refused(_NO_TOOLS, []), Field(description="not offered")
+_NoFunctions = Annotated[
+    Annotated[list[None], Field(max_length=0)] | None, _refused(_FUNCTIONS, []), Field(description="not offered")
 ]
-_NoTool = Annotated[None, _refused(_NO_TOOLS), Field(description="not offered")]
-_NoChoice = Annotated[
-    Literal["none", "auto"] | None, _refused(_NO_TOOLS, "none", "auto"), Field(description="tools are not offered")
+_NoFunction = Annotated[None, _refused(_FUNCTIONS), Field(description="not offered")]
+_NoFunctionCall = Annotated[
+    Literal["none", "auto"] | None, _refused(_FUNCTIONS, "none", "auto"), Field(description="not offered")
 ]
 _NoAudio = Annotated[None, _refused("audio is not offered"), Field(description="not offered")]
+
+
+def _choice(value: Any) -> str:
+    return WORD if isinstance(value, str) else NOTHING if value is None else OBJECT
 
 
 def _kind(value: Any) -> str:
@@ -89,13 +95,16 @@ class TextJob:
     """The request in a job's record: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
 
     The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
-    likely, `json_schema` is a schema as text. `warnings` are for people. None leaves a value to the worker.
+    likely, `json_schema` is a schema as text. `echo` begins each text with its prompt: by the worker where it has log
+    probabilities (`scores_prompts`), else by the API. `tools` are those that an answer may call, or must if
+    `tools_required`; calls are written in `tool_format`, of `contract.tools`. `warnings` are for people. None leaves a
+    value to the worker.
     """
 
     expand_prompt: ClassVar[bool] = False  # options of images
     cascade: ClassVar[None] = None
 
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), "how many answers, 1 by default"] = 1
     max_tokens: Annotated[int | None, Field(ge=1), "of the answer, at most"] = None
@@ -118,6 +127,10 @@ class TextJob:
     logprobs: int | None = None
     json_schema: str | None = None
     echo: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tools_required: bool | None = None
+    tool_format: str | None = None
+    parallel_tool_calls: bool | None = None
     warnings: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,12 +152,18 @@ class TextJob:
         return self.n * len(self.prompts or [None])
 
     @property
+    def scores_prompts(self) -> bool:
+        """Return whether log probabilities of the prompts' tokens are requested."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
     def tokens(self) -> float:
         """The estimated number of prompt tokens."""
         if self.messages is not None:
-            return sum(len(message["content"]) for message in self.messages) / _TOKEN_CHARACTERS
-        texts = self.prompts or []
-        return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in texts)
+            texts = texts_in([*self.messages, *(self.tools or ())])
+            return sum(map(len, texts)) / _TOKEN_CHARACTERS
+        prompts = self.prompts or []
+        return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in prompts)
 
     def check(self, offer: TextOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer."""
@@ -153,7 +172,26 @@ class TextJob:
         if self.max_tokens is not None and offer.context and self.max_tokens >= offer.context:
             raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
         if len(self.logit_bias or ()) > offer.max_logit_bias:
-            raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")
+            raise Invalid("logit_bias", _OLDER)
+        if (self.scores_prompts or self.max_tokens == 0) and not offer.max_prompt_logprobs:
+            raise Invalid("echo", _OLDER)
+        if self.tools and offer.tool_format not in CALLS:
+            raise Invalid(TOOLS, _OTHER_CALLS if offer.tool_format else _OLDER, UNSUPPORTED)
+
+    def complete(self, offer: TextOffer) -> TextJob:
+        """The job for this model, which `check` accepts: in its format of calls, if it has any."""
+        if not self.tools:
+            return self
+        if offer.tool_format == PLAIN and not self.tools_required:
+            return replace(self, tools=None, warnings=[*(self.warnings or ()), _NO_TOOLS])
+        return replace(self, tool_format=offer.tool_format)
+
+
+_OLDER = "is not known to the worker of this model, which is of an older version"
+_NO_TOOLS = "tools: the model's chat template has none: it answers with text, unless tool_choice requires a call"
+_OTHER_CALLS = (
+    "the calls of this model's chat template are in a format that is not read here: Llama's JSON and Hermes's are"
+)
 
 
 @with_fields_of(TextJob)
@@ -243,9 +281,11 @@ class TextPart(StrictModel):
 
 
 class Message(StrictModel):
-    """A message: a request's own, or an earlier answer as it was sent, by this service or another one."""
+    """A message: a request's own, an earlier answer as it was sent, by this or another service, or a tool's result."""
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is taken for system")
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="developer is taken for system"
+    )
     content: Annotated[
         Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)]
@@ -257,8 +297,14 @@ class Message(StrictModel):
         None
     )
     annotations: _Anything = None
-    tool_calls: _NoTools = None
-    function_call: _NoTool = None
+    parsed: _Anything = None
+    tool_calls: Annotated[
+        list[ToolCall] | None, Field(max_length=MAX_CALLS, fail_fast=True, description="of an assistant's message")
+    ] = None
+    tool_call_id: Annotated[
+        str | None, Field(max_length=MAX_NAME, description="of the call that a tool's message answers")
+    ] = None
+    function_call: _NoFunction = None
     audio: _NoAudio = None
     reasoning: _Anything = None
     reasoning_content: _Anything = None
@@ -268,7 +314,11 @@ class Message(StrictModel):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and (self.role != "assistant" or self.refusal is None):
+        if self.tool_calls and self.role != "assistant":
+            raise field_error("tool_calls", "are of an assistant's message")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise field_error("tool_call_id", "must be given in a tool's message, and only there")
+        if self.content is None and not self.tool_calls and (self.role != "assistant" or self.refusal is None):
             raise field_error("content", "must be given", "missing_required_parameter")
         return self
 
@@ -277,6 +327,26 @@ class Message(StrictModel):
         if isinstance(self.content, list):
             return "".join(part.text or part.refusal or "" for part in self.content)
         return self.refusal or "" if self.content is None else self.content
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as chat templates read them: a tool's result has the name of the function that was called."""
+    names: dict[str, str] = {}
+    read: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {"role": role, "content": message.text}
+        if message.tool_calls:
+            entry["tool_calls"] = [call.message() for call in message.tool_calls]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+        if message.tool_call_id is not None:
+            entry["tool_call_id"] = message.tool_call_id
+            if name := message.name or names.get(message.tool_call_id):
+                entry["name"] = name
+        for text in texts_in(entry):
+            check_text("messages", text, MAX_CHARACTERS)
+        read.append(entry)
+    return read
 
 
 class JsonSchema(StrictModel):
@@ -291,10 +361,35 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
 
 
+_TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+_CHATS: Any = [
+    {"messages": [{"role": "user", "content": "a cat"}], "max_tokens": 20, "seed": 7},
+    {"messages": [{"role": "user", "content": "Is it warm?"}], "tools": _TOOLS, "tool_choice": "auto"},
+    {
+        "messages": [
+            {"role": "user", "content": "Is it warm?"},
+            {"role": "assistant", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees"},
+        ],
+        "tools": _TOOLS,
+    },
+]
+
+
 class ChatFields(TextFields):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(title="ChatRequest")
+    model_config = ConfigDict(title="ChatRequest", json_schema_extra={"examples": _CHATS})
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
@@ -310,11 +405,18 @@ class ChatFields(TextFields):
     prompt_cache_options: _Anything = None
     prompt_cache_retention: _Ignored = None
     prediction: Annotated[Any, Field(description="accepted and ignored: it changes no answer")] = None
-    parallel_tool_calls: bool | None = Field(default=None, description=_IGNORED)
-    tools: _NoTools = None
-    tool_choice: _NoChoice = None
-    functions: _NoTools = None
-    function_call: _NoChoice = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
+    tools: list[Tool] | None = Field(
+        default=None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the answer may call"
+    )
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag(WORD)]
+        | Annotated[NamedTool, Tag(OBJECT)]
+        | Annotated[None, Tag(NOTHING)],
+        Discriminator(_choice),
+    ] = Field(default=None, description="whether it calls any; required: one at least; or the one that it calls")
+    functions: _NoFunctions = None
+    function_call: _NoFunctionCall = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], Field(max_length=1)] | None, _refused("only text is offered", ["text"])
     ] = None
@@ -341,18 +443,29 @@ class ChatFields(TextFields):
 
     def job(self) -> TextJob:
         """The job of this request. Raises `Invalid`."""
-        messages = [
-            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-            for message in self.messages
-        ]
-        for message in messages:
-            check_text("messages", message["content"], MAX_CHARACTERS)
         return self._job(
-            messages=messages,
+            messages=template_messages(self.messages),
+            **self._tools(),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             json_schema=self._schema_text(),
         )
+
+    def _tools(self) -> dict[str, Any]:
+        """The job's fields of tools. Raises `Invalid`."""
+        choice = self.tool_choice
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        required = name is not None or choice == "required"
+        if required and not self.tools:
+            raise Invalid("tool_choice", "needs tools")
+        if not self.tools or choice == "none":
+            return {"parallel_tool_calls": None}
+        constrained = required or any(tool.function.strict for tool in self.tools)
+        tools = tools_of(self.tools, name, constrained=constrained)
+        for text in texts_in(tools):
+            check_text(TOOLS, text, MAX_CHARACTERS)
+        parallel = False if name is not None else self.parallel_tool_calls
+        return {"tools": tools, "tools_required": required or None, "parallel_tool_calls": parallel}
 
     def _schema_text(self) -> str | None:
         """The JSON schema for the answers, as text; None for any text. Raises `Invalid` for one beyond its bounds."""
@@ -364,10 +477,16 @@ class ChatFields(TextFields):
         return check_json_schema(response_format.json_schema.json_schema or {})
 
 
+_COMPLETIONS: Any = [
+    {"prompt": "A man riding a", "max_tokens": 20},
+    {"prompt": "A man riding a horse", "echo": True, "logprobs": 1, "max_tokens": 0},
+]
+
+
 class CompletionFields(TextFields):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(title="CompletionRequest")
+    model_config = ConfigDict(title="CompletionRequest", json_schema_extra={"examples": _COMPLETIONS})
 
     prompt: Annotated[
         Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
@@ -376,7 +495,12 @@ class CompletionFields(TextFields):
     ] = Field(description="a text, texts, a list of token ids, or several of them")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must be n: all are returned")
-    echo: bool | None = Field(default=None, description="true: texts begin with their prompt; not with logprobs")
+    max_tokens: int | None = Field(
+        default=None, ge=0, description="of the answer, at most; 16 by default; 0, only with echo: the prompt alone"
+    )
+    echo: bool | None = Field(
+        default=None, description="true: texts begin with their prompt, and logprobs are of its tokens too"
+    )
     suffix: Literal[""] | None = Field(default=None, description="not offered")
 
     @field_validator("prompt")
@@ -393,10 +517,10 @@ class CompletionFields(TextFields):
     def _all_of_them(self) -> CompletionFields:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise PydanticCustomError("best_of", "must be n")
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError("echo", "without logprobs")
-        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts):
-            raise PydanticCustomError("echo_tokens", "of texts")
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1 without echo")
+        if self.echo and self.logprobs is None and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise field_error("echo", "needs prompts that are texts, or logprobs")
         return self
 
     @property

@@ -41,6 +41,27 @@ class SampleRequest:
 
 
 @dataclass(slots=True, eq=False)
+class ScoreRequest:
+    """Tokens of a prompt whose log probabilities are requested: those after `positions`, whose logits begin at row
+    `first`.
+    """
+
+    work: SequenceState
+    positions: range
+    first: int = 0
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + len(self.positions))
+
+    def logprobs(self, logits: Tensor) -> list[Logprob]:
+        """Log probabilities under the forward's logits [L, V]."""
+        work, rows, positions = self.work, self.rows, self.positions
+        targets = work.tokens[positions.start + 1 : positions.stop + 1]
+        return _logprobs(logits[rows.start : rows.stop], targets, work.parameters.logprobs or 0)
+
+
+@dataclass(slots=True, eq=False)
 class SampledTokens:
     """The next tokens, and their log probabilities where requested."""
 
@@ -80,7 +101,7 @@ def choose(
     adjusted, refused = _adjust_(logits, requests)
     tokens = _greedy(logits, requests, best, adjusted) | _sampled(logits, requests)
     results = [
-        SampledTokens(tokens[i], _logprobs(logprob_rows[i], request, tokens[i]) if i in logprob_rows else [])
+        SampledTokens(tokens[i], _sampled_logprobs(logprob_rows[i], request, tokens[i]) if i in logprob_rows else [])
         for i, request in enumerate(requests)
     ]
     return [refused.get(i, result) for i, result in enumerate(results)]
@@ -176,8 +197,12 @@ def _told(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Tensor
     }
 
 
-def _logprobs(logits: Tensor, request: SampleRequest, tokens: list[int]) -> list[Logprob]:
-    count = request.work.parameters.logprobs or 0
-    logs, top, ids = sample.logprobs(logits[: len(tokens)], torch.tensor(tokens, device=logits.device), count)
+def _sampled_logprobs(logits: Tensor, request: SampleRequest, tokens: list[int]) -> list[Logprob]:
+    return _logprobs(logits[: len(tokens)], tokens, request.work.parameters.logprobs or 0)
+
+
+def _logprobs(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
+    """Log probabilities of tokens [n] under logits [n, V], each with those of the `count` most likely."""
+    logs, top, ids = sample.logprobs(logits, torch.tensor(tokens, device=logits.device), count)
     ranked = [tuple(zip(i, t, strict=True)) for i, t in zip(ids.tolist(), top.tolist(), strict=True)]
     return [Logprob(t, log, best) for t, log, best in zip(tokens, logs.tolist(), ranked, strict=True)]

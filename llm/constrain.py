@@ -23,7 +23,7 @@ from contract.errors import Invalid
 from contract.json_schema import FIELD, check_json_schema
 from core.extras import pip_install
 from llm.grammar_checker import GrammarChecker, TurnsByTenant
-from llm.grammar_process import STACK_BYTES, compile_grammar, first_line, make_tokenizer
+from llm.grammar_process import LARK, SCHEMA, STACK_BYTES, compile_grammar, first_line, make_tokenizer
 from llm.instances import has_finite_instance
 
 # Seconds of CPU for the masks of a tenant's answers with one grammar: at once, per token, and of a mask never refused.
@@ -44,7 +44,7 @@ class GrammarCompiler:
         self._known: Any = None
         self._checker: GrammarChecker | None = None
         self._turns = TurnsByTenant()
-        self._compiled: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
+        self._compiled: weakref.WeakValueDictionary[tuple[str, str], Grammar] = weakref.WeakValueDictionary()
 
     def compile(self, schema: str, tenant: str = "") -> Grammar:
         """The grammar of a schema: the same object for all that need it at once.
@@ -52,14 +52,17 @@ class GrammarCompiler:
         Raises `Invalid` for an invalid schema, one that llguidance does not support or that takes too much to compile,
         and one without instances.
         """
-        grammar = self._compiled.get(schema)
-        if grammar is not None:
-            return grammar
-        text = _checked(schema)
+        return self._compiled.get((SCHEMA, schema)) or self._of(SCHEMA, schema, _checked(schema), tenant)
+
+    def compile_lark(self, text: str, tenant: str = "") -> Grammar:
+        """The same of a grammar that is built here, in llguidance's Lark, of schemas that `check_schema` accepts."""
+        return self._compiled.get((LARK, text)) or self._of(LARK, text, text, tenant)
+
+    def _of(self, kind: str, source: str, text: str, tenant: str) -> Grammar:
         with self._turns.turn(tenant):
-            grammar = self._compiled.get(schema)
+            grammar = self._compiled.get((kind, source))
             if grammar is None:
-                self._compiled[schema] = grammar = self._compile(text)
+                self._compiled[kind, source] = grammar = self._compile(kind, text)
             return grammar
 
     def close(self) -> None:
@@ -67,13 +70,13 @@ class GrammarCompiler:
         if self._checker is not None:
             self._checker.close()
 
-    def _compile(self, schema: str) -> Grammar:
+    def _compile(self, kind: str, text: str) -> Grammar:
         if self._known is None or self._checker is None:
             self._read_tokenizer()
         assert self._checker is not None
-        self._checker.check(schema)
+        self._checker.check(kind, text)
         try:
-            matcher, mask = _on_stack(lambda: compile_grammar(self._known, schema))
+            matcher, mask = _on_stack(lambda: compile_grammar(self._known, kind, text))
         except ValueError as error:
             raise Invalid(FIELD, first_line(str(error)) or "cannot be enforced") from None
         return Grammar(matcher, _allowed(mask, self._vocabulary))
@@ -205,9 +208,14 @@ def _checked(schema: str) -> str:
     if not isinstance(parsed, dict):
         raise Invalid(FIELD, "must be an object")
     text = check_json_schema(parsed)
-    if not has_finite_instance(parsed):
-        raise Invalid(FIELD, "no finite text satisfies it: a $ref leads back to itself through what is required")
+    check_schema(parsed, FIELD)
     return text
+
+
+def check_schema(schema: dict[str, Any], field: str) -> None:
+    """Raise `Invalid` naming the field for a schema that no finite text satisfies."""
+    if not has_finite_instance(schema):
+        raise Invalid(field, "no finite text satisfies it: a $ref leads back to itself through what is required")
 
 
 def _allowed(mask: bytes, vocabulary: int) -> Tensor:

@@ -35,12 +35,12 @@ class GrammarChecker:
         self._remembered: OrderedDict[bytes, str | None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def check(self, schema: str) -> None:
-        """Raise `Invalid` for a schema that cannot be enforced, and RuntimeError if no process answers."""
-        key = hashlib.sha256(schema.encode()).digest()
+    def check(self, kind: str, text: str) -> None:
+        """Raise `Invalid` for a grammar that cannot be enforced, and RuntimeError if no process answers."""
+        key = hashlib.sha256(f"{kind} {text}".encode()).digest()
         with self._lock:
             if key not in self._remembered:
-                self._remembered[key] = self._ask(schema)
+                self._remembered[key] = self._ask(kind, text)
                 if len(self._remembered) > _REMEMBERED:
                     self._remembered.popitem(last=False)
             self._remembered.move_to_end(key)
@@ -52,11 +52,11 @@ class GrammarChecker:
         with self._lock:
             self._end()
 
-    def _ask(self, schema: str) -> str | None:
-        """Return why the schema is refused; None if it is not."""
+    def _ask(self, kind: str, text: str) -> str | None:
+        """Return why the grammar is refused; None if it is not."""
         for _ in range(_TRIES):
             try:
-                error: str | None = self._exchange(self._process or self._start(), schema, _ANSWER_S)["error"]
+                error: str | None = self._exchange(self._process or self._start(), [kind, text], _ANSWER_S)["error"]
                 return error
             except (EOFError, BrokenPipeError):
                 log.warning("the process that checks schemas ended with %d", self._end())

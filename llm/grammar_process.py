@@ -2,7 +2,7 @@
 
 llguidance has no limit for all that a schema may cost it: some of a hundred characters take minutes or gigabytes,
 others overflow its stack, which ends the process. Here this ends nothing but a fork of this process. It reads frames
-of JSON on its standard input (first a tokenizer, then one schema each) and answers each with a frame.
+of JSON on its standard input (first a tokenizer, then a grammar's kind and text each) and answers each with a frame.
 `compile_grammar` is also what the worker calls, with schemas that were compiled here. Imports only llguidance, and
 nothing of this project.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -24,8 +25,10 @@ from typing import IO, Any
 CPU_S = 1.0  # to compile a schema, and to compute which tokens an answer may begin with
 MEMORY_BYTES = 256 * 2**20  # and beyond what the tokenizer takes
 STACK_BYTES = 2 * 2**20  # a quarter of what the worker compiles with
+SCHEMA, LARK = "schema", "lark"  # kinds of grammars
 MAX_MESSAGE = 200  # characters
-_SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
+SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # in a grammar that is ours
 _FRAME = struct.Struct(">I")
 _VERDICTS = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGTRAP}
 # Half of llguidance's defaults for a step, which then takes 25 ms at most; a row has room for 500 optional properties.
@@ -45,16 +48,22 @@ def make_tokenizer(tokenizer: str, vocabulary: int, ends: list[int]) -> Any:
     return llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
 
 
-def compile_grammar(tokenizer: Any, schema: str) -> tuple[Any, bytes]:
-    """A matcher at an answer's beginning, and its first mask. Raises ValueError with one line."""
+def compile_grammar(tokenizer: Any, kind: str, text: str) -> tuple[Any, bytes]:
+    """A matcher at an answer's beginning, and its first mask. Raises ValueError with one line.
+
+    `text` is a JSON schema, or, of the kind `LARK`, a grammar in llguidance's Lark.
+    """
     import llguidance
 
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+    if kind == LARK:
+        grammar = llguidance.LLMatcher.grammar_from_lark(text)
+    else:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
     limits = llguidance.LLParserLimits(**_LIMITS)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(first_line(matcher.get_error()))
+        raise ValueError(_PLACE.sub("", first_line(matcher.get_error())))
     return matcher, mask
 
 
@@ -87,16 +96,16 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     _limit_memory()
     write_frame(answers, {})
     while True:
-        write_frame(answers, {"error": _error(tokenizer, read_frame(requests))})
+        write_frame(answers, {"error": _error(tokenizer, *read_frame(requests))})
 
 
-def _error(tokenizer: Any, schema: str) -> str | None:
-    """Return why a schema is refused, or None. Compile it in a fork of this process, which has no other thread."""
+def _error(tokenizer: Any, kind: str, text: str) -> str | None:
+    """Return why a grammar is refused, or None. Compile it in a fork of this process, which has no other thread."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            _on_small_stack(lambda: _compile(tokenizer, schema, writing))
+            _on_small_stack(lambda: _compile(tokenizer, kind, text, writing))
         finally:
             os._exit(0)
     os.close(writing)
@@ -112,11 +121,11 @@ def _error(tokenizer: Any, schema: str) -> str | None:
     return error or None
 
 
-def _compile(tokenizer: Any, schema: str, writing: int) -> None:
-    """Write to the descriptor why the schema is refused; nothing if it is not."""
+def _compile(tokenizer: Any, kind: str, text: str, writing: int) -> None:
+    """Write to the descriptor why the grammar is refused; nothing if it is not."""
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # the signal ends this process
     try:
-        compile_grammar(tokenizer, schema)
+        compile_grammar(tokenizer, kind, text)
     except ValueError as error:
         os.write(writing, (first_line(str(error)) or "cannot be enforced").encode())
     except BaseException as error:  # a panic of llguidance

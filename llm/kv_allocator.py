@@ -34,7 +34,7 @@ class KVAllocator:
         row = self._rows.take()
         if row is None:
             return False
-        self._pages.find(work.holding, work.tokens)
+        self._pages.find(work.holding, work.known_tokens)
         other_rows = self._rows.taken - 1
         # A page for each of the others to grow into, or the last one admitted would be preempted at once.
         if not self._pages.extend(work.holding, len(work.tokens) + 1) or self._pages.free < other_rows:

@@ -13,6 +13,7 @@ from core.kernels.kv_cache import TokenBatch
 from llm.choose import SampledTokens, choose, greedy_tokens
 from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
+from llm.parameters import Logprob
 from llm.parts import ScheduledTokens, gather_step
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
@@ -24,17 +25,28 @@ class StepResult:
 
     outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]
+    scores: list[list[Logprob]]  # of prompts' tokens
     rows: int
     seconds: float  # without making guesses, which is timed separately
 
 
+_SCORE_BYTES = 64 * 2**20  # of the logits of prompts' tokens in one forward
+_SCORE_ROWS = 16, 256  # at least and at most
+
+
 class ModelRunner:
-    """A model, and its draft if there is one. Called by one thread at a time."""
+    """A model, and its draft if there is one. Called by one thread at a time.
+
+    `score_rows` is how many tokens of prompts one forward gives log probabilities of: an iteration with more of them is
+    several forwards, so that logits take bounded memory.
+    """
 
     def __init__(self, execution: TextExecution, guessing: Speculator) -> None:
         self.execution = execution
         self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
+        least, most = _SCORE_ROWS
+        self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
         self._masks.submit(_compute, ()).result()  # starts its thread now, not when memory may be short
 
@@ -46,13 +58,29 @@ class ModelRunner:
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
         guesses = self._guessing.make(parts)
         started = time.perf_counter()
-        outcomes, rows = self._forward(parts, guesses)
-        return StepResult(outcomes, guesses, rows, time.perf_counter() - started)
+        outcomes: list[SampledTokens | BaseException | None] = []
+        scores: list[list[Logprob]] = []
+        rows = 0
+        for run in self._runs(parts):
+            run_outcomes, run_scores, run_rows = self._forward(parts[run], guesses[run])
+            outcomes, scores, rows = outcomes + run_outcomes, scores + run_scores, rows + run_rows
+        return StepResult(outcomes, guesses, scores, rows, time.perf_counter() - started)
+
+    def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
+        """The parts of each forward, of which there is one unless prompts are scored."""
+        first = scored = 0
+        for i, part in enumerate(parts):
+            count = len(part.scored) if part.work.parameters.prompt_logprobs else 0
+            if scored and scored + count > self.score_rows:
+                yield slice(first, i)
+                first, scored = i, 0
+            scored += count
+        yield slice(first, len(parts))
 
     def _forward(
         self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
-    ) -> tuple[list[SampledTokens | BaseException | None], int]:
-        step, sample_requests = gather_step(parts, guesses)
+    ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]], int]:
+        step, sample_requests, score_requests = gather_step(parts, guesses)
         matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
         masks = self._masks.submit(_compute, matchers) if matchers else None
         try:
@@ -63,15 +91,22 @@ class ModelRunner:
         self._guessing.read_along(parts)
         outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
         best = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
+        scores: list[list[Logprob]] = [[] for _ in parts]
         good = list(sample_requests)
         if min(best, default=0) < 0:
             model = self.execution.model
-            good = [i for i, request in sample_requests.items() if all(best[row] >= 0 for row in request.rows)]
-            for i in sample_requests.keys() - good:
+            rows = [(i, request.rows) for i, request in sample_requests.items()]
+            rows += [(i, request.rows) for i, request in score_requests.items()]
+            bad = {i for i, request_rows in rows if any(best[row] < 0 for row in request_rows)}
+            good = [i for i in sample_requests if i not in bad]
+            for i in bad:
                 outcomes[i] = FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+        for i, score_request in score_requests.items():  # before `choose`, which overwrites logits
+            if outcomes[i] is None:
+                scores[i] = score_request.logprobs(logits)
         for i, result in zip(good, choose(logits, [sample_requests[i] for i in good], best), strict=True):
             outcomes[i] = result
-        return outcomes, len(step.tokens)
+        return outcomes, scores, len(step.tokens)
 
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
         """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""

@@ -33,6 +33,8 @@ class TextParameters:
     three. `repetition_penalty` divides the logits of tokens in prompt and answer (Keskar et al., 2019),
     `presence_penalty` and `frequency_penalty` are OpenAI's, over the answer only. `logprobs` n ≥ 0 requests log
     probabilities of the tokens and of the n most likely, from the model's unmodified logits; None requests none.
+    `prompt_logprobs` requests them for the prompt's tokens too, whose cached pages are then computed anew.
+    `max_tokens` 0 reads the prompt only.
     `logit_bias` is OpenAI's: values added to the logits of these tokens; -100 excludes a token, and 100 excludes all
     others. `json_schema` is a schema as text, or "{}" for any JSON. `stop` strings are left out of the text, and so are
     the tokens that end it. `seed` None is random.
@@ -50,7 +52,9 @@ class TextParameters:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: bool = False  # with `logprobs`
     json_schema: str | None = None
+    tool_grammar: str | None = None  # in place of a schema: llguidance's Lark, of llm/tool_calls.py
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 
@@ -91,6 +95,7 @@ class GeneratedText:
     prompt_tokens: int
     cached: int = 0
     logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()  # of the prompt's tokens but the first
 
 
 def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
@@ -98,6 +103,8 @@ def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
     _check_length(parameters, vocabulary, context)
     numbers = {name: getattr(parameters, name) for name in _NUMBERS}
     check_bounds(TextJob, numbers, {"top_k": MAX_TOP_K})
+    if parameters.prompt_logprobs and parameters.logprobs is None:
+        raise Invalid("prompt_logprobs", "needs logprobs")
     if parameters.logprobs is not None:
         check_whole("logprobs", parameters.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
     _check_bias(parameters.logit_bias, vocabulary)
@@ -113,7 +120,7 @@ def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> 
         raise Invalid("prompt", "must not be empty")
     if not all(0 <= token < vocabulary for token in parameters.prompt):
         raise Invalid("prompt", f"token ids must be between 0 and {vocabulary - 1}")
-    check_whole("max_tokens", parameters.max_tokens, 1, MAX_SEED)
+    check_whole("max_tokens", parameters.max_tokens, 0, MAX_SEED)
     if len(parameters.prompt) + parameters.max_tokens > context:
         raise Invalid(
             "max_tokens",

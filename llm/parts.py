@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.kernels.kv_cache import TokenBatch
-from llm.choose import SampleRequest
+from llm.choose import SampleRequest, ScoreRequest
 from llm.sequence import SequenceState
 from llm.speculate import DraftTokens
 
@@ -18,18 +18,26 @@ class ScheduledTokens:
     work: SequenceState
     start: int
     count: int
-    last: bool  # whether the next token is wanted
+    last: bool  # whether its tokens end with this
+
+    @property
+    def scored(self) -> range:
+        """The positions among its tokens whose logits give log probabilities of the prompt."""
+        scored = self.work.scored
+        start, stop = max(self.start, scored.start), min(self.start + self.count, scored.stop)
+        return range(start, max(start, stop))
 
 
 def gather_step(
     parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
-) -> tuple[TokenBatch, dict[int, SampleRequest]]:
-    """All parts as one step, and by index those that want a next token."""
+) -> tuple[TokenBatch, dict[int, SampleRequest], dict[int, ScoreRequest]]:
+    """All parts as one step, and by index those that want a next token, and log probabilities of prompts."""
     tokens: list[int] = []
     positions: list[int] = []
     sequences: list[int] = []
     output_rows: list[int] = []
     sample_requests: dict[int, SampleRequest] = {}
+    score_requests: dict[int, ScoreRequest] = {}
     for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
         work, start = part.work, part.start
         if part.count == 1 and not guess.tokens:  # most of hundreds
@@ -42,7 +50,11 @@ def gather_step(
             tokens += guess.tokens
             positions += range(start, start + rows)
             sequences += [work.row] * rows
-        if part.last:
+        if work.parameters.prompt_logprobs and (scored := part.scored):
+            score_requests[i] = ScoreRequest(work, scored, len(output_rows))
+            zero = len(tokens) - len(guess.tokens) - part.count - start  # position 0's row
+            output_rows += range(zero + scored.start, zero + scored.stop)
+        if part.last and work.parameters.max_tokens:
             sample_requests[i] = SampleRequest(work, len(output_rows), guess)
             output_rows += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
-    return TokenBatch.of(tokens, positions, sequences, output_rows), sample_requests
+    return TokenBatch.of(tokens, positions, sequences, output_rows), sample_requests, score_requests

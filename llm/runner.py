@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 from contract.errors import Invalid
+from contract.tools import TOOLS
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
@@ -25,6 +26,7 @@ from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
 from llm.model_runner import ModelRunner, StepResult
 from llm.pages import PAGE, PageAllocator
+from llm.parameters import Logprob
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import MOST, DraftModel, DraftTokens
@@ -101,6 +103,11 @@ class TextRunner:
         parameters.check(text_parameters, vocabulary=self.model.vocabulary, context=limit)
         if text_parameters.json_schema is not None:
             request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
+        if text_parameters.tool_grammar is not None:
+            try:
+                request.checked = self._grammars.compile_lark(text_parameters.tool_grammar, request.tenant)
+            except Invalid as error:
+                raise error.of(TOOLS) from error
 
     def resources(self, request: Request) -> frozenset[str]:
         return frozenset()
@@ -135,7 +142,8 @@ class TextRunner:
         work: SequenceState = request.work
         if request.phase == DECODE:
             return 1 + work.guess_count
-        return min(self._planner.chunk, work.unread)
+        scored = self._model_runner.score_rows if work.scored else work.unread
+        return min(self._planner.chunk, work.unread, scored)
 
     def iterations(self, request: Request) -> int:
         work: SequenceState = request.work
@@ -167,8 +175,10 @@ class TextRunner:
             started = time.perf_counter()
             self.guessing.observe(step.rows, step.seconds)
             outcomes = {
-                request.id: self._commit(part, outcome, guess)
-                for request, part, outcome, guess in zip(requests, parts, step.outcomes, step.guesses, strict=True)
+                request.id: self._commit(part, outcome, guess, scores)
+                for request, part, outcome, guess, scores in zip(
+                    requests, parts, step.outcomes, step.guesses, step.scores, strict=True
+                )
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
@@ -185,7 +195,11 @@ class TextRunner:
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
     def _commit(
-        self, part: ScheduledTokens, outcome: SampledTokens | BaseException | None, guess: DraftTokens
+        self,
+        part: ScheduledTokens,
+        outcome: SampledTokens | BaseException | None,
+        guess: DraftTokens,
+        scores: list[Logprob],
     ) -> Outcome:
         if isinstance(outcome, BaseException):
             return Outcome(error=outcome)
@@ -195,8 +209,10 @@ class TextRunner:
         try:
             self.guessing.settle(part, guess, accepted)
             work.computed = part.start + part.count + accepted
-            if outcome is not None:
-                news, text = work.take(outcome.tokens, outcome.logprobs, self.model.ends)
+            work.prompt_logprobs += scores
+            if outcome is not None or (part.last and not total):
+                tokens, logprobs = ([], []) if outcome is None else (outcome.tokens, outcome.logprobs)
+                news, text = work.take(tokens, logprobs, self.model.ends)
             computed = min(work.computed, len(work.tokens) - 1)
             if self.guessing.draft is not None:
                 computed = min(computed, work.drafted)

@@ -23,7 +23,8 @@ class SequenceState:
 
     __slots__ = (
         "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
-        "matcher", "output_counts", "pace", "parameters", "prompt", "row", "seen", "settings", "tokens", "writer",
+        "matcher", "output_counts", "pace", "parameters", "prompt", "prompt_logprobs", "row", "seen", "settings",
+        "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +48,7 @@ class SequenceState:
         self.matcher = matcher
         self.writer = Detokenizer(tokenizer, parameters.stop)
         self.logprobs: list[Logprob] = []
+        self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on
         self.finish: Finish | None = None
         self.pace = AcceptanceRate()
         self.lookup = PromptLookup(self.tokens) if lookup else None
@@ -76,6 +78,20 @@ class SequenceState:
         So a preempted answer resumes exactly where it was, with the guesses that it would have had.
         """
         return len(self.tokens) - self.computed - (self.answered > 0)
+
+    @property
+    def scored(self) -> range:
+        """The positions of the prompt whose logits are yet to give the log probability of the token after them.
+
+        A preempted prompt goes on where it was.
+        """
+        first, wanted = len(self.prompt_logprobs), self.parameters.prompt_logprobs
+        return range(first, self.prompt - 1 if wanted else first)
+
+    @property
+    def known_tokens(self) -> list[int]:
+        """The tokens whose pages may be cached ones: of those that are scored none, since they have no logits."""
+        return self.tokens[: self.scored.start + 1] if self.scored else self.tokens
 
     @property
     def guessable(self) -> bool:
@@ -126,6 +142,8 @@ class SequenceState:
             if self.answered >= self.parameters.max_tokens:
                 self.finish = "length"
                 break
+        if not self.parameters.max_tokens:
+            self.finish = "length"
         self.logprobs += logprobs[:emitted]
         if self.lookup is not None:
             self.lookup.extend(tokens[:emitted])
@@ -136,7 +154,10 @@ class SequenceState:
 
     def _whole(self, finish: Finish) -> GeneratedText:
         tokens = tuple(self.tokens[self.prompt :])
-        return GeneratedText(self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs))
+        return GeneratedText(
+            self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs),
+            tuple(self.prompt_logprobs),
+        )  # fmt: skip
 
 
 def _bias(parameters: TextParameters) -> sample.LogitBias | None:

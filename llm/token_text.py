@@ -20,14 +20,17 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
-def describe(tokenizer: Any, token: int) -> dict[str, Any]:
+def describe(tokenizer: Any, token: int, *, first: bool = False) -> dict[str, Any]:
     """Return a token's `id` and text as `token`, and its `bytes` where these are no whole characters.
 
-    `tokenizer` is one of the tokenizers library.
+    `tokenizer` is one of the tokenizers library. `first`: the text begins with it, and not with a space that the
+    tokenizer put there.
     """
     text: str = tokenizer.decode([token], skip_special_tokens=False)
     piece: str = tokenizer.id_to_token(token) or text
-    if piece.startswith(_SPACE) and not text.startswith(" "):  # which decoders take off a text's beginning
+    if (
+        piece.startswith(_SPACE) and not text.startswith(" ") and not first
+    ):  # which decoders take off a text's beginning
         text = " " + text
     entry: dict[str, Any] = {"id": token, "token": text}
     if _REPLACEMENT in text:

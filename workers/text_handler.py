@@ -13,9 +13,10 @@ from contract.bodies import check_bounds
 from contract.bounds import next_seed
 from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
-from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
+from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
+from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
-from llm import token_text
+from llm import token_text, tool_calls
 from llm.parameters import Logprob, TextParameters
 from workers.stream_buffer import StreamBuffer
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # converted from the job's fields
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias", "json_schema")  # converted from the job's fields
 _PASSED = [item.name for item in fields(TextParameters) if hasattr(TextJob, item.name) and item.name not in _OTHERWISE]
 
 
@@ -42,8 +43,11 @@ class TextJobHandler:
         self.reads_files = False
         self.load_s = 0.0
         # More than what transformers calls special: the turn headers of Llama models are control tokens too.
-        added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-        self._controls = [token.content for token in added if token.special]
+        self._tokenizer = runner.model.tokenizer.backend_tokenizer
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._controls = [token.content for token in added.values() if token.special]
+        self._control_ids = frozenset(id for id, token in added.items() if token.special)
+        self._tool_format = tool_calls.call_format(self._template([{}]) or "", self._controls)
 
     def card(self) -> TextCard:
         runner = self._runner
@@ -60,8 +64,10 @@ class TextJobHandler:
                 max_prompt_characters=MAX_CHARACTERS,
                 max_stops=MAX_STOPS,
                 max_logprobs=MAX_LOGPROBS,
+                max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
                 max_logit_bias=MAX_BIASED,
                 cache_tokens=runner.pages.tokens,
+                tool_format=self._tool_format,
             ),
             costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
@@ -85,6 +91,9 @@ class TextJobHandler:
         check_bounds(TextJob, {"seed": job.seed})
         values = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
         bias = _bias(job.logit_bias or {})
+        grammar = self._tool_grammar(job)
+        if job.scores_prompts:
+            _check_prompt_logprobs(job, sum(map(len, prompts)))
         return [
             TextParameters(
                 prompt=prompt,
@@ -92,6 +101,9 @@ class TextJobHandler:
                 seed=None if job.seed is None else next_seed(job.seed, k),
                 stop=tuple(job.stop or ()),
                 logit_bias=bias,
+                json_schema=job.json_schema if grammar is None else None,
+                tool_grammar=grammar,
+                prompt_logprobs=job.scores_prompts,
                 **values,
             )
             for prompt in prompts
@@ -99,7 +111,9 @@ class TextJobHandler:
         ]
 
     def tally(self, requests: Sequence[TextParameters]) -> TextJobProgress:
-        return TextJobProgress(self, [request.max_tokens for request in requests])
+        # Log probabilities of prompts come with the whole text, at the end: they are too many for the engine's thread.
+        hidden = any(request.prompt_logprobs for request in requests)
+        return TextJobProgress(self, [request.max_tokens for request in requests], hidden=hidden)
 
     def build_result(
         self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter
@@ -114,6 +128,9 @@ class TextJobHandler:
             }
             for text in outputs
         ]
+        if job.scores_prompts:
+            for index, (choice, text) in enumerate(zip(choices, outputs, strict=True)):
+                choice.update(self._echo((job.prompts or [])[index // job.n], text))
         return {
             "choices": choices,
             "prompt_tokens": [text.prompt_tokens for text in outputs],
@@ -122,18 +139,32 @@ class TextJobHandler:
 
     def logprobs(self, tokens: Sequence[Logprob]) -> list[dict[str, Any]]:
         """Log probabilities as stored in the job, with each token's text. The end token is left out."""
-        return [
-            {
-                **self._piece(entry.token),
-                "logprob": entry.logprob,
-                "top": [{**self._piece(token), "logprob": value} for token, value in entry.top],
-            }
-            for entry in tokens
-            if entry.token not in self._runner.model.ends
-        ]
+        return [self._entry(entry) for entry in tokens if entry.token not in self._runner.model.ends]
+
+    def _entry(self, entry: Logprob) -> dict[str, Any]:
+        top = [{**self._piece(token), "logprob": value} for token, value in entry.top]
+        return {**self._piece(entry.token), "logprob": entry.logprob, "top": top}
 
     def _piece(self, token: int) -> dict[str, Any]:
-        return token_text.describe(self._runner.model.tokenizer.backend_tokenizer, token)
+        return token_text.describe(self._tokenizer, token)
+
+    def _echo(self, prompt: str | list[int], text: GeneratedText) -> dict[str, Any]:
+        """The text and the log probabilities of a choice that begins with its prompt, whose first token has none.
+
+        The end token is not left out: who scores texts counts one entry for each token.
+        """
+        echoed = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=True)
+        tokens = [self._plain(prompt)[0], *(entry.token for entry in text.prompt_logprobs)]
+        entries = [self._entry(entry) for entry in (*text.prompt_logprobs, *text.logprobs)]
+        entries.insert(0, {**self._piece(tokens[0]), "logprob": None, "top": []})
+        for k, token in enumerate(tokens):
+            if token not in self._control_ids:
+                entries[k].update(token_text.describe(self._tokenizer, token, first=True))
+                break
+        for entry in entries:
+            if entry["id"] in self._control_ids:  # it is in the model's text, but in none that is read
+                entry["control"] = True
+        return {"text": echoed + text.text, "logprobs": entries}
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
         room = min(self._runner.context, self._runner.pages.tokens) - len(prompt)
@@ -145,33 +176,62 @@ class TextJobHandler:
 
     def _prompts(self, job: TextJob) -> list[tuple[int, ...]]:
         if job.messages is not None:
-            return [self._chat(job.messages)]
+            return [self._chat(job.messages, job.tools)]
         if not isinstance(job.prompts, list) or not job.prompts:
             raise Invalid("prompt", "is missing")
         return [self._plain(prompt) for prompt in job.prompts]
 
-    def _chat(self, messages: Any) -> tuple[int, ...]:
+    def _tool_grammar(self, job: TextJob) -> str | None:
+        if not job.tools or self._tool_format not in CALLS:
+            return None
+        return tool_calls.tool_grammar(
+            self._tool_format, job.tools, required=bool(job.tools_required),
+            parallel=job.parallel_tool_calls is not False, answer=job.json_schema,
+        )  # fmt: skip
+
+    def _template(self, tools: Any) -> str | None:
+        """The chat template for requests with these tools, or without; None if there is none."""
         tokenizer = self._runner.model.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise Invalid("messages", "the model has no chat template; ask for a completion")
-        for message in messages:
-            if any(token in message["content"] for token in self._controls):
-                raise Invalid("messages", "a content holds one of the model's control tokens")
+        return tokenizer.get_chat_template(tools=tools) if getattr(tokenizer, "chat_template", None) else None
+
+    def _chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:
+        if self._template(None) is None:
+            raise Invalid(MESSAGES, "the model has no chat template; ask for a completion")
+        for field, value in ((MESSAGES, messages), (TOOLS, tools)):
+            for text in texts_in(value):
+                if any(token in text for token in self._controls):
+                    raise Invalid(field, "a content holds one of the model's control tokens")
+        tools = tool_calls.described(tools) if tools and self._tool_format != PLAIN else None
+        if self._tool_format == PLAIN:
+            messages = tool_calls.as_texts(messages)
         try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._runner.model.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # raised by the model's own template: an unexpected order of roles
-            raise Invalid("messages", f"the model's chat template refuses them ({type(error).__name__})") from error
+            raise Invalid(MESSAGES, f"the model's chat template refuses them ({type(error).__name__})") from error
         return self._ids(text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         # Not transformers' `__call__`, which mutates the tokenizer and is not thread-safe.
-        return tuple(self._runner.model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _plain(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, list):
             return tuple(prompt)
         start = self._runner.model.tokenizer.bos_token_id
         return self._ids(prompt) if start is None else (start, *self._ids(prompt))
+
+
+def _check_prompt_logprobs(job: TextJob, tokens: int) -> None:
+    """Raise `Invalid` for more log probabilities of prompts of so many tokens than a job may have."""
+    count = tokens * job.n * (1 + (job.logprobs or 0))
+    if count > MAX_PROMPT_LOGPROBS:
+        raise Invalid(
+            "echo",
+            f"the log probabilities of {tokens} tokens of prompts would be {count}, those of the likeliest included; "
+            f"at most {MAX_PROMPT_LOGPROBS} are returned",
+        )
 
 
 def _bias(bias: Any) -> tuple[tuple[int, float], ...]:
@@ -184,8 +244,10 @@ def _bias(bias: Any) -> tuple[tuple[int, float], ...]:
 class TextJobProgress:
     """A job's progress: token counts, and pieces of its texts (`written`)."""
 
-    def __init__(self, handler: TextJobHandler, limits: Sequence[int]) -> None:
+    def __init__(self, handler: TextJobHandler, limits: Sequence[int], *, hidden: bool) -> None:
+        """`hidden`: the texts are told at the end only."""
         self._handler = handler
+        self._hidden = hidden
         self._most = sum(limits)
         self._tokens = [0] * len(limits)
         self.written = StreamBuffer(len(limits))
@@ -195,5 +257,6 @@ class TextJobProgress:
         if delta is None:
             return None
         self._tokens[index] += len(delta.tokens)
-        self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs))
+        if not self._hidden:
+            self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs))
         return {"steps_done": sum(self._tokens), "steps": self._most}

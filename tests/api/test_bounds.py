@@ -17,14 +17,15 @@ from api.batches import BatchFields
 from api.errors import ApiError
 from api.inference import InferenceBody
 from api.predictions.routes import PredictionBody
+from contract.responses import ResponseFields
 from contract.text import ChatFields, CompletionFields
 from tests.api.world import Api, check_error, settings_of
 
 MODELS: list[type[BaseModel]] = [
     schemas.ImageRequest, schemas.EditRequest, schemas.EditBody, schemas.JobFields, schemas.EditJobFields,
-    PredictionBody, ChatFields, CompletionFields, InferenceBody, BatchFields,
+    PredictionBody, ChatFields, CompletionFields, ResponseFields, InferenceBody, BatchFields,
 ]  # fmt: skip
-WHOLE: list[type[BaseModel]] = [schemas.EditJobFields, *MODELS[-4:]]  # all parts
+WHOLE: list[type[BaseModel]] = [schemas.EditJobFields, *MODELS[-5:]]  # all parts
 MAX_ERRORS = 100  # pydantic builds, for any body
 # Any JSON, bounded by the body's bytes, values and depth alone.
 FREE = {
@@ -33,6 +34,11 @@ FREE = {
     "Message.reasoning_content", "Message.reasoning_details", "Message.thinking_blocks",
     "Message.provider_specific_fields", "TextPart.annotations", "TextPart.prompt_cache_breakpoint",
     "TextPart.cache_control", "PredictionRequest.input.*", "PredictionRequest.context.*",
+    "Message.parsed", "CalledFunction.parsed_arguments", "ToolCall.extra_content", "Function.parameters.*",
+    "FunctionTool.parameters.*", "TextFormat.schema.*", "InputPart.annotations", "InputPart.logprobs",
+    "ReasoningItem.summary", "ReasoningItem.content", "ReasoningItem.encrypted_content", "ResponseRequest.conversation",
+    "ResponseRequest.prompt", "ResponseRequest.include", "ResponseRequest.reasoning", "ResponseRequest.stream_options",
+    "ResponseRequest.max_tool_calls",
 }  # fmt: skip
 
 

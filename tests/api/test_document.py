@@ -21,6 +21,7 @@ OPERATION_IDS = """
     model_version_v1_models__owner___name__versions__id__get models_v1_models_get pause_v1_queues__name__pause_post
     predict_predictions_post preview_v1_jobs__id__preview_get put_predictions__id__put put_v1_jobs__id__put
     queues_v1_queues_get ready_v2_health_ready_get readyz_readyz_get requeue_v1_jobs__id__requeue_post
+    respond_v1_responses_post
     resume_v1_queues__name__resume_post retrieve_v1_predictions__id__get secret_v1_webhooks_default_secret_get
     stream_v1_predictions__id__stream_get versions_v1_models__owner___name__versions_get
 """

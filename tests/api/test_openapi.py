@@ -30,11 +30,11 @@ from tests.api.world import PATIENCE_S, SERVE, Worker, eventually, process, sett
 CASES = int(os.environ.get("FUZZ_CASES", "300"))
 WAITS = {  # for a worker, however long
     "POST /v1/images/generations", "POST /v1/images/edits", "POST /v1/chat/completions", "POST /v1/completions",
-    "POST /", "POST /v1/models/{name}", "POST /predictions", "PUT /predictions/{id}", "GET /v1/predictions/{id}/stream",
-    "GET /v1/jobs/{id}/events",
+    "POST /v1/responses", "POST /", "POST /v1/models/{name}", "POST /predictions", "PUT /predictions/{id}",
+    "GET /v1/predictions/{id}/stream", "GET /v1/jobs/{id}/events",
 }  # fmt: skip
 UNREADY = {"GET /readyz", "GET /v2/health/ready", "GET /v2/models/{name}/ready"}  # 503 is what it is for
-TEXT = {"POST /v1/chat/completions", "POST /v1/completions"}
+TEXT = {"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"}
 
 load_all_checks()
 checks = CHECKS.get_by_names(

@@ -265,8 +265,9 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     (CHAT, {**ASK, "logit_bias": {"99999": 1.0}}, "logit_bias", None),
     (CHAT, {**ASK, "logit_bias": {str(k): 1.0 for k in range(1025)}}, "logit_bias", None),
     (COMPLETE, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(VOCABULARY)), -100)}, "logit_bias", None),
-    (CHAT, {**ASK, "tools": [{"type": "function", "function": {"name": "a"}}]}, "tools", "unsupported_parameter"),
-    (CHAT, {**ASK, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    (CHAT, {**ASK, "tool_choice": "required"}, "tool_choice", None),
+    (CHAT, {**ASK, "tools": [], "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", None),
+    (CHAT, {**ASK, "functions": [{"name": "a"}]}, "functions", "unsupported_parameter"),
     (CHAT, {**ASK, "function_call": {"name": "a"}}, "function_call", "unsupported_parameter"),
     (CHAT, {**ASK, "modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     (CHAT, {**ASK, "magic": 1}, "magic", "unknown_parameter"),
@@ -276,7 +277,8 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     (COMPLETE, {"prompt": []}, "prompt", None),
     (COMPLETE, {"prompt": [[1, 2], ["a"]]}, "prompt", None),
     (COMPLETE, {"prompt": [9999]}, "prompt", None),
-    (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", None),
+    (COMPLETE, {"prompt": [[5] * 500] * 16, "echo": True, "logprobs": 20, "max_tokens": 0}, "echo", None),
+    (COMPLETE, {"prompt": "a", "max_tokens": 0}, "max_tokens", None),
     (COMPLETE, {"prompt": [5, 6], "echo": True}, "echo", None),
     (COMPLETE, {"prompt": "a", "echo": "yes"}, "echo", "invalid_type"),
     (COMPLETE, {"prompt": "a", "suffix": "b"}, "suffix", None),
@@ -470,6 +472,64 @@ def test_echo_begins_with_the_prompt(client: openai.OpenAI, n: int) -> None:
         for choice in chunk.choices:
             told[choice.index] += choice.text
     assert told == [choice.text for choice in echoed.choices]
+
+
+def likelihoods(tokens: list[int]) -> list[float]:
+    """Transformers' log probabilities of the tokens after the first."""
+    logits = stage.logits(stage.small(), tokens).log_softmax(-1)
+    return [row[token].item() for row, token in zip(logits, tokens[1:], strict=False)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("most", [0, 1, 6])
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, most: int, stream: bool) -> None:
+    """Of texts, which begin with a token that has none, and of token ids, as lm-eval has them."""
+    model = stage.small()
+    texts = ["one é", "two 🦊\n"]
+    prompts = [stage.plain(model, text) for text in texts]
+    for prompt in (texts, [list(tokens) for tokens in prompts]):
+        ask: dict[str, Any] = {"model": model.name, "prompt": prompt, "max_tokens": most, "temperature": 0}
+        if stream:
+            parts: list[Any] = [None, None]
+            for chunk in client.completions.create(**ask, logprobs=2, echo=True, stream=True):
+                for choice in chunk.choices:
+                    if choice.text or choice.logprobs:
+                        assert parts[choice.index] is None, "whole, at the end"
+                        parts[choice.index] = choice
+        else:
+            parts = client.completions.create(**ask, logprobs=2, echo=True).choices
+        plain = client.completions.create(**{**ask, "max_tokens": most or 1}).choices
+        for tokens, text, one, other in zip(prompts, texts, parts, plain, strict=True):
+            assert one.text == text + (other.text if most else "")
+            found = one.logprobs
+            count = len(tokens)
+            assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+            assert found.token_logprobs[1:count] == pytest.approx(likelihoods([*tokens]), abs=1e-3)
+            assert len(found.tokens) == len(found.text_offset) == len(found.top_logprobs) == len(found.token_logprobs)
+            assert len(found.tokens) == count + most or (one.finish_reason == "stop" and len(found.tokens) > count)
+            assert all(2 <= len(top) <= 3 for top in found.top_logprobs[1:])
+            assert found.tokens[0] == "<|bos|>" and found.text_offset[:3] == [0, 0, 1]
+            for name, offset in zip(found.tokens[1:count], found.text_offset[1:], strict=False):
+                assert name.startswith("bytes:") or text[offset:].startswith(name)
+            assert all(offset >= len(text) for offset in found.text_offset[count:])
+
+
+def test_lm_evals_scoring(client: openai.OpenAI) -> None:
+    """Its `local-completions`: a context and a continuation as token ids, one token more, which it leaves out."""
+    model = stage.small()
+    context, continuation = list(stage.plain(model, "a cat")), list(stage.plain(model, " sat"))[1:]
+    answer = client.completions.create(
+        model=model.name, prompt=[context + continuation], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and found.top_logprobs is not None
+    scores = found.token_logprobs[len(context) : -1]
+    assert scores == pytest.approx(likelihoods(context + continuation)[len(context) - 1 :], abs=1e-3)
+    best = [max(top.values()) for top in found.top_logprobs[len(context) : -1]]
+    greedy = stage.logits(model, context + continuation).argmax(-1).tolist()[len(context) - 1 : -1]
+    assert [score == top for score, top in zip(scores, best, strict=True)] == [
+        token == likely for token, likely in zip(continuation, greedy, strict=True)
+    ]
 
 
 def test_bodies_that_are_too_large_or_no_json(api: Api) -> None:

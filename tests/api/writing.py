@@ -33,7 +33,8 @@ NAME = "worker-of-texts"
 class TextWorker:
     """Serves the text queue with one model until it is left."""
 
-    def __init__(self, settings: Settings, model: TextModel, **options: Any) -> None:
+    def __init__(self, settings: Settings, model: TextModel, *, name: str = NAME, **options: Any) -> None:
+        self.name = name
         self.runner = TextRunner(model, **options)
         self.engine = Engine([self.runner])
         self.handler = TextJobHandler(self.runner)
@@ -43,9 +44,9 @@ class TextWorker:
         self._publisher = ProgressPublisher(
             self._store.leases, store_retry, lambda: self.engine.ticks, active_jobs.abandon
         )
-        self._control = ControlListener(self._registry, store_retry, NAME, active_jobs.abandon)
+        self._control = ControlListener(self._registry, store_retry, name, active_jobs.abandon)
         self._tasks = WorkerTasks(
-            NAME, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
+            name, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
             Artifacts(settings.artifacts), self.engine, {self.handler.name: self.handler}, lambda envelope: None,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(32)
@@ -55,7 +56,7 @@ class TextWorker:
     def __enter__(self) -> Self:
         self._publisher.start()
         self._control.start()
-        self._registry.announce(WorkerCard(NAME, "here", 1, "ready", "", 1.5, [self.handler.card()]), 600)
+        self._registry.announce(WorkerCard(self.name, "here", 1, "ready", "", 1.5, [self.handler.card()]), 600)
         self._thread.start()
         return self
 

@@ -136,11 +136,11 @@ def test_what_takes_too_much_to_compile_is_refused_and_remembered() -> None:
         ('{"minItems": "5"}', "Expected positive integer"),
     ):  # fmt: skip
         with pytest.raises(Invalid, match=f"json_schema: .*{words}"):
-            checker.check(schema)
-        checker.check('{"type": "object"}')
+            checker.check("schema", schema)
+        checker.check("schema", '{"type": "object"}')
     checker.close()
     with pytest.raises(Invalid, match="more than 1 s"):
-        checker.check(MINUTES)
+        checker.check("schema", MINUTES)
     assert checker._process is None  # no process was asked again
     checker.close()
 
@@ -148,11 +148,11 @@ def test_what_takes_too_much_to_compile_is_refused_and_remembered() -> None:
 def test_a_checker_whose_process_is_killed_starts_another() -> None:
     model = stage.small()
     checker = GrammarChecker(model.tokenizer.backend_tokenizer.to_str(), model.vocabulary, sorted(model.ends))
-    checker.check("{}")
+    checker.check("schema", "{}")
     assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGKILL)
     checker._process.wait()
-    checker.check('{"type": "null"}')
+    checker.check("schema", '{"type": "null"}')
     checker.close()
 
 

@@ -13,7 +13,7 @@ class Emoji(BaseModel, extra="forbid"):  # else a small model goes on with field
 def ask(mode: instructor.Mode) -> bool:
     client = instructor.from_openai(OpenAI(base_url=f"{URL}/v1", api_key=KEY), mode=mode)
     happy: bool = client.create(
-        model=TEXT, response_model=Emoji, messages=[{"role": "user", "content": "a cat"}], max_tokens=20, max_retries=0
+        model=TEXT, response_model=Emoji, messages=[{"role": "user", "content": "a cat"}], max_tokens=60, max_retries=0
     ).happy
     return happy
 

@@ -1,6 +1,7 @@
 """langchain-openai."""
 
 from harness import KEY, TEXT, URL, run
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
@@ -14,7 +15,10 @@ class Emoji(BaseModel):
 
 
 def call_tool() -> list[str]:
-    answer = model.bind_tools([Emoji], tool_choice="Emoji").invoke("a cat")
+    calling = model.model_copy(update={"max_tokens": 60})
+    answer = calling.bind_tools([Emoji], tool_choice="Emoji").invoke("a cat")
+    result = ToolMessage("done", tool_call_id=answer.tool_calls[0]["id"])
+    assert calling.bind_tools([Emoji]).invoke([HumanMessage("a cat"), answer, result]).content
     return [call["name"] for call in answer.tool_calls]
 
 

@@ -24,5 +24,22 @@ const calls = {
     const response_format = zodResponseFormat(z.object({ happy: z.boolean() }), "emoji");
     return (await client.chat.completions.parse({ ...chat, response_format })).choices[0].message.parsed.happy;
   },
+  tools: async () => {
+    const parameters = { type: "object", properties: { happy: { type: "boolean" } }, required: ["happy"] };
+    const tool = { type: "function", function: { name: "Emoji", parameters, parse: JSON.parse, function: (emoji) => `${emoji.happy}` } };
+    const choice = { type: "function", function: { name: "Emoji" } };
+    const runner = client.chat.completions.runTools({ ...chat, max_tokens: 60, stream: true, tools: [tool], tool_choice: choice });
+    return typeof JSON.parse(await runner.finalFunctionToolCallResult());
+  },
+  responses: async () => {
+    const stream = await client.responses.create({ model: text, input: "a cat", max_output_tokens: 20, store: false, stream: true });
+    let content = "", last;
+    for await (const event of stream) {
+      if (event.type === "response.output_text.delta") content += event.delta;
+      last = event;
+    }
+    if (!["response.completed", "response.incomplete"].includes(last.type)) throw new Error(last.type);
+    return content;
+  },
   gpt_image: async () => size(await client.images.generate({ prompt: "a cat", model: "gpt-image-1" })),
 };

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import IMAGE, KEY, PICTURE, TEXT, URL, png_size, run
-from openai import OpenAI
+from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 client = OpenAI(base_url=f"{URL}/v1", api_key=KEY)
@@ -42,6 +42,42 @@ def parse() -> bool:
     return parsed.happy
 
 
+def tools() -> list[str]:
+    """A call, streamed, whose result is answered."""
+    ask: dict[str, Any] = {"model": TEXT, "tools": [pydantic_function_tool(Emoji)], "max_tokens": 60}
+    with client.chat.completions.stream(**ask, messages=MESSAGES, tool_choice="required") as stream:
+        kinds = {event.type for event in stream}
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or []
+    assert "tool_calls.function.arguments.done" in kinds and isinstance(call.function.parsed_arguments, Emoji)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    answer = client.chat.completions.create(**ask, messages=[*MESSAGES, message, result])
+    return [call.function.name, answer.choices[0].finish_reason]
+
+
+def responses() -> list[Any]:
+    """A streamed text, a parsed answer, and a call."""
+    with client.responses.stream(model=TEXT, input="a cat", max_output_tokens=8) as stream:
+        kinds = [event.type for event in stream]
+        text = stream.get_final_response().output_text
+    assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete") and text
+    parsed = client.responses.parse(model=TEXT, input="a cat", max_output_tokens=20, text_format=Emoji, store=False)
+    assert parsed.output_parsed is not None
+    tool: Any = {"type": "function", "name": "Emoji", "parameters": Emoji.model_json_schema(), "strict": True}
+    called = client.responses.create(
+        model=TEXT, input="a cat", max_output_tokens=60, tools=[tool], tool_choice="required", store=False
+    )
+    (call,) = called.output
+    assert call.type == "function_call"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    after = client.responses.create(
+        model=TEXT,
+        input=[{"role": "user", "content": "a cat"}, call.model_dump(exclude_none=True), result],
+        store=False,
+    )
+    return [type(parsed.output_parsed.happy).__name__, call.name, bool(after.output_text)]
+
+
 def openai_model(name: str) -> list[int]:
     return picture(client.images.generate(prompt="a cat", model=name))
 
@@ -53,6 +89,8 @@ run({
     "chat": chat,
     "stream": stream,
     "parse": parse,
+    "tools": tools,
+    "responses": responses,
     "models": lambda: len(client.models.list().data),
     "gpt_image": lambda: openai_model("gpt-image-1"),
 })  # fmt: skip

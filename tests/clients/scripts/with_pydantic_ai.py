@@ -16,7 +16,7 @@ class Emoji(BaseModel):
 
 
 def ask(**options: Any) -> Any:
-    return Agent(model, model_settings={"max_tokens": 20}, **options).run_sync("a cat").output
+    return Agent(model, model_settings={"max_tokens": 60}, **options).run_sync("a cat").output
 
 
 def stream() -> str:

@@ -1,0 +1,230 @@
+"""Reads calls of tools out of an answer's text while it grows: in Hermes's format or as JSON, of `contract.tools`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.text import TextJob
+from contract.tools import CALLS, CallFormat
+
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"arguments"')
+_SEPARATORS = " \t\r\n;,"  # between calls that are JSON
+_IN_STRING, _OUTSIDE = re.compile(r'[\\"]'), re.compile(r'["{}\[\]]')  # characters that matter there
+_MAX_HEAD = 512  # characters of a call up to its arguments
+_MAX_HELD = 65_536  # of one that begins with its arguments, and comes whole
+
+
+@dataclass(slots=True)
+class Call:
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Delta:
+    """An addition: text of the answer, or of a call's arguments; `begins` with the call's name."""
+
+    content: str = ""
+    call: int | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class _Json:
+    """Where the end of an object is, over pieces of it."""
+
+    depth: int = 0
+    in_string: bool = False
+    escaped: bool = False
+
+    def end(self, text: str) -> int | None:
+        """The number of characters of `text` up to the object's end, if it is there."""
+        at = 1 if self.escaped and text else 0
+        self.escaped = self.escaped and not text
+        while match := (_IN_STRING if self.in_string else _OUTSIDE).search(text, at):
+            at, character = match.end(), match[0]
+            if character == "\\":
+                self.escaped = at == len(text)
+                at += 1
+            elif character == '"':
+                self.in_string = not self.in_string
+            else:
+                self.depth += 1 if character in "{[" else -1
+                if not self.depth:
+                    return at
+        return None
+
+
+@dataclass(slots=True)
+class ToolCallParser:
+    """One answer's text: what of it is content, and its calls. What is no call after all is content.
+
+    With `single` all that follows the first call is dropped.
+    """
+
+    syntax: CallFormat
+    single: bool = False
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+    _state: str = "text"  # then "head", "arguments" and "tail" of each call; or "rest", which has none
+    _buffer: str = ""
+    _json: _Json = field(default_factory=_Json)
+
+    @classmethod
+    def of(cls, job: TextJob) -> ToolCallParser | None:
+        """The parser of a job's answers; None if they have no calls."""
+        syntax = CALLS.get(job.tool_format or "") if job.tools else None
+        return None if syntax is None else cls(syntax, single=job.parallel_tool_calls is False)
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add text; return what is known by now."""
+        self._buffer += text
+        deltas: list[Delta] = []
+        while self._step(deltas):
+            pass
+        return deltas
+
+    def end(self) -> list[Delta]:
+        """The end of the text: return what was held back."""
+        deltas: list[Delta] = []
+        if self._state == "head" and not self._whole(self._buffer, deltas):
+            self._tell(self.syntax.tag + self._buffer, deltas)
+        elif self._state in ("text", "rest") and (self._buffer.strip() or not self.calls):
+            self._tell(self._buffer, deltas)
+        self._buffer = ""
+        return deltas
+
+    def _step(self, deltas: list[Delta]) -> bool:
+        """Read on as far as the state goes; returns whether there may be more to read."""
+        if self.single and self.calls and self._state in ("text", "rest"):
+            self._buffer = ""
+        if not self._buffer:
+            return False
+        return bool(getattr(self, f"_in_{self._state}")(deltas))
+
+    def _in_text(self, deltas: list[Delta]) -> bool:
+        if not self.syntax.tag:
+            return self._in_json_text()
+        before, tag, after = self._buffer.partition(self.syntax.tag)
+        if tag:
+            self._tell(before.rstrip(), deltas)
+            self._buffer, self._state = after, "head"
+            return True
+        kept = _beginning(before, self.syntax.tag)
+        text = before[: len(before) - kept].rstrip()
+        self._tell(text, deltas)
+        self._buffer = before[len(text) :]
+        return False
+
+    def _in_json_text(self) -> bool:
+        text = self._buffer.lstrip(_SEPARATORS if self.calls else None)
+        if text:
+            self._state = "head" if text.startswith("{") else "rest"
+            self._buffer = text if self.calls else self._buffer
+        return bool(text)
+
+    def _in_rest(self, deltas: list[Delta]) -> bool:
+        self._tell(self._buffer, deltas)
+        self._buffer = ""
+        return False
+
+    def _in_head(self, deltas: list[Delta]) -> bool:
+        if match := _HEAD.match(self._buffer[:_MAX_HEAD]):
+            self._begin(_name(match[1]), deltas)
+            self._buffer, self._state, self._json = self._buffer[match.end() :], "arguments", _Json()
+            return True
+        if self.syntax.tag:
+            call, end, after = self._buffer.partition(self.syntax.end.strip())
+            if end:
+                if not self._whole(call, deltas):
+                    self._tell(self.syntax.tag + call + end, deltas)
+                self._buffer, self._state = after, "text"
+                return True
+        if self._is_call():
+            return False
+        if self.syntax.tag:
+            self._tell(self.syntax.tag, deltas)
+        self._state = "text" if self.syntax.tag else "rest"
+        return True
+
+    def _is_call(self) -> bool:
+        """Return whether what is held may still become a call."""
+        start = re.sub(r"\s", "", self._buffer[:_MAX_HEAD])
+        likely = any(start[: len(word)] == word[: len(start)] for word in _BEGINNINGS)
+        return likely and len(self._buffer) <= (_MAX_HEAD if start.startswith(_BEGINNINGS[:2]) else _MAX_HELD)
+
+    def _in_arguments(self, deltas: list[Delta]) -> bool:
+        end = self._json.end(self._buffer)
+        text = self._buffer[:end]
+        self._argue(text, deltas)
+        self._buffer = self._buffer[len(text) :]
+        if end is not None:
+            self._state = "tail"
+        return end is not None
+
+    def _in_tail(self, deltas: list[Delta]) -> bool:
+        sought = self.syntax.end.strip() or "}"
+        _, end, after = self._buffer.partition(sought)
+        self._buffer = after if end else self._buffer[-len(sought) :]
+        if end:
+            self._state = "text"
+        return bool(end)
+
+    def _whole(self, text: str, deltas: list[Delta]) -> bool:
+        """Read a call whose members come in another order or form. False: it is none."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        value = value if isinstance(value, dict) else {}
+        arguments = value.get("arguments", value.get("parameters"))
+        if not isinstance(value.get("name"), str) or not isinstance(arguments, dict | str | None):
+            return False
+        self._begin(value["name"], deltas)
+        self._argue(arguments if isinstance(arguments, str) else json.dumps(arguments or {}), deltas)
+        return True
+
+    def _tell(self, text: str, deltas: list[Delta]) -> None:
+        if self.calls and not self.content:
+            text = text.lstrip()
+        if text:
+            self.content += text
+            deltas.append(Delta(content=text))
+
+    def _begin(self, name: str, deltas: list[Delta]) -> None:
+        deltas.append(Delta(call=len(self.calls), name=name))
+        self.calls.append(Call(name))
+
+    def _argue(self, text: str, deltas: list[Delta]) -> None:
+        self.calls[-1].arguments += text
+        deltas.append(Delta(call=len(self.calls) - 1, arguments=text))
+
+
+def call_id(job: str, answer: int, call: int) -> str:
+    """The id of a call, the same each time that an answer is read."""
+    return f"call_{job.removeprefix('job_')}_{answer}_{call}"
+
+
+def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in OpenAI's shape."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _name(literal: str) -> str:
+    try:
+        return str(json.loads(literal))
+    except ValueError:
+        return literal[1:-1]
+
+
+def _beginning(text: str, tag: str) -> int:
+    """The number of characters at a text's end with which a tag may begin."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
