@@ -63,7 +63,7 @@ async def draw(
     """
     try:
         return await asyncio.wait_for(_draw(client, request, pictures, place), timeout_s + GRACE_S)
-    except asyncio.TimeoutError:  # noqa: UP041: another error before Python 3.11
+    except asyncio.TimeoutError:  # noqa: UP041 (another error before Python 3.11)
         raise DiptychError(f"timeout_s: nothing was drawn within {timeout_s:g} s; the job is cancelled") from None
     finally:
         client.close()
@@ -90,13 +90,15 @@ async def _run(client: Client, request: Mapping[str, Any]) -> Drawn:
     try:
         await _watch(created)
         job = await _follow(client, id)
-        files = [await _watched(partial(client.bytes, f"/v1/jobs/{id}/images/{k}")) for k in range(len(job["images"]))]
+        files = [
+            await _watched(partial(client.content, f"/v1/jobs/{id}/images/{k}")) for k in range(len(job["images"]))
+        ]
     except BaseException as error:
         if not isinstance(error, ServiceError):
             # A thread: a loop that ends cancels this coroutine more than once.
             cancelled = _on_thread(partial(_cancel, client, id, created))
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({asyncio.wrap_future(cancelled)}, timeout=2 * CANCEL_S)
+                await asyncio.wait({_wrapped(cancelled)}, timeout=2 * CANCEL_S)
         raise
     return Drawn(job, [file for file in files if file is not None])
 
@@ -165,7 +167,7 @@ class Progress:
         if event.data.get("previews"):
             path = f"/v1/jobs/{self._id}/preview?image={int(event.data['previews'][0])}"
             with contextlib.suppress(DiptychError, OSError):  # the next one may come
-                file = await _watched(partial(self._client.bytes, path), CANCEL_S)
+                file = await _watched(partial(self._client.content, path), CANCEL_S)
                 picture = None if file is None else Image.open(io.BytesIO(file)).convert("RGB")
                 preview = None if picture is None else ("JPEG", picture, PREVIEW_SIDE)
         self._bar.update_absolute(event.data["steps_done"], event.data["steps"], preview)
@@ -177,7 +179,7 @@ async def _watched(call: Callable[[], T], timeout_s: float | None = CALL_S) -> T
 
 
 async def _watch(call: concurrent.futures.Future[T], timeout_s: float | None = CALL_S) -> T:
-    future, loop = asyncio.wrap_future(call), asyncio.get_running_loop()
+    future, loop = _wrapped(call), asyncio.get_running_loop()
     until = None if timeout_s is None else loop.time() + timeout_s
     while not (await asyncio.wait({future}, timeout=POLL_S))[0]:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -185,6 +187,13 @@ async def _watch(call: concurrent.futures.Future[T], timeout_s: float | None = C
             raise Unreachable(f"The Diptych service did not answer within {timeout_s:g} s")
     comfy.model_management.throw_exception_if_processing_interrupted()
     return call.result()
+
+
+def _wrapped(call: concurrent.futures.Future[T]) -> asyncio.Future[T]:
+    """For this loop; an error is not logged when nobody is left to read it, as after a stop."""
+    future = asyncio.wrap_future(call)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
 
 
 def _on_thread(call: Callable[[], T]) -> concurrent.futures.Future[T]:

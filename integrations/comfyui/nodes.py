@@ -1,4 +1,4 @@
-"""The nodes, in the form that ComfyUI reads (`INPUT_TYPES`, `FUNCTION`, …); `draw` needs one with async nodes, 0.3.45."""
+"""The nodes, as ComfyUI reads them (`INPUT_TYPES`, `FUNCTION`, …). `draw` needs one with async nodes: 0.3.45."""
 
 from __future__ import annotations
 

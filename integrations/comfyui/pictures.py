@@ -50,8 +50,8 @@ def _only(field: str, batch: torch.Tensor, dimensions: int) -> torch.Tensor:
         return batch
     if batch.ndim != dimensions or len(batch) != 1:
         raise DiptychError(
-            f"{field}: must be one picture, not a batch of {len(batch)}; with the node Rebatch Images, of batch_size 1, "
-            "before it each is a job of its own, and all are drawn together"
+            f"{field}: must be one picture, not a batch of {len(batch)}; behind the node Rebatch Images, of "
+            "batch_size 1, each is a job of its own, and all are drawn together"
         )
     return batch[0]
 

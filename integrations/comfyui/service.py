@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -152,12 +152,12 @@ class Client:
         with self._call(method, path, data, headers) as response:
             return self._object(self._content(response, MAX_JSON))
 
-    def bytes(self, path: str) -> bytes | None:
+    def content(self, path: str) -> bytes | None:
         """The content that is answered; None for 204."""
         with self._call("GET", path) as response:
             return None if response.status == 204 else self._content(response, MAX_PICTURE)
 
-    def events(self, id: str, last: str) -> Iterator[Event]:
+    def events(self, id: str, last: str) -> Generator[Event]:
         """The events of a job behind the one with the id `last`, until the stream ends."""
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
         with self._call("GET", f"/v1/jobs/{id}/events", None, headers) as response:
@@ -269,7 +269,7 @@ class Catalogue:
             return [model for service in configured for model in self._models.get(service, [])]
 
     def names(self, field: str) -> list[str]:
-        """What the models' cards list under this field, such as `schedulers`, without duplicates; `id` is the models."""
+        """What the models' cards list under this field, such as `schedulers`, each once; of `id` the models' names."""
         listed = [[model["id"]] if field == "id" else model["diptych"].get(field) or [] for model in self.models()]
         return list(dict.fromkeys(str(name) for names in listed for name in names))
 
