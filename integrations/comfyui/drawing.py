@@ -122,15 +122,19 @@ async def _follow(client: Client, id: str) -> dict[str, Any]:
     """
     progress, last, lost_at = Progress(client, id), "", None
     while True:
-        with contextlib.suppress(Unreachable):
-            events = client.events(id, last)
+        events = client.events(id, last)
+        try:
             while (event := await _watched(partial(next, events, None), None)) is not None:
                 last = event.id or last
                 if event.type in _ENDS:
-                    events.close()
                     return _succeeded(event.data)
                 if event.type == "progress":
                     await progress.show(event)
+        except Unreachable:
+            pass
+        finally:
+            with contextlib.suppress(ValueError):  # a thread still reads it, which `Client.close` ends
+                events.close()
         # The stream broke, the server stops, or the events have expired.
         now = asyncio.get_running_loop().time()
         try:

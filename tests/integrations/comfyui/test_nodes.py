@@ -78,7 +78,7 @@ def test_every_input_reaches_the_job(comfy: Host, easel: Easel) -> None:
     }  # fmt: skip
     parameters = easel.seen[-1].parameters
     assert parameters.items() >= expected.items()
-    assert parameters["lora"] == []
+    assert parameters["lora"] == "sepia:0.8,pixel-art:-0.25"
     assert parameters["deepcache"] != "off"
 
 
