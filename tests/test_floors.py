@@ -36,6 +36,7 @@ LAYERS = (
     ("benchmarks", "evaluation"),
     ("cli", "training"),  # the front door, and what no wheel has
     ("diptych",),  # the name that all of it is installed under
+    ("integrations",),  # what other programs load, beside a Diptych of another version or without one
 )  # fmt: skip
 FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
@@ -44,6 +45,7 @@ CLOSED = {
     "api": {"pipeline", "llm", "unet_opt"},
     "deployment": {"pipeline", "llm", "unet_opt"},
     "training": {"benchmarks"},
+    "integrations": {room for rooms in LAYERS for room in rooms},
 }
 TORCH_FREE = ("contract", "core.batching", "core.jobs", "core.artifacts", "core.pictures", "api", "deployment")
 TORCH = {

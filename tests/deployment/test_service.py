@@ -14,12 +14,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from openai import OpenAI
 from PIL import Image
 
 from tests.deployment.served import READY_S, ROOT, Served, environment, wait_until
+from tests.integrations.comfyui.host import Host
 
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -79,6 +82,23 @@ def test_openais_client_draws_with_its_own_models_name_and_size(service: Served)
         assert "x".join(map(str, picture.size)) == answer.size == "32x32"
         assert json.loads(picture.text["diptych"])["steps"] == 2  # type: ignore[attr-defined]
     assert [warning.split(":")[0] for warning in image.model_extra["warnings"]] == ["model", "size", "quality"]  # type: ignore[index]
+
+
+def test_comfyuis_nodes_draw_what_the_api_draws(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, and outside of a mask the pixels of the source; with progress on the way."""
+    monkeypatch.setenv("DIPTYCH_URL", service.url)
+    host, fields = Host(monkeypatch), {"prompt": "a hat", "seed": 5, "steps": 4, "n": 2}
+    images, _ = host.run("DiptychSampler", **fields, options='{"deterministic": true}')
+    answer = service.json("/v1/images/generations", {**fields, "deterministic": True})
+    files = [io.BytesIO(base64.b64decode(image["b64_json"])) for image in answer["data"]]
+    expected = np.stack([np.asarray(Image.open(file)) for file in files])
+    assert images.shape == (2, 32, 32, 3) and np.array_equal(images.numpy(), expected.astype(np.float32) / 255)
+    assert host.progress[-1] == (8, 8)
+
+    mask = torch.zeros(1, 32, 32)
+    mask[:, :, 16:] = 1.0
+    (edited,), _ = host.run("DiptychSampler", image=images[:1], mask=mask, strength=1.0, prompt="a fox", steps=4)
+    assert torch.equal(edited[:, :16], images[0, :, :16]) and not torch.equal(edited[:, 16:], images[0, :, 16:])
 
 
 def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:

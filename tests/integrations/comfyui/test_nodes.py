@@ -1,0 +1,352 @@
+"""The nodes as ComfyUI runs them, against a real API: requests, pictures, progress, the stop button, errors."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from core.jobs.keyring import Keyring
+from core.jobs.record import JobState
+from tests.api.easel import Easel
+from tests.api.sdapi.studio import CARD
+from tests.api.test_edits import handed_on, pixels
+from tests.api.world import Api, Worker, eventually, opened, settings_of
+from tests.http_server import Handler, LocalServer
+from tests.integrations.comfyui.host import Host, Interrupted
+
+SAMPLER = "DiptychSampler"
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """An IMAGE, as ComfyUI's LoadImage makes it."""
+    return torch.from_numpy(array.astype(np.float32) / 255.0)[None]
+
+
+def levels(images: torch.Tensor) -> np.ndarray:
+    """The 8-bit pixels of an IMAGE, as ComfyUI's SaveImage writes them."""
+    return np.clip(255.0 * images.numpy(), 0, 255).astype(np.uint8)
+
+
+def left_over(api: Api) -> list[dict[str, Any]]:
+    return list(api.client.get("/v1/files").json()["data"])
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+def test_images_and_job_are_those_of_the_api(comfy: Host, api: Api, easel: Easel) -> None:
+    images, info = comfy.run(SAMPLER, prompt="a cat", seed=5, n=2, width=64, height=128)
+    answer = api.draw(prompt="a cat", seed=5, n=2, size="64x128", preview_every=4, deadline_s=600).json()
+    expected = [Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) for image in answer["data"]]
+    assert images.dtype == torch.float32 and images.shape == (2, 64, 64, 3)  # the easel draws squares
+    assert np.array_equal(levels(images), np.stack([np.asarray(image) for image in expected]))
+    ours, theirs = (claim.parameters for claim in easel.seen)
+    assert ours == theirs
+    facts = json.loads(info)
+    assert (facts["service"], facts["model"], facts["seeds"]) == ("default", "emoji-xl", [5, 6])
+    assert facts["request"]["prompt"] == "a cat"
+
+
+def test_what_is_left_open_is_left_to_the_service(comfy: Host, api: Api, easel: Easel) -> None:
+    comfy.run(SAMPLER, prompt="a cat", preview_every=0)
+    api.draw(prompt="a cat", seed=0, deadline_s=600)
+    assert easel.seen[0].parameters == easel.seen[1].parameters
+
+
+def test_every_input_reaches_the_job(comfy: Host, easel: Easel) -> None:
+    (loras,) = comfy.run("DiptychLora", lora="sepia", strength=0.8)
+    (loras,) = comfy.run("DiptychLora", lora="pixel-art", strength=-0.25, loras=loras)
+    (loras,) = comfy.run("DiptychLora", loras=loras)  # "none"
+    comfy.run(
+        SAMPLER, model="emoji-xl", prompt="a cat", negative_prompt="fog", width=128, height=64, seed=2**63 + 7,
+        steps=6, guidance=0.0, sampler="dpm++2m", plan="off", deepcache="auto", n=3, preview_every=0, timeout_s=99,
+        loras=loras, options='{"clip_skip": 1, "vae": "tiny"}',
+    )  # fmt: skip
+    expected = {
+        "prompt": "a cat", "negative_prompt": "fog", "width": 128, "height": 64, "seed": 7, "steps": 6,
+        "guidance_scale": 0.0, "scheduler": "dpm++2m", "n": 3, "clip_skip": 1, "vae": "tiny",
+    }  # fmt: skip
+    parameters = easel.seen[-1].parameters
+    assert parameters.items() >= expected.items()
+    assert parameters["lora"] == "sepia:0.8,pixel-art:-0.25"
+    assert parameters["deepcache"] != "off"
+
+
+def test_pictures_reach_the_job_unchanged_and_leave_no_files(
+    comfy: Host, api: Api, easel: Easel, worker: Worker
+) -> None:
+    """White of a mask is what is drawn anew, and is resized like ComfyUI's own masks."""
+    array = pixels()
+    mask = torch.zeros(1, 128, 128)
+    mask[:, :40] = 1.0
+    mask[:, 40:50] = 0.4  # kept: less than half
+    (controls,) = comfy.run(
+        "DiptychControl", image=tensor(array[::2]), control="edges", preprocessor="canny", strength=0.5
+    )
+    (controls,) = comfy.run(
+        "DiptychControl", image=tensor(array), control="union", start=0.25, end=0.75, mode=3, controls=controls
+    )
+    (prompts,) = comfy.run("DiptychImagePrompt", image=tensor(array), adapter="face", strength=2.0, end=0.5)
+    edit = {"image": tensor(array), "mask": mask, "strength": 0.5, "prompt": "a hat", "steps": 4}
+    comfy.run(SAMPLER, controls=controls, image_prompts=prompts, **edit)
+    source, white = handed_on(worker, easel.seen[-1])
+    assert np.array_equal(source, array)
+    assert white is not None and (white[:40] == 255).all() and not white[40:].any()
+    parameters = easel.seen[-1].parameters
+    assert parameters["edit"]["strength"] == 0.5
+    edges, second = parameters["control"]
+    assert edges.items() >= {"model": "edges", "preprocessor": "canny", "strength": 0.5}.items()
+    assert second.items() >= {"model": "union", "start": 0.25, "end": 0.75, "mode": 3}.items()
+    assert parameters["image_prompts"][0].items() >= {"model": "face", "strength": 2.0, "end": 0.5}.items()
+
+    comfy.run(SAMPLER, **{**edit, "mask": mask[0, ::2, ::2]}, soft_mask=True)  # of another size, without a batch
+    _, soft = handed_on(worker, easel.seen[-1])
+    assert soft is not None and (soft[:39] == 255).all() and (soft[41:48] == 102).all() and not soft[51:].any()
+    eventually(lambda: not left_over(api), "files are left over")
+
+
+def test_progress_and_previews_are_shown(comfy: Host, easel: Easel) -> None:
+    easel.step_s = 0.03  # so that no event is skipped for a slow reader
+    comfy.run(SAMPLER, prompt="a cat", steps=5, n=2, preview_every=2)
+    assert comfy.progress == sorted(set(comfy.progress)) and comfy.progress[-1] == (10, 10)
+    assert len(comfy.progress) >= 3
+    assert {picture.size for picture in comfy.previews} == {(8, 8)}
+
+
+def test_warnings_are_shown_at_the_node(comfy: Host, easel: Easel) -> None:
+    _, info = comfy.run(SAMPLER, prompt="a cat", options='{"quality": "high"}')
+    (warning,) = json.loads(info)["warnings"]
+    assert "quality" in warning and comfy.texts == [("7", warning)]
+
+
+def test_a_stream_that_breaks_is_resumed(comfy: Host, easel: Easel, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, after = comfy.part("service"), []
+    events = part.Client.events
+
+    def broken(client: Any, id: str, last: str) -> Any:
+        after.append(last)
+        for count, event in enumerate(events(client, id, last)):
+            if count == 2 and len(after) == 1:
+                raise part.Unreachable("broken")
+            yield event
+
+    monkeypatch.setattr(part.Client, "events", broken)
+    monkeypatch.setattr(comfy.part("drawing"), "RETRY_S", 0.01)
+    easel.step_s = 0.05
+    comfy.run(SAMPLER, prompt="a cat", steps=6)
+    assert after[0] == "" and after[1] and len(after) == 2
+    assert comfy.progress == sorted(set(comfy.progress)) and comfy.progress[-1] == (6, 6)
+
+
+# -- the stop button ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "queued"])
+def test_a_stop_cancels_all_jobs_of_the_workflow(comfy: Host, easel: Easel, worker: Worker, running: bool) -> None:
+    """Also of a queued job, of which no event comes."""
+    before = worker.ids()
+    state = JobState.RUNNING if running else JobState.QUEUED
+    if running:
+        easel.step_s = 60.0
+    else:
+        easel.go.clear()
+
+    def stop() -> None:
+        eventually(lambda: [worker.job(id).state for id in worker.ids() - before].count(state) >= 1)
+        eventually(lambda: len(worker.ids() - before) == 2)
+        comfy.interrupt()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    call = (SAMPLER, {"prompt": "a cat", "steps": 20, "preview_every": 0})
+    with pytest.raises(Interrupted):
+        comfy.run_all(call, call)
+    stopper.join()
+    eventually(lambda: {worker.job(id).state for id in worker.ids() - before} == {JobState.CANCELLED})
+
+
+def test_a_stop_while_the_job_is_created_cancels_it(
+    comfy: Host, easel: Easel, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    easel.go.clear()
+    before, client = worker.ids(), comfy.part("service").Client
+    call = client.json
+
+    def slow(self: Any, method: str, *given: Any) -> Any:
+        if method == "PUT":
+            comfy.interrupt()
+            assert comfy.noticed.wait(60)
+        return call(self, method, *given)
+
+    monkeypatch.setattr(client, "json", slow)
+    with pytest.raises(Interrupted):
+        comfy.run(SAMPLER, prompt="a cat")
+    (id,) = worker.ids() - before
+    assert worker.is_(id, JobState.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "grace_s", "message", "state"),
+    [(1, 60.0, "deadline", JobState.EXPIRED), (60, -59.5, "timeout_s: ", JobState.CANCELLED)],
+    ids=["by the service", "by the node"],
+)
+def test_time_is_bounded(
+    comfy: Host, easel: Easel, worker: Worker, monkeypatch: pytest.MonkeyPatch, timeout_s: int, grace_s: float,
+    message: str, state: JobState,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(comfy.part("drawing"), "GRACE_S", grace_s)
+    easel.go.clear()
+    before = worker.ids()
+    with pytest.raises(comfy.error, match=message):
+        comfy.run(SAMPLER, prompt="a cat", timeout_s=timeout_s, width=64, height=64, steps=1)
+    (id,) = worker.ids() - before
+    eventually(lambda: worker.is_(id, state))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": " "}, r"prompt: .*invalid_value, HTTP 400"),
+        ({"loras": ("nobody:1",)}, r"lora.*HTTP 400"),
+        ({"model": "nobody"}, r"model.*model_not_found, HTTP 404"),
+        ({"sampler": "nobody"}, r"scheduler.*HTTP 400"),
+        ({"options": "{"}, "options: is not JSON"),
+        ({"options": "[1]"}, "options: must be an object"),
+        ({"options": '{"seed": 1}'}, "options: seed"),
+        ({"options": '{"webhook_url": "https://example.com"}'}, "options: webhook_url"),
+        ({"options": '{"colour": 1}'}, r"colour.*unknown_parameter"),
+        ({"width": 64}, "width, height"),
+        ({"mask": torch.ones(1, 8, 8)}, "mask: needs an image"),
+        ({"image": torch.zeros(1, 8, 8, 3), "mask": torch.zeros(1, 64, 64)}, "mask: is empty"),
+        ({"image": torch.zeros(2, 8, 8, 3)}, "image: .*a batch of 2"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(comfy: Host, easel: Easel, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(comfy.error, match=message):
+        comfy.run(SAMPLER, **{"prompt": "a cat", **given})
+
+
+def test_a_job_that_fails_is_an_error(comfy: Host, easel: Easel) -> None:
+    easel.failing = True
+    with pytest.raises(comfy.error, match=r"the engine failed at this job \(engine_error, job comfyui-"):
+        comfy.run(SAMPLER, prompt="a cat")
+
+
+def test_without_a_service_the_nodes_load_and_say_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_URL", "http://127.0.0.1:9")
+    assert host.nodes[SAMPLER].INPUT_TYPES()["required"]["model"][0] == ["default"]  # type: ignore[attr-defined]
+    with pytest.raises(host.error, match=r"at http://127\.0\.0\.1:9 does not answer .*DIPTYCH_URL"):
+        host.run(SAMPLER, prompt="a cat")
+
+
+def test_what_is_no_diptych_is_said_to_be_none(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Handler):
+        def respond(self) -> None:
+            self.answer(404, b"<html>")
+
+    with LocalServer(Other) as server:
+        monkeypatch.setenv("DIPTYCH_URL", server.url)
+        with pytest.raises(host.error, match="HTTP 404, but not as a Diptych service"):
+            host.run(SAMPLER, prompt="a cat")
+
+
+# -- services and keys -------------------------------------------------------------------------------------------------
+
+
+def test_choices_are_those_of_the_service(comfy: Host) -> None:
+    required = {name: kind[0] for name, kind in comfy.nodes[SAMPLER].INPUT_TYPES()["required"].items()}  # type: ignore[attr-defined]
+    assert required["model"] == ["default", CARD.name]
+    assert required["sampler"] == ["default", *CARD.schedulers]
+    for node, name, expected in (
+        ("DiptychLora", "lora", CARD.loras), ("DiptychControl", "control", CARD.controls),
+        ("DiptychControl", "preprocessor", CARD.preprocessors), ("DiptychImagePrompt", "adapter", CARD.image_prompts),
+    ):  # fmt: skip
+        assert comfy.nodes[node].INPUT_TYPES()["required"][name][0] == ["none", *expected]  # type: ignore[attr-defined]
+    comfy.inputs("DiptychLora", {"lora": "not listed: the service decides"})
+
+
+def test_a_key_opens_its_service_and_is_shown_nowhere(
+    host: Host, api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(api.settings.redis_url, tmp_path / "data")
+    with opened(settings, CARD) as (guarded, worker), closing(Keyring.of(settings)) as keyring, Easel(worker):
+        try:
+            token = keyring.add("me", ("images", "files"))[1]
+            wrong = "dpt_wrong"
+            entry = {"url": f"{guarded.url}/v1/", "api_key": token}
+            host.services.write_text(json.dumps({"gpu": entry, "typo": {**entry, "api_key": wrong}}))
+            edit = {"prompt": "a cat", "image": tensor(pixels())}
+            images, info = host.run(SAMPLER, service="gpu", **edit)
+            assert len(images) == 1
+            shown = [
+                info,
+                caplog.text,
+                repr(host.part("service").find("gpu")),
+                json.dumps(host.nodes[SAMPLER].INPUT_TYPES()),
+            ]  # type: ignore[attr-defined]
+            with pytest.raises(host.error, match=r"invalid_api_key, HTTP 401") as refused:
+                host.run(SAMPLER, service="typo", **edit)
+            shown.append(str(refused.value))
+            assert not [text for text in shown if token in text or wrong in text]
+        finally:
+            worker.redis.flushall()
+
+
+def test_a_workflow_sends_no_key_elsewhere(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can name configured services only; none of them gets the key of another, and a redirect gets none."""
+    seen: list[tuple[str, str | None]] = []
+
+    class Thief(Handler):
+        def respond(self) -> None:
+            seen.append((self.path, self.headers["Authorization"]))
+            self.answer(307, headers={"Location": f"{thief.url}/stolen"})
+
+    with LocalServer(Thief) as thief:
+        monkeypatch.setenv("DIPTYCH_API_KEY", "dpt_secret")
+        for name in (thief.url, "thief", ""):
+            with pytest.raises(ValueError, match="not configured on this machine"):
+                host.inputs(SAMPLER, {"service": name, "prompt": "a cat"})
+            with pytest.raises(host.error, match="not configured on this machine"):
+                host.part("service").find(name)
+        assert seen == []
+        # The environment's key is not that of the file's services, and is not sent to the target of a redirect.
+        host.services.write_text(json.dumps({"default": {"url": thief.url}, "other": {"url": thief.url}}))
+        for name in ("default", "other"):
+            with pytest.raises(host.error, match="redirect, which is not followed"):
+                host.run(SAMPLER, service=name, prompt="a cat")
+        monkeypatch.setenv("DIPTYCH_URL", thief.url)
+        with pytest.raises(host.error, match="redirect"):
+            host.run(SAMPLER, prompt="a cat")
+    assert all(path != "/stolen" for path, _ in seen)
+    keys = [key for path, key in seen if path.startswith("/v1/jobs")]
+    assert keys == [None, None, "Bearer dpt_secret"]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("{", "is not JSON"), ("[]", "must be an object"), ('{"a": 1}', "service a: must be"),
+        ('{"a": {"url": "ftp://x"}}', "service a: its url"),
+        ('{"a": {"url": "http://me:key@x"}}', "service a: its url"),
+        ('{"a": {"url": "http://x:y"}}', "service a: its url"),
+        ('{"a": {"url": "http://x", "api_key": "dpt_\\n"}}', "service a: must be"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_of_services_is_told_when_a_node_runs(host: Host, file: str, message: str) -> None:
+    host.services.write_text(file)
+    host.nodes[SAMPLER].INPUT_TYPES()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=message):
+        host.inputs(SAMPLER, {"prompt": "a cat"})
