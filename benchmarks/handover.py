@@ -186,7 +186,7 @@ class _Bench:
         return event
 
     def _between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1000 if self._cuda else end - start
+        return float(start.elapsed_time(end) / 1000 if self._cuda else end - start)
 
     def close(self) -> None:
         self._thread.shutdown()

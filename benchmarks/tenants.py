@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         phases = asyncio.run(_Tenants(url, metrics, store, tokens, options).measure(serve))
         keyring.close()
         store.close()
-    figures = {
+    figures: dict[str, dict[str, Any]] = {
         phase: {
             **{
                 f"{name}p{q}_s": percentile(seconds, q)

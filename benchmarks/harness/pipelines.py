@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -112,8 +113,9 @@ def save(shape: str, folder: Path, device: str, *, small: bool) -> Path:
 
 def save_gguf(folder: Path, device: str) -> Path:
     """Write the pipeline's transformer to a file in GGUF, its matrices in 4 bits (Q4_0); returns the file."""
-    import gguf
     from safetensors.torch import load_file
+
+    gguf: Any = importlib.import_module("gguf")
 
     path = folder / "transformer-q4_0.gguf"
     writer = gguf.GGUFWriter(os.fspath(path), "diffusers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -333,3 +334,11 @@ def save(name: str, folder: Path) -> Path:
     pipeline = {**BUILDERS, **EDITORS}[name]()
     pipeline.save_pretrained(folder / name)
     return folder / name
+
+
+def cached(folder: Path, name: str, cache: Path) -> Path:
+    """Put a pipeline where huggingface_hub keeps what it downloaded; returns its folder there."""
+    kept, commit = cache / f"models--{name.replace('/', '--')}", "0" * 40
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(commit)
+    return Path(shutil.copytree(folder, kept / "snapshots" / commit))
