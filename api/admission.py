@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.uploads import NO_PICTURES, PictureUploads, Upload
+from contract import pipeline_call
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, TextCard
 from contract.control import Control
@@ -46,7 +47,7 @@ def image_draft(
             fields = fields.model_copy(update={"size": "{}x{}".format(*size)})
     with invalid_as_api_error():
         size_hint = controls[0].size if controls else None
-        job = fields.complete(card.offer, size, masked=source is not None and source.masked, hint=size_hint)
+        job = fields.complete(card.offer, size, masked=source is not None and _masked(source, card), hint=size_hint)
     for upload in (*controls, *([] if source is None else [source])):
         upload.check_fit(job.picture.size)
     return JobDraft(
@@ -58,6 +59,14 @@ def image_draft(
         deadline_s=fields.deadline_s,
         work_ms=round(1000 * work_s(card, job)),
     )
+
+
+def _masked(source: Upload, card: ImageCard) -> bool:
+    """Whether the request is checked as one with a mask. Of a model without masks a source that may have transparent
+    pixels counts as one that has none until that is known: most have none.
+    """
+    undecided = source.undecided and source.margins is None
+    return source.masked and not (undecided and not card.offer.draws_from(pipeline_call.MASK))
 
 
 def _with_image_prompts(fields: ImageRequest, further: Sequence[Upload], card: ImageCard) -> ImageRequest:

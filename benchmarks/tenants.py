@@ -4,7 +4,8 @@ Runs `diptych serve` with two keys. The measured tenant keeps `--clients` reques
 each phase: alone; beside a peer, a second tenant that does the same; beside that tenant's flood, while `--jobs` of its
 jobs wait in the queue; and alone again. Two tenants have half of the device each, so the peer is what sharing costs
 whom one half does not suffice. With `--load` the measured tenant pauses after each picture, so that alone it keeps the
-device busy for that share of the time.
+device busy for that share of the time. Each phase also has what a picture waited for: until its job was claimed, from
+then to its end, and the mean rows of the forwards of that time.
 `--device cpu --tiny` rehearses it.
 """
 
@@ -30,6 +31,7 @@ from benchmarks.harness.record import BenchError
 from benchmarks.harness.service import percentile
 from benchmarks.serve import settled
 from core.config import EMBEDDED_MODEL, Settings
+from deployment.redis import free_port
 from pipeline.checkpoints import tiny
 
 if TYPE_CHECKING:
@@ -53,8 +55,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
 
+    metrics = f"127.0.0.1:{free_port()}"
     settings = Settings(
         model=options.model, precision=options.precision, device=options.device, text_model="off", max_queued=1_000_000,
+        metrics=metrics,
     )  # fmt: skip
     if options.tiny:
         settings = Settings(**settings.model_dump(exclude_unset=True), kernels=False, compile=False, threads=1)
@@ -64,14 +68,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ):  # fmt: skip
         store, keyring = JobStore.of(settings.model_copy(update={"redis_url": redis})), Keyring(redis)
         tokens = {tenant: keyring.add(tenant, ("images",), **_LIMITS)[1] for tenant in ("measured", "other")}
-        phases = asyncio.run(_Tenants(url, store, tokens, options).measure(serve))
+        phases = asyncio.run(_Tenants(url, metrics, store, tokens, options).measure(serve))
         keyring.close()
         store.close()
-    figures = {
+    figures: dict[str, dict[str, Any]] = {
         phase: {
-            "p50_s": percentile(measured.seconds, 50), "p99_s": percentile(measured.seconds, 99),
-            "to_claim_p50_s": percentile(measured.to_claim, 50), "to_claim_p99_s": percentile(measured.to_claim, 99),
-            "pictures": len(measured.seconds),
+            **{
+                f"{name}p{q}_s": percentile(seconds, q)
+                for name, seconds in (
+                    ("", measured.seconds), ("to_claim_", measured.to_claim), ("in_engine_", measured.in_engine),
+                ) for q in (50, 99)
+            },
+            "pictures": len(measured.seconds), "rows": measured.mean_rows,
         }
         for phase, measured in phases.items()
     }  # fmt: skip
@@ -89,18 +97,35 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class _Phase:
-    """Seconds of each picture from submission to its bytes, and of them those until a worker claimed its job."""
+    """Seconds of each picture from submission to its bytes; of them those until a worker claimed its job, and those
+    from then to its job's end. `rows` are the forwards and rows of each phase of the engine, of all tenants.
+    """
 
     seconds: list[float] = field(default_factory=list)
     to_claim: list[float] = field(default_factory=list)
+    in_engine: list[float] = field(default_factory=list)
+    rows: dict[str, tuple[float, float]] = field(default_factory=dict)
     waiting: int = 0  # jobs in the queue when the phase ended
+
+    def count(self, before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]) -> None:
+        """Add the forwards and rows between two readings."""
+        for phase, (forwards, rows) in after.items():
+            first, known = before.get(phase, (0.0, 0.0)), self.rows.get(phase, (0.0, 0.0))
+            self.rows[phase] = known[0] + forwards - first[0], known[1] + rows - first[1]
+
+    @property
+    def mean_rows(self) -> dict[str, float]:
+        return {phase: round(rows / forwards, 2) for phase, (forwards, rows) in self.rows.items() if forwards}
 
 
 class _Tenants:
     """The measured tenant, and the one beside it."""
 
-    def __init__(self, url: str, store: JobStore, tokens: Mapping[str, str], options: argparse.Namespace) -> None:
+    def __init__(
+        self, url: str, metrics: str, store: JobStore, tokens: Mapping[str, str], options: argparse.Namespace
+    ) -> None:
         self._url = url
+        self._metrics = metrics
         self._store = store
         self._tokens = tokens
         self._options = options
@@ -121,11 +146,28 @@ class _Tenants:
             for phase in PHASES:
                 record.progress(phase)
                 async with self._beside(phase, other):
+                    before = await self._rows()
                     await self._draw(client, self._options.pictures, phases[phase])
+                    phases[phase].count(before, await self._rows())
                     phases[phase].waiting = self._store.backlog("image").queued
                 if phase == "flood" and not phases[phase].waiting:
                     raise BenchError("--jobs: the flood ended before the measurement did")
         return phases
+
+    async def _rows(self) -> dict[str, tuple[float, float]]:
+        """The worker's forwards and rows so far, by phase of the engine."""
+        import httpx2
+        from prometheus_client.parser import text_string_to_metric_families
+
+        async with httpx2.AsyncClient(trust_env=False) as client:
+            text = (await client.get(f"http://{self._metrics}/metrics")).text
+        sums: dict[str, dict[str, float]] = {"diptych_batch_rows_count": {}, "diptych_batch_rows_sum": {}}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in sums:
+                    sums[sample.name][sample.labels["phase"]] = sample.value
+        forwards, rows = sums.values()
+        return {phase: (count, rows[phase]) for phase, count in forwards.items()}
 
     def _client(self, tenant: str) -> httpx2.AsyncClient:
         import httpx2
@@ -167,8 +209,9 @@ class _Tenants:
                     raise BenchError(f"the service answered {response.status_code}: {response.text[:200]}")
                 phase.seconds.append(time.monotonic() - started)
                 job = self._store.get(response.json()["job_id"])
-                if job is not None and job.started is not None:
+                if job is not None and job.started is not None and job.ended is not None:
                     phase.to_claim.append(job.started - job.created)
+                    phase.in_engine.append(job.ended - job.started)
                 await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))
 
         async with asyncio.TaskGroup() as group:
@@ -233,12 +276,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.model, options.precision = tiny.TINY, "fp32"
     result = run(options)
     rows = [
-        (phase, *(result[phase][f"{of}p{q}_s"] for of in ("", "to_claim_") for q in (50, 99)),
-         result.get(f"{phase}_p99_ratio"))
+        (phase, *(result[phase][f"{of}p{q}_s"] for of in ("", "to_claim_", "in_engine_") for q in (50, 99)),
+         result[phase]["rows"].get("deep"), result.get(f"{phase}_p99_ratio"))
         for phase in dict.fromkeys(PHASES)
     ]  # fmt: skip
     title = f"{result['model']}: a tenant beside another one's {result['jobs']:,} jobs"
-    record.table(title, ("", "p50 s", "p99 s", "to claim: p50 s", "p99 s", "p99 to alone"), rows)
+    record.table(
+        title,
+        ("", "p50 s", "p99 s", "to claim: p50 s", "p99 s", "engine: p50 s", "p99 s", "deep rows", "p99 to alone"),
+        rows,
+    )
     return 0
 
 

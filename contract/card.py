@@ -127,6 +127,10 @@ class ImageOffer(ImageLimits):
     options: Mapping[str, Mapping[str, Any]] | None = None
     checker: str | None = None
 
+    def draws_from(self, kind: str) -> bool:
+        """Return whether the model draws requests of this kind, of those of `contract.pipeline_call`."""
+        return self.sources is None or kind in self.sources
+
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
 
@@ -141,7 +145,7 @@ class ImageOffer(ImageLimits):
         if self.inpaint_only and not masked:
             raise Invalid("mask", "is missing, and this model only inpaints")
         kind = pipeline_call.MASK if masked else pipeline_call.IMAGE if edited else pipeline_call.TEXT
-        if self.sources is None or kind in self.sources:
+        if self.draws_from(kind):
             return
         if kind == pipeline_call.TEXT:
             raise Invalid("model", "only edits: it takes an image, at /v1/images/edits")

@@ -13,7 +13,7 @@ from api import admission
 from api.errors import ApiError
 from api.uploads import PictureSource, PictureUploads, Upload
 from contract.card import ImageCosts, ImageDefaults, ImageLimits
-from contract.image_request import EditRequest, ImageRequest
+from contract.image_request import EditRequest, ImageRequest, Margins
 from core.jobs.record import QueueBacklog
 from tests.api.world import CARD
 
@@ -41,6 +41,21 @@ def test_a_picture_may_be_its_own_mask_until_it_is_known_to_be_opaque(alpha: boo
         assert admission.image_draft(edit, card, PictureUploads(upload)).parameters["edit"]["strength"] == 1
     drawn = admission.image_draft(edit, CARD, PictureUploads(upload)).parameters["edit"]
     assert drawn["strength"] == (0.8 if refused else 1)
+
+
+@pytest.mark.parametrize("alpha", [None, True, False])
+def test_a_model_without_masks_edits_whole_pictures(alpha: bool | None) -> None:
+    """One that may have transparent pixels is none with a mask until these are found."""
+    upload = Upload(PictureSource("image", 1, bytes, size=(128, 128), alpha=alpha))
+    edit, card = EditRequest(prompt="a cat"), dataclasses.replace(CARD, sources=("text", "image"))
+    assert admission.image_draft(edit, card, PictureUploads(upload)).parameters["edit"]["strength"] == 0.8
+    for masked in (
+        dataclasses.replace(upload, mask=upload.image),
+        dataclasses.replace(upload, margins=Margins(left=8)),
+    ):
+        with pytest.raises(ApiError) as caught:
+            admission.image_draft(edit, card, PictureUploads(masked))
+        assert caught.value.param == "mask"
 
 
 def test_fills_in_what_is_not_given() -> None:

@@ -22,5 +22,8 @@ def test_every_phase_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = json.loads((tmp_path / "tenants.json").read_text("utf-8"))
     assert [result[phase]["pictures"] for phase in ("alone", "peer", "flood")] == [4, 2, 2]
     assert all(result[phase]["p99_s"] >= result[phase]["p50_s"] > 0 for phase in ("alone", "peer", "flood"))
+    for phase in ("alone", "peer", "flood"):
+        assert 0 < result[phase]["in_engine_p50_s"] <= result[phase]["p99_s"]
+        assert result[phase]["rows"]["deep"] >= 1 and result[phase]["rows"]["vae"] >= 1
     assert 0 < result["waiting_at_end"] < 120
     assert result["flood_p50_ratio"] > 0

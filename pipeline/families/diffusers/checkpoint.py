@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,7 @@ _GRID = 16  # pixels
 _NATIVE = 1024  # pixels, where neither the class nor the weights tell
 _PACKAGES = {"int8": "torchao", "int8-dynamic": "torchao", "fp8": "torchao", "nf4": "bitsandbytes", "gguf": "gguf"}
 """The package that a precision needs, where it is one."""
+_REQUIRES = re.compile(r"(\w+) requires the (\w+) library")  # in transformers' errors
 _OFFLOADS = {
     "model": "enable_model_cpu_offload", "sequential": "enable_sequential_cpu_offload",
     "group": "enable_group_offload",
@@ -192,6 +194,13 @@ def load(
     except ModelError:
         raise
     except Exception as error:  # many libraries, many exceptions
+        missing = _REQUIRES.search(str(error)) if isinstance(error, ImportError) else None
+        if missing is not None:
+            package = missing[2].lower()
+            raise ModelError(
+                f"{name}: its {missing[1]} needs the package {package}: pip install {package}, in the release for "
+                f"torch {torch.__version__.partition('+')[0]}"
+            ) from error
         raise ModelError(f"{name}: does not load ({type(error).__name__}: {first_line(error)})") from error
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".json", ".txt", ".safetensors", ".model")]
     digest = digest_of(folder, files)

@@ -343,12 +343,13 @@ class DiffusersRunner:
 
 
 def _copied(pipeline: Any) -> Any:
-    """Return a copy with the same networks, and schedulers of its own."""
+    """Return a copy with the same networks, and schedulers and guiders of its own: both keep the state of a call."""
     from diffusers import SchedulerMixin
+    from diffusers.guiders import BaseGuidance
 
     copied = copy.copy(pipeline)
     for name, part in vars(pipeline).items():
-        if isinstance(part, SchedulerMixin):
+        if isinstance(part, SchedulerMixin | BaseGuidance):
             setattr(copied, name, type(part).from_config(part.config))
     return copied
 

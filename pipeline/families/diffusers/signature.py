@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -21,12 +22,12 @@ ARGUMENTS = {
 
 _LENGTH = "max_sequence_length"
 _OPTIONS = frozenset({
-    _LENGTH, "prompt_3", "prompt_4", "negative_prompt_3", "negative_prompt_4", "system_prompt",
-    "cfg_normalization", "cfg_normalize", "clean_caption", "enable_cfg_renorm", "enable_prompt_rewrite", "guess_mode",
-    "normalize", "proportional_attn", "skip_text_cleaning", "use_pe", "use_resolution_binning",
-    "adapter_conditioning_factor", "adapter_conditioning_scale", "aesthetic_score", "cfg_renorm_min", "cfg_trunc_ratio",
-    "cfg_truncation", "clip_value", "control_guidance_end", "control_guidance_start", "controlnet_conditioning_scale",
-    "denoising_end", "denoising_start", "guidance_rescale", "image_guidance_scale", "img_guidance_scale",
+    _LENGTH, "prompt_3", "prompt_4", "negative_prompt_3", "negative_prompt_4", "system_prompt", "cfg_normalization",
+    "cfg_normalize", "clean_caption", "enable_cfg_renorm", "enable_prompt_rewrite", "guess_mode", "normalize",
+    "proportional_attn", "skip_text_cleaning", "use_pe", "use_resolution_binning", "adapter_conditioning_factor",
+    "adapter_conditioning_scale", "aesthetic_score", "cfg_renorm_min", "cfg_trunc_ratio", "cfg_truncation",
+    "clip_value", "control_guidance_end", "control_guidance_start", "controlnet_conditioning_scale", "denoising_end",
+    "denoising_start", "distilled_guidance_scale", "guidance_rescale", "image_guidance_scale", "img_guidance_scale",
     "intermediate_timesteps", "max_timesteps", "mu", "negative_aesthetic_score", "prior_guidance_scale",
     "scaling_watershed", "skip_layer_guidance_scale", "skip_layer_guidance_start", "skip_layer_guidance_stop", "std",
     "true_cfg_scale", "truncation_rate",
@@ -49,7 +50,7 @@ class CallSignature:
     def __init__(self, pipeline: type) -> None:
         call: Any = pipeline.__call__
         signature = inspect.signature(call)
-        self._parameters, self._returned = signature.parameters, signature.return_annotation
+        self._parameters, self._returned = signature.parameters, _returned(call, signature.return_annotation)
         self._class = pipeline
         self.fields = tuple(field for field, name in ARGUMENTS.items() if name in self)
         self.options: dict[str, dict[str, Any]] = {}
@@ -133,6 +134,14 @@ class CallSignature:
             elif parameter.default is inspect.Parameter.empty:
                 return None
         return values
+
+
+def _returned(call: Any, annotation: Any) -> Any:
+    """Return what a call is declared to return, also where its module has annotations as texts."""
+    if isinstance(annotation, str):
+        with contextlib.suppress(NameError, TypeError):  # of names for type checkers alone
+            return eval(annotation, inspect.unwrap(call).__globals__)
+    return annotation
 
 
 def _option(parameter: inspect.Parameter) -> dict[str, Any] | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
+from diffusers.guiders import AdaptiveProjectedMixGuidance
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 _WORDS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -126,15 +129,7 @@ def flux2_klein() -> Any:
     )
 
 
-def qwen_image() -> Any:
-    transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2, in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=3,
-        joint_attention_dim=16, guidance_embeds=False, axes_dims_rope=(8, 4, 4),
-    )  # fmt: skip
-    decoder = diffusers.AutoencoderKLQwenImage(
-        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, True],
-        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-    )  # fmt: skip
+def qwen_encoder() -> Any:
     rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default", "rope_theta": 1_000_000.0}
     text = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -145,10 +140,48 @@ def qwen_image() -> Any:
         text_config=text, vision_config=vision, vision_start_token_id=6, vision_end_token_id=7, vision_token_id=8,
         image_token_id=8,
     )  # fmt: skip
-    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    return diffusers.QwenImagePipeline(
-        scheduler=flow(), vae=decoder, text_encoder=encoder, tokenizer=tokenizer(1024), transformer=transformer
-    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen_image(kind: type = diffusers.QwenImagePipeline, **more: Any) -> Any:
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=16, guidance_embeds=False, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
+    decoder = diffusers.AutoencoderKLQwenImage(
+        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    )  # fmt: skip
+    return kind(
+        scheduler=flow(), vae=decoder, text_encoder=qwen_encoder(), tokenizer=tokenizer(1024), transformer=transformer,
+        **more,
+    )  # fmt: skip
+
+
+def qwen_image_edit_plus() -> Any:
+    """The processor of pictures needs torchvision."""
+    processor = transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56}),
+        tokenizer(1024), transformers.Qwen2VLVideoProcessor(), chat_template=_CHAT,
+    )  # fmt: skip
+    return qwen_image(diffusers.QwenImageEditPlusPipeline, processor=processor)
+
+
+def hunyuan_image() -> Any:
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=8, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, patch_size=(1, 1), text_embed_dim=16, text_embed_2_dim=32, rope_axes_dim=(4, 4),
+    )  # fmt: skip
+    decoder = diffusers.AutoencoderKLHunyuanImage(
+        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 64, 64, 64), layers_per_block=1,
+        spatial_compression_ratio=8, sample_size=128, scaling_factor=1.0,
+    )  # fmt: skip
+    guider = partial(AdaptiveProjectedMixGuidance, adaptive_projected_guidance_start_step=1)  # with momentum
+    return diffusers.HunyuanImagePipeline(
+        scheduler=flow(), vae=decoder, text_encoder=qwen_encoder(), tokenizer=tokenizer(1024), text_encoder_2=t5(),
+        tokenizer_2=tokenizer(256), transformer=transformer, guider=guider(),
+        ocr_guider=guider(),
+    )  # fmt: skip
 
 
 def stable_diffusion_3() -> Any:
@@ -285,16 +318,27 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         sana,
         lumina2,
         hunyuan_dit,
+        hunyuan_image,
         cogview4,
         aura_flow,
         chroma,
     )
 }
+EDITORS: dict[str, Callable[[], Any]] = {qwen_image_edit_plus.__name__: qwen_image_edit_plus}
+"""Those that draw from a picture alone; they need torchvision."""
 
 
 def save(name: str, folder: Path) -> Path:
     """Write a pipeline with seeded random weights; returns its folder."""
     torch.manual_seed(0)
-    pipeline = BUILDERS[name]()
+    pipeline = {**BUILDERS, **EDITORS}[name]()
     pipeline.save_pretrained(folder / name)
     return folder / name
+
+
+def cached(folder: Path, name: str, cache: Path) -> Path:
+    """Put a pipeline where huggingface_hub keeps what it downloaded; returns its folder there."""
+    kept, commit = cache / f"models--{name.replace('/', '--')}", "0" * 40
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(commit)
+    return Path(shutil.copytree(folder, kept / "snapshots" / commit))

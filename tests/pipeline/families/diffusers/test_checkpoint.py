@@ -14,6 +14,7 @@ from pipeline.checkpoints.folder import ModelError
 from pipeline.families import diffusers
 from pipeline.families.diffusers import checkpoint
 from tests.pipeline.families.diffusers.conftest import Folders
+from tests.pipeline.families.diffusers.pipelines import cached
 
 MODELS = Path(__file__).parents[4] / "models"
 
@@ -60,6 +61,35 @@ def test_what_does_not_run_here_is_refused_with_its_reason(
 def test_a_missing_package_is_named(folders: Folders) -> None:
     with pytest.raises(ModelError, match="pip install torchao"):
         checkpoint.load(str(folders("flux")), precision="int8", device="cpu")
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_package_that_a_part_needs_is_named(folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("qwen_image"), tmp_path / "edit")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": "QwenImageEditPlusPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    shutil.copytree(folder / "tokenizer", folder / "processor")
+    pictures = {"image_processor_type": "Qwen2VLImageProcessor"}
+    (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(pictures))
+    with pytest.raises(ModelError, match=r"needs the package torchvision: .* in the release for torch 2\."):
+        checkpoint.load(str(folder), precision="fp32", device="cpu")
+
+
+def test_an_id_of_the_hub_is_read_from_its_cache(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network; the same model as its folder."""
+    kept = cached(folders("lumina2"), "tests/lumina", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert diffusers.find("tests/lumina") == kept
+    model = checkpoint.load("tests/lumina", precision="fp32", device="cpu")
+    assert model.digest == checkpoint.load(str(folders("lumina2")), precision="fp32", device="cpu").digest
+    with pytest.raises(ModelError, match="its cache does not hold it"):
+        diffusers.find("tests/another")
+    (kept / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="tests/lumina: does not load"):
+        checkpoint.load("tests/lumina", precision="fp32", device="cpu")
 
 
 def test_a_class_that_changes_shared_networks_is_refused(folders: Folders, tmp_path: Path) -> None:

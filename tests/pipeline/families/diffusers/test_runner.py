@@ -31,12 +31,12 @@ from tests.pipeline.families.diffusers.pipelines import BUILDERS
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 STEPS = 3
-_UNBINNED = ("pixart_sigma", "hunyuan_dit", "sana")  # their tables of resolutions have none as small
+UNBINNED = ("pixart_sigma", "hunyuan_dit", "sana")  # their tables of resolutions have none as small
 
 
 def parameters_of(runner: DiffusersRunner, name: str, seed: int = 7, **fields: Any) -> ImageParameters:
     side = runner.model.size_range.shortest
-    options = {"use_resolution_binning": False} if name in _UNBINNED else None
+    options = {"use_resolution_binning": False} if name in UNBINNED else None
     defaults = {"steps": STEPS, "guidance_scale": runner.model.defaults.guidance_scale, "pipeline_options": options}
     return ImageParameters("a red fox", seed, side, side, **{**defaults, **fields})
 

@@ -1,19 +1,31 @@
-"""A pipeline by diffusers' own loop beside a native family in one engine, with its card."""
+"""Pipelines by diffusers' own loop beside a native family in one engine, and over HTTP by folders and hub ids."""
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 import torch
+from PIL import Image
 
 from contract.card import read_card, to_data
 from contract.errors import Invalid
+from contract.image import ImageParameters
 from contract.image_request import ImageRequest
 from core.batching.request import Request
 from core.config import Settings
 from pipeline.checkpoints.folder import ModelError
+from tests.deployment.served import Served, wait_until
 from tests.pipeline.families.diffusers.conftest import Folders
+from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS, cached
+from tests.pipeline.families.diffusers.test_runner import UNBINNED, called, picture
 from workers.build import build
 from workers.cards import image_card
 
@@ -65,3 +77,88 @@ def test_settings_of_native_families_are_refused(folders: Folders, tmp_path: Pat
     ):
         with pytest.raises(ModelError, match=r"diffusers' own loop"):
             build(Settings(model=model, **base, **fields)).close()
+
+
+HUB_ID = "tests/flux-of-the-hub"
+SERVED = [*BUILDERS, *EDITORS, HUB_ID]
+MEGAPIXEL = ("flux_kontext",)  # reads an edit's source at a megapixel, whatever the result's size: minutes on a CPU
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def service(
+    request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """All pipelines that are tested, in one service without a network: one by an id of the hub, from its cache."""
+    root = tmp_path_factory.mktemp("served")
+    cached(folders("flux"), HUB_ID, root / "hub")
+    tested = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name in SERVED if name in tested and (name not in EDITORS or find_spec("torchvision"))]
+    models = ",".join(name if name == HUB_ID else str(folders(name)) for name in names)
+    service = Served(
+        root, "--models", models, "--precision", "fp32", model=None,
+        variables={"HF_HUB_CACHE": str(root / "hub"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    try:
+        service.ready()
+        wait_until(lambda: len(service.json("/v1/models")["data"]) == len(names), f"all models of {service!r}")
+        yield service
+    finally:
+        service.close()
+
+
+def drawn(answer: dict[str, Any]) -> Image.Image:
+    """The picture of an answer, which says by which loop it was drawn."""
+    with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+        image.load()
+        assert '"loop": "diffusers"' in image.text["fingerprint"]  # type: ignore[attr-defined]
+        return image
+
+
+def data_url(image: Image.Image) -> str:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", SERVED)
+def test_pipelines_are_served_over_http(name: str, service: Served, folders: Folders) -> None:
+    """Pictures and edits are diffusers' own, byte for byte, and a call is cancelled in its middle."""
+    if name in EDITORS and find_spec("torchvision") is None:
+        pytest.skip("needs torchvision")
+    folder, model = (folders("flux"), HUB_ID) if name == HUB_ID else (folders(name), name)
+    models = {entry["id"]: entry["diptych"] for entry in service.json("/v1/models")["data"]}
+    card = models[card_name := model.rpartition("/")[2]]
+    assert card["loop"] == "diffusers"
+    side = 64 if name == "flux2_klein" else card["size_range"]["shortest"]  # it refuses smaller sources
+    guidance = card["defaults"]["guidance_scale"]
+    parameters = ImageParameters("a red fox", 7, side, side, steps=STEPS, guidance_scale=guidance)
+    body = {"model": card_name, "prompt": "a red fox", "size": f"{side}x{side}", "steps": STEPS, "seed": 7}
+    if name in UNBINNED:
+        parameters = replace(parameters, pipeline_options={"use_resolution_binning": False})
+        body["pipeline_options"] = {"use_resolution_binning": False}
+    as_png = {"response_format": "b64_json", "output_format": "png"}
+    if "text" in card["sources"]:
+        image = drawn(service.json("/v1/images/generations", body | as_png))
+        assert image.tobytes() == called(folder, parameters).tobytes()
+    if "image" in card["sources"] and name not in MEGAPIXEL:
+        source = picture((side, side), 1)
+        strength = {"strength": 0.7} if "strength" in card["fields"] else {}
+        guided = {"guidance_scale": guidance} if "guidance_scale" in card["fields"] else {}  # classes' defaults differ
+        edit = body | {"images": [{"image_url": data_url(source)}]} | strength
+        base = diffusers.DiffusionPipeline.from_pretrained(str(folder), local_files_only=True)
+        try:
+            kind = type(diffusers.AutoPipelineForImage2Image.from_pipe(base))
+        except ValueError:  # diffusers has no table of the class
+            kind = type(base)
+        expected = called(folder, parameters, kind, image=source, **strength, **guided)
+        assert drawn(service.json("/v1/images/edits", edit | as_png)).tobytes() == expected.tobytes()
+        body = edit | {"type": "edit"}
+    job = service.json("/v1/jobs", {"type": "image", **body, "steps": 1000 if "steps" in card["fields"] else STEPS})
+    state = lambda: service.json(f"/v1/jobs/{job['id']}")  # noqa: E731
+    wait_until(lambda: (state().get("progress") or {}).get("steps_done", 0) >= 1, "a step")
+    assert service.json(f"/v1/jobs/{job['id']}/cancel", {})["status"] == "cancelled"
+    ended = state()
+    assert ended["status"] == "cancelled" and ended["progress"]["steps_done"] < ended["progress"]["steps"]
