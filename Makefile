@@ -1,8 +1,8 @@
 # The project's commands. `.venv` is created on first use, and again when its dependencies change.
 PYTHON ?= python3
-# One test process more than cores, at most 8 (each runs torch on one thread, and waits for child processes about half of
+# Two test processes more than cores, at most 8 (each runs torch on one thread, and waits for other processes about half of
 # the time).
-JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 7 && echo 8 || echo $$((n + 1)))
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 6 && echo 8 || echo $$((n + 2)))
 
 # The tests of a file share fixtures, so a file runs in one process. The slowest files start first (tests/costs.json).
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -48,7 +48,6 @@ def test_another_tensor_at_the_same_address_is_another() -> None:
         assert torch.equal(captured(x, weight)["whole"], blend(draw(seed), weight)["whole"])
 
 
-@pytest.mark.usefixtures("young")
 def test_a_tensor_is_held_until_another_has_taken_its_place() -> None:
     """Else another could come to be the same object to Python, at another time."""
     import gc
@@ -66,7 +65,6 @@ def test_a_tensor_is_held_until_another_has_taken_its_place() -> None:
     assert seen() is None
 
 
-@pytest.mark.usefixtures("young")
 def test_what_it_was_recorded_with_is_not_held() -> None:
     import gc
     import weakref

@@ -1,7 +1,7 @@
 """Quality of the embedded models' 8-bit and cached ways to draw, beside stored figures: `python -m tests.models.gate`.
 
 64 pictures, chosen by rule: the animals of Unicode, U+1F400 to U+1F43F, by their names. Each is drawn in fp32 and in
-another way from the same seed. Figures are of the first 24, which `make test` draws, and of all. `--write` stores them,
+another way from the same seed. Figures are of the first 12, which `make test` draws, and of all. `--write` stores them,
 after a change that is meant to change them.
 """
 
@@ -28,7 +28,7 @@ from tests.pipeline.worlds import Crank, Watching, levels
 ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).with_name("quality.json")
 NAMES = tuple(unicodedata.name(chr(code)).lower() for code in range(0x1F400, 0x1F440))
-FEW = 24  # pictures that `make test` draws
+FEW = 12  # pictures that `make test` draws
 SIDE = 128
 STEPS = {"emoji-xl": 10, "emoji-z": 8}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -372,7 +372,6 @@ def test_next_deadline_is_that_of_the_living() -> None:
     assert driven.scheduler.next_deadline() == math.inf
 
 
-@pytest.mark.usefixtures("young")
 def test_what_ended_is_let_go() -> None:
     """A far deadline, or an older neighbour that still runs, must not keep results in memory."""
     driven, _ = drive(slots=2, limit=2)

@@ -402,7 +402,6 @@ def test_rows_of_another_number_than_the_batch_are_refused(on: str, rows: int, i
 
 
 @BOTH
-@pytest.mark.usefixtures("young")
 def test_programs_do_not_keep_adapters(on: str) -> None:
     """Nor does a batch without any meet what is left of them."""
     small, x = one_layer(on=on), normal(0, 2, 3, 32)

@@ -31,7 +31,6 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
-@pytest.mark.usefixtures("young")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own modules
 @pytest.mark.parametrize("backend_name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_takes_over_while_pictures_are_drawn(

@@ -130,7 +130,6 @@ def test_an_error_that_is_no_file_s_is_raised_and_not_remembered() -> None:
     assert [cache.get("a", 0), cache.get("a", 0)] == [1, 1] and cache.reads == 2
 
 
-@pytest.mark.usefixtures("young")
 def test_nothing_is_kept_of_a_file_that_could_not_be_read() -> None:
     """Nor by the error that is remembered: a traceback holds all that its functions held."""
 

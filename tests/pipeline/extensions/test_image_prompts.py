@@ -267,7 +267,6 @@ def test_an_iteration_faster_than_its_denoiser_is_expected_to_be_counts(faster: 
     assert costs.curve(DEEP, size, False, "control")(2) > way.seconds / 2, "the curve recovers"
 
 
-@pytest.mark.usefixtures("young")
 def test_steps_of_others_go_on_while_an_evicted_adapter_is_read(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,6 @@ def test_a_known_prompt_survives_newcomers_in_its_own_batch(plain: ImageModel) -
     assert encoder.encode(["b", "c", "d", "a"])[3] is first
 
 
-@pytest.mark.usefixtures("young")
 def test_what_is_remembered_does_not_keep_its_batch_alive(plain: ImageModel) -> None:
     encoder = Encoder(CLIPPair(plain), capacity=1)
     found = encoder.encode([f"prompt {i}" for i in range(16)])
