@@ -72,7 +72,7 @@ def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
 
 def test_every_variable_is_a_setting() -> None:
     known = {f"DIPTYCH_{name.upper()}" for name in Settings.model_fields}
-    others = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT", "DIPTYCH_API_KEY"}  # of set-up and of clients
+    others = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT", "DIPTYCH_API_KEY", "DIPTYCH_URL"}  # of set-up and of clients
     for page in PAGES:
         assert set(re.findall(r"\bDIPTYCH_[A-Z_]+", page)) - others <= known
 
