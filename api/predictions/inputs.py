@@ -11,6 +11,7 @@ from typing import Any
 from api.errors import invalid_field
 from api.foreign import FieldNames, Places
 from contract import plan
+from contract.bounds import MAX_EXACT
 from contract.card import ImageCard
 from contract.field_names import SIDES
 from contract.image_request import ImageRequest
@@ -165,6 +166,7 @@ def components(card: ImageCard | None = None) -> dict[str, Any]:
         properties["scheduler"]["enum"] = [*card.schedulers]
         properties["scheduler"]["default"] = card.default_scheduler
         properties["num_inference_steps"] |= {"maximum": card.limits.max_steps, "default": card.defaults.steps}
+        properties["seed"]["maximum"] = min(card.limits.max_seed, MAX_EXACT)  # a number that clients can hold
         properties["guidance_scale"]["default"] = card.defaults.guidance_scale
         properties["width"]["default"] = properties["height"]["default"] = card.native
     for position, (name, schema) in enumerate(properties.items()):
