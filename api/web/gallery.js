@@ -153,7 +153,7 @@ export class Gallery {
     const { request } = await service.job(end.id); // with nothing left to defaults that may change
     for (const [k, image] of end.images.entries()) {
       if (image.error) {
-        tiles[k].fail(image.error.message);
+        tiles[k].fail(image.error.message, () => this.settle());
         continue;
       }
       const picture = {
