@@ -169,6 +169,9 @@ class Settings(BaseSettings):
         description="of a classifier's labels those that flag a picture, above these scores, such as nsfw:0.5; empty: "
         "those whose names say so, above 0.5",
     )
+    checker_s: float = Field(
+        default=60.0, gt=0, le=600, allow_inf_nan=False, description="how long the checker may take for a picture"
+    )
     image_metadata: bool = Field(
         default=True, description="prompt, parameters and fingerprint in each picture's file; off: none of them"
     )

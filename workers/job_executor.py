@@ -69,7 +69,14 @@ class JobExecutor:
             if work.dropped:
                 raise Aborted("the job was cancelled, handed back or claimed again")
             artifact_writer = self.artifact_writer()
-            result = handler.build_result(job, outputs, artifact_writer)
+            try:
+                result = handler.build_result(
+                    job, outputs, artifact_writer, lambda: work.dropped or self.engine.clock() >= deadline
+                )
+            except Aborted:
+                if work.dropped:
+                    raise
+                raise Expired("the deadline passed while its images were checked") from None
         if job.expand_prompt:
             result = expand.add_prompts(result, parameters)
         if job.cascade is not None and drafts:

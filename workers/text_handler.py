@@ -5,7 +5,7 @@ Imports no torch at module level, because the worker imports it before torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +116,9 @@ class TextJobHandler:
         return TextJobProgress(self, [request.max_tokens for request in requests], hidden=hidden)
 
     def build_result(
-        self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter
-    ) -> dict[str, Any]:
+        self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:  # fmt: skip
         prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
         choices = [
             {
