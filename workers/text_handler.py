@@ -104,6 +104,7 @@ class TextJobHandler:
                 json_schema=job.json_schema if grammar is None else None,
                 tool_grammar=grammar,
                 prompt_logprobs=job.scores_prompts,
+                continues=job.messages is None,
                 **values,
             )
             for prompt in prompts
