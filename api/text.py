@@ -93,7 +93,8 @@ async def _answer(
         source = stream_answers(service, job, answers, usage=text_request.fields.usage_wanted)
         return EventStream(source, lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=False)
-    return JSONResponse(answers.whole(ended.result or {}))
+    result = ended.result or {}
+    return await body.run_parser(caller.id, answers.size(result), lambda: JSONResponse(answers.whole(result)))
 
 
 async def _begun(service: Service, job: Job) -> Job | None:
