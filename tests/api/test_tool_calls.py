@@ -72,7 +72,8 @@ PARTS = st.lists(
     st.sampled_from([
         "<tool_call>", "</tool_call>", "<tool", "_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{",
         "}", "{}", '{"a": "}"}', "\n", " ", "text", '"', "\\", '{"arguments": {"a": 1}, "name": "g"}', '"x"', "null",
-        ";", "[", " " * 520, "x" * 520, '"arguments": "' + "y" * 600 + '"', '{"name": "f", "arguments": "' + "z" * 600 + '"}',
+        ";", "[", " " * 520, "x" * 520, '"arguments": "' + "y" * 600 + '"',
+        '{"name": "f", "arguments": "' + "z" * 600 + '"}',
     ]), max_size=12,
 )  # fmt: skip
 
