@@ -162,8 +162,9 @@ class TextJobHandler:
             if token not in self._control_ids:
                 entries[k].update(token_text.describe(self._tokenizer, token, first=True))
                 break
-        for entry in entries:
-            if entry["id"] in self._control_ids:  # it is in the model's text, but in none that is read
+        written = range(len(tokens) - len(self._ids(prompt)), len(tokens)) if isinstance(prompt, str) else range(0)
+        for k, entry in enumerate(entries):
+            if entry["id"] in self._control_ids and k not in written:  # it is in none of the text that is read
                 entry["control"] = True
         return {"text": echoed + text.text, "logprobs": entries}
 

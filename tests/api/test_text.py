@@ -516,6 +516,15 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, most: int, 
             assert all(offset >= len(text) for offset in found.text_offset[count:])
 
 
+def test_control_tokens_that_a_text_has_take_their_characters(client: openai.OpenAI) -> None:
+    text, model = "two<|end|> x", stage.small().name
+    (choice,) = client.completions.create(model=model, prompt=text, echo=True, logprobs=0, max_tokens=0).choices
+    found = choice.logprobs
+    assert choice.text == text and found is not None and found.tokens and found.text_offset
+    assert found.tokens[0] == "<|bos|>" and "<|end|>" in found.tokens
+    assert all(text[at:].startswith(name) for name, at in zip(found.tokens[1:], found.text_offset[1:], strict=True))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_large_answers_are_written_beside_the_event_loop(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
