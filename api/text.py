@@ -21,6 +21,7 @@ from api.job_follower import job_lost
 from api.rate_limits import enforce_rate_limit
 from api.service import Given, Service
 from api.submission import create, served
+from api.text_answers import response_size
 from api.text_stream import stream_answers
 from contract.card import TextCard
 from contract.responses import ResponseFields
@@ -94,7 +95,7 @@ async def _answer(
         return EventStream(source, lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=False)
     result = ended.result or {}
-    return await body.run_parser(caller.id, answers.size(result), lambda: JSONResponse(answers.whole(result)))
+    return await body.run_parser(caller.id, response_size(job, result), lambda: JSONResponse(answers.whole(result)))
 
 
 async def _begun(service: Service, job: Job) -> Job | None:

@@ -21,6 +21,12 @@ def event_bytes(content: dict[str, Any], name: str = "") -> bytes:
 _ENTRY_BYTES = 64  # of a log probability in a response, about
 
 
+def response_size(job: Job, result: dict[str, Any]) -> int:
+    """The number of bytes in the response of a job with this result, about."""
+    entry_bytes = _ENTRY_BYTES * (1 + (job.parameters.get("logprobs") or 0))
+    return sum(len(choice["text"]) + len(choice["logprobs"]) * entry_bytes for choice in result["choices"])
+
+
 class AnswerFormat:
     """The format shared by chats and completions. A `choice` is one answer of a job's result."""
 
@@ -41,11 +47,6 @@ class AnswerFormat:
         choices = [self._choice(index, choice) for index, choice in enumerate(result["choices"])]
         answer = {**self._head, "object": self.kind, "choices": choices, "usage": self.usage(result)}
         return {**answer, "warnings": self._warnings} if self._warnings else answer
-
-    def size(self, result: dict[str, Any]) -> int:
-        """The number of bytes in the response, about."""
-        entry_bytes = _ENTRY_BYTES * (1 + (self._request.logprobs or 0))
-        return sum(len(choice["text"]) + len(choice["logprobs"]) * entry_bytes for choice in result["choices"])
 
     def usage(self, result: dict[str, Any]) -> dict[str, Any]:
         """Token counts; a prompt is counted once, however many answers it has."""

@@ -16,7 +16,7 @@ from api.body import run_parser
 from api.errors import job_error
 from api.job_follower import not_followed
 from api.service import Service
-from api.text_answers import AnswerFormat
+from api.text_answers import AnswerFormat, response_size
 from core.jobs.record import Job, JobState
 
 S = TypeVar("S", str, list[dict[str, Any]])
@@ -40,7 +40,7 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
             yield answers.failure(job_error(ended).content)
         else:
             result = ended.result or {}
-            for chunk in await run_parser(job.owner, answers.size(result), lambda: sent.rest(result)):
+            for chunk in await run_parser(job.owner, response_size(job, result), lambda: sent.rest(result)):
                 yield chunk
     finally:
         if ended is None:
