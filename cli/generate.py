@@ -138,7 +138,7 @@ def _generate(options: argparse.Namespace) -> int:
             for prompt in prompts
             for k in range(options.count)
         )
-        return draw(runtime, jobs, len(prompts) * options.count, draft.steps, options.out, console)
+        return draw(runtime, jobs, len(prompts) * options.count, draft.made, options.out, console)
 
 
 def _complete(

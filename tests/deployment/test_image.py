@@ -189,7 +189,8 @@ sys.exit(cli.main(sys.argv[2:]))
 def test_each_worker_gets_all_settings_by_its_environment(tmp_path: Path) -> None:
     """And its own GPU and port of metrics; a command line, which all users of the machine see, says nothing."""
     settings = {
-        "DIPTYCH_REDIS_URL": "redis://:secret@127.0.0.1:1/0", "DIPTYCH_DRAIN_S": "0", "DIPTYCH_CACHE_DIR": str(tmp_path), "DIPTYCH_METRICS": "127.0.0.1:9100", "CUDA_VISIBLE_DEVICES": "3,5",
+        "DIPTYCH_REDIS_URL": "redis://:secret@127.0.0.1:1/0", "DIPTYCH_DRAIN_S": "0",
+        "DIPTYCH_CACHE_DIR": str(tmp_path), "DIPTYCH_METRICS": "127.0.0.1:9100", "CUDA_VISIBLE_DEVICES": "3,5",
     }  # fmt: skip
     folders = {f"--{name.replace('_', '-')}": name for name in FOLDERS}
     words = [word for flag, name in folders.items() for word in (flag, f"/weights/{name}")]
