@@ -130,6 +130,13 @@ def test_margins_are_drawn_and_the_source_is_kept(shell: Shell, assets: Path) ->
     assert np.array_equal(pixels[8:24], np.asarray(Image.open("wide.png")))
 
 
+def test_a_source_and_its_margins_are_drawn_in_their_own_size_where_it_is_offered(shell: Shell, assets: Path) -> None:
+    """As in the API, also where the size is in the model's range alone."""
+    made, pixels = drawn(shell, "--image", "source.png", "--outpaint", "0,0,8,0")
+    assert (made["width"], made["height"]) == (SIDE + 8, SIDE)
+    assert np.array_equal(pixels[:, :SIDE], np.asarray(Image.open("source.png")))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
