@@ -110,6 +110,13 @@ def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Pat
             checkpoint.load(str(folder), precision="fp32", device="cpu")
 
 
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_a_package_that_a_class_needs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "KolorsPipeline"}))
+    with pytest.raises(ModelError, match="a KolorsPipeline needs packages: pip install sentencepiece"):
+        checkpoint.load(str(tmp_path), precision="fp32", device="cpu")
+
+
 @pytest.mark.parametrize("entry", ["a part", "the pipeline", "by name of no pipeline"])
 def test_code_that_comes_with_a_folder_never_runs(entry: str, folders: Folders, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders("lumina2"), tmp_path / "model"))
