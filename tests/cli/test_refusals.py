@@ -42,7 +42,7 @@ from tests.cli.shell import Shell
         (["x", "--seed", "-1"], "--seed: must be between 0 and"),
         (["x", "--seed", "9" * 400], "--seed: must be between 0 and"),
         (
-            ["x", "--scheduler", "ddim"],
+            ["x", "--scheduler", "unipc"],
             "--scheduler: must be one of euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd",
         ),
         (["x", "--scheduler", "lcm", "--steps", "51"], "steps=51"),
