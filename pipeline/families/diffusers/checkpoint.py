@@ -172,8 +172,8 @@ def load(
     index = folders.read_json(folder / "model_index.json")
     kind = getattr(diffusers, index["_class_name"])
     # Where a package is missing diffusers has a stand-in for the class, which names those that it needs.
-    if missing := " ".join(name for name in getattr(kind, "_backends", ()) if find_spec(name) is None):
-        raise ModelError(f"{folder}/model_index.json: a {kind.__name__} needs packages: pip install {missing}")
+    if packages := " ".join(name for name in getattr(kind, "_backends", ()) if find_spec(name) is None):
+        raise ModelError(f"{folder}/model_index.json: a {kind.__name__} needs packages: pip install {packages}")
     if refusal := CallSignature(kind).refusal:
         raise ModelError(f"{folder}/model_index.json: is a {kind.__name__}, which {refusal}")
     where = torch.device(device)
