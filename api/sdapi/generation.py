@@ -12,15 +12,15 @@ import anyio
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from api import images, inline_images, schemas, submission
+from api import images, inline_images, picture_body, schemas, submission
 from api.access import Caller
 from api.errors import job_error
 from api.inline_images import Inline
+from api.picture_body import PictureBody
 from api.presentation import results, shown, warnings
 from api.rate_limits import enforce_rate_limit
-from api.sdapi import infotext, picture_body, requests
+from api.sdapi import infotext, requests
 from api.sdapi.options import chosen_model, find_model
-from api.sdapi.picture_body import PictureBody
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.routing import By, new_router
 from api.sdapi.translation import Translation, options_of, stored_options, translate
