@@ -366,9 +366,7 @@ def test_events_are_bounded(host: Host, stream: bytes, monkeypatch: pytest.Monke
         list(client_of(host, server.url).events("1", ""))
 
 
-@pytest.mark.parametrize(
-    "answer", [{}, {"status": "succeeded"}, {**JOB, "images": 5}, {**JOB, "images": [{}]}]
-)
+@pytest.mark.parametrize("answer", [{}, {"status": "succeeded"}, {**JOB, "images": 5}, {**JOB, "images": [{}]}])
 def test_a_job_of_another_form_is_an_error(host: Host, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> None:
     monkeypatch.setattr(host.part("drawing"), "RETRY_S", 0.01)
     stream = f"event: {answer.get('status')}\ndata: {json.dumps(answer)}\n\n".encode()
@@ -403,7 +401,11 @@ def picture(form: str) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("file", [bomb(), b"", b"<html>", picture("PNG")[:60], picture("GIF"), picture("TIFF")])
+@pytest.mark.parametrize(
+    "file",
+    [bomb(), b"", b"<html>", picture("PNG")[:60], picture("GIF"), picture("TIFF")],
+    ids=["bomb", "empty", "page", "cut off", "GIF", "TIFF"],
+)
 def test_pictures_that_cannot_be_read_are_an_error(host: Host, file: bytes) -> None:
     with pytest.raises(host.error, match="cannot be read"):
         host.part("pictures").as_image([file])
