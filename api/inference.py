@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from tempfile import SpooledTemporaryFile
-from typing import IO, Any
+from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, images, inline_images, picture_urls, schemas, stored_bytes, submission, uploads
+from api import images, inline_images, picture_body, schemas, stored_bytes, submission, uploads
 from api.access import By, Caller
 from api.errors import ApiError, invalid_field
 from api.foreign import FieldNames, Places, error_route, errors_at
@@ -29,12 +29,11 @@ from contract.field_names import SIDES
 from contract.image_request import EditRequest, ImageRequest
 from contract.strict import StrictModel
 
-_MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # an image in base64, and the rest
-_SPOOLED = 64 * 1024  # bytes in memory
-_COPIES = 3  # of a body while it is parsed: as a whole, its image as text and as bytes
-_BEGINNING = 200  # characters of `inputs` that tell a picture from a prompt
+_MOST_CHARACTERS = uploads.MAX_BYTES * 4 // 3  # of an image in base64
 _MOST_PARAMETERS = 100
-_PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
+_PICTURE = re.compile(
+    r"\s*(?:iVBORw0KGgo|[/_]9j[/_]|UklGR).{90}", re.DOTALL
+)  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
 _JSON = "application/json"
 _NAMES = FieldNames(
@@ -54,7 +53,7 @@ class InferenceBody(StrictModel):
     model_config = ConfigDict(title="InferenceRequest")
 
     inputs: str = Field(
-        max_length=_MOST_BYTES, description="the prompt; or a picture in base64, with parameters.prompt"
+        max_length=_MOST_CHARACTERS, description="the prompt; or a picture in base64, with parameters.prompt"
     )
     parameters: dict[str, Any] | None = Field(
         default=None,
@@ -152,71 +151,35 @@ async def _request(
     request: Request, service: Service, tenant: str, places: Places
 ) -> AsyncIterator[tuple[dict[str, Any], list[str], PictureSource | None]]:
     """Our fields, the warnings of unknown ones, and the source image, if there is one, which can be read as long as the
-    context is open. `places` gets where the fields are.
-
-    A body of more than 1 MiB and its image are on disk, and in memory only in the tenant's turn. Raises `ApiError`.
+    context is open. `places` gets where the fields are. Raises `ApiError`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
         raise _no_prompt()
-    with SpooledTemporaryFile(_SPOOLED) as raw, SpooledTemporaryFile(_SPOOLED) as picture:
-        size = await body.spool(request, tenant, raw, _MOST_BYTES)
-
-        def parse() -> tuple[dict[str, Any], list[str], int | None]:
-            """The fields, the warnings, and the length of the image."""
-            rest, inputs = raw.read(), b""
-            if size > body.MAX_BYTES:
-                rest, inputs = _cut(rest)
-            inference = schemas.read(InferenceBody, body.parse(rest), ignore_unknown=service.ignore_unknown)
-            fields, ignored, image = _split(inference, request, places, ignore_unknown=service.ignore_unknown)
-            if image is None and inputs:
-                raise invalid_field("inputs", "is too long")
-            if inputs and not inputs.startswith((image or "").encode()):
-                raise body.too_large()
-            return fields, ignored, None if image is None else _decode(inputs or image.encode(), picture)
-
-        def read() -> bytes:
-            picture.seek(0)
-            return picture.read()
-
-        if size > body.MAX_BYTES:
-            fields, ignored, length = await service.pictures.run(tenant, _COPIES * size, parse)
-        else:  # a prompt, or a small picture: as in other JSON
-            fields, ignored, length = await body.run_parser(tenant, size, parse)
-        # The client has no masks: what is transparent in its picture is none.
-        yield fields, ignored, None if length is None else PictureSource("inputs", length, read, alpha=False)
-
-
-def _cut(raw: bytes) -> tuple[bytes, bytes]:
-    """A large body with the beginning of its `inputs` only, and all of these. No call takes long: each holds the GIL.
-
-    Raises `ApiError` (413) for a body that is large otherwise.
-    """
-    key = raw.find(b'"inputs"')
-    start = raw.find(b'"', key + 8) + 1
-    end = raw.find(b'"', start)
-    if key < 0 or start < 1 or end < 0 or raw[key + 8 : start - 1].strip() != b":":
-        raise body.too_large()
-    inputs = raw[start:end]
-    for escape, character in ((b"\\/", b"/"), (b"\\n", b""), (b"\\r", b"")):  # as encoders write base64
-        inputs = inputs.replace(escape, character)
-    rest = raw[:start] + inputs[:_BEGINNING] + raw[end:]
-    if len(rest) > body.MAX_BYTES or inputs.find(b"\\", 0, _BEGINNING) >= 0:
-        raise body.too_large()
-    return rest, inputs
-
-
-def _decode(inputs: bytes, file: IO[bytes]) -> int:
-    """Write the bytes of a base64 text, piece by piece; return their number. Raises `ApiError` (400)."""
-    message = "must be an image in base64, since there is a parameters.prompt"
-    return sum(map(file.write, picture_urls.decoded("inputs", message, inputs)))
+    async with picture_body.read(request, tenant, "inputs") as (values, pictures):
+        source = None
+        if isinstance(inputs := values.get("inputs"), dict):  # kept apart for its size
+            source, values["inputs"] = pictures.source("inputs", inputs), ""
+        inference = schemas.read(InferenceBody, values, ignore_unknown=service.ignore_unknown)
+        fields, ignored = _split(inference, request, places, ignore_unknown=service.ignore_unknown)
+        is_picture = source is not None or _PICTURE.match(inference.inputs) is not None
+        if "prompt" not in fields:
+            if is_picture:
+                raise _no_prompt()
+            yield {"prompt": inference.inputs, **fields}, ignored, None
+        elif not is_picture:
+            words = "must be a PNG, JPEG or WebP image in base64, since there is a parameters.prompt"
+            raise invalid_field("inputs", words)
+        else:  # the client has no masks: what is transparent in its picture is none
+            source = source or pictures.source("inputs", inference.inputs)
+            yield fields, ignored, replace(source, alpha=False)
 
 
 def _split(
     inference: InferenceBody, request: Request, places: Places, *, ignore_unknown: bool
-) -> tuple[dict[str, Any], list[str], str | None]:
-    """Our fields, the warnings of unknown ones, and the source image in base64; None: there is none. The format of the
-    `Accept` header is the default. Raises `ApiError` (400).
+) -> tuple[dict[str, Any], list[str]]:
+    """Our fields of the parameters, and the warnings of unknown ones. The format of the `Accept` header is the default.
+    Raises `ApiError` (400).
     """
     parameters = {name: value for name, value in (inference.parameters or {}).items() if value is not None}
     accepted = _FORMATS.get(request.headers.get("accept", "").strip().lower())
@@ -228,11 +191,8 @@ def _split(
     fields, given, ignored = _NAMES.read(
         {**(target or {}), **parameters}, ignore_unknown=ignore_unknown, ignored=inference.warnings
     )
-    edited = "prompt" in fields
-    places |= given | {"prompt": "parameters.prompt" if edited else "inputs"}
-    if not edited and len(inference.inputs) > 100 and _PICTURE.match(inference.inputs):
-        raise _no_prompt()
-    return {"prompt": inference.inputs, **fields}, ignored, inference.inputs if edited else None
+    places |= given | {"prompt": "parameters.prompt" if "prompt" in fields else "inputs"}
+    return fields, ignored
 
 
 def _no_prompt() -> ApiError:

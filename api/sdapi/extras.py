@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
-from api import schemas
+from api import picture_body, schemas
 from api.errors import ApiError, invalid_field
 from api.picture_walk import MAX_PIXELS, MAX_SIDE
 from api.rate_limits import enforce_rate_limit
-from api.sdapi import picture_body, requests
+from api.sdapi import requests
 from api.sdapi.requests import ExtraSingleImage, PngInfoBody
 from api.sdapi.routing import By, new_router
 from api.service import Given

@@ -12,18 +12,19 @@ import anyio
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from api import images, inline_images, schemas, submission
+from api import images, inline_images, picture_body, schemas, submission
 from api.access import Caller
 from api.errors import job_error
+from api.foreign import errors_at
 from api.inline_images import Inline
+from api.picture_body import PictureBody
 from api.presentation import results, shown, warnings
 from api.rate_limits import enforce_rate_limit
-from api.sdapi import infotext, picture_body, requests
+from api.sdapi import infotext, requests
 from api.sdapi.options import chosen_model, find_model
-from api.sdapi.picture_body import PictureBody
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.routing import By, new_router
-from api.sdapi.translation import Translation, options_of, stored_options, translate
+from api.sdapi.translation import PLACES, Translation, options_of, stored_options, translate
 from api.service import Given, Service
 from contract.image import ImageJob, ImageParameters
 from contract.image_request import EditRequest, ImageRequest
@@ -76,7 +77,9 @@ async def _generate(request: Request, service: Service, caller: Caller, kind: ty
     await enforce_rate_limit(request, service, caller)
     async with picture_body.read(request, caller.id) as (fields, pictures):
         body = requests.parse(kind, fields)
-        job, translation = await _submit(request, service, caller, body, pictures)
+        places = PLACES | ({"scheduler": "sampler_index"} if body.sampler_index and not body.sampler_name else {})
+        with errors_at(places):
+            job, translation = await _submit(request, service, caller, body, pictures)
         translation.warnings += requests.unread(kind, fields)
     async with _open(service, caller, job, body.force_task_id):
         ended = await images.wait(service, job, request, service.follower.end(job), stays=False)
@@ -85,7 +88,8 @@ async def _generate(request: Request, service: Service, caller: Caller, kind: ty
     if ended.state is JobState.CANCELLED:
         translation.warnings.append("the request was interrupted")
     elif ended.state is not JobState.SUCCEEDED:
-        raise job_error(ended)
+        with errors_at(places):
+            raise job_error(ended)
     drawn = [] if body.send_images is False else filter(shown, results(ended))
     document = {
         "images": [Inline(image["key"], image.get("size_bytes")) for image in drawn],

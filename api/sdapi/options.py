@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from api import body, schemas, submission
 from api.errors import invalid_field
+from api.foreign import errors_at
 from api.rate_limits import enforce_rate_limit
 from api.sdapi import names, requests
 from api.sdapi.requests import OptionsBody
@@ -53,7 +54,8 @@ async def set_options(request: Request, service: Given, caller: By) -> Response:
     await enforce_rate_limit(request, service, caller)
     given = requests.parse(OptionsBody, await body.read(request, caller.id)).given
     if given.get("sd_model_checkpoint"):
-        card = await chosen_model(service, given["sd_model_checkpoint"], required=True)
+        with errors_at({"model": "sd_model_checkpoint"}):
+            card = await chosen_model(service, given["sd_model_checkpoint"], required=True)
         given["sd_model_checkpoint"] = card.name
     if given:
         await service.call(service.sdapi.set_options, caller.id, given)

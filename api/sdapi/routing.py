@@ -14,20 +14,9 @@ from pydantic import BaseModel, Field
 
 from api.access import Caller, authenticate
 from api.errors import ApiError
-from api.foreign import error_route, place
+from api.foreign import error_route
 
 _BASIC = HTTPBasic(auto_error=False, description="An API key as the password, with any user; Bearer works too.")
-_UNIT = "alwayson_scripts.controlnet"
-PLACES = {
-    "model": "override_settings.sd_model_checkpoint", "size": "width", "guidance_scale": "cfg_scale",
-    "scheduler": "sampler_name", "schedule_type": "scheduler", "n": "batch_size",
-    "strength": "denoising_strength", "lora": "prompt", "upscale": "hr_upscaler", "upscale.model": "hr_upscaler",
-    "upscale.scale": "hr_scale", "refiner.model": "refiner_checkpoint", "refiner.from": "refiner_switch_at",
-    "refiner": "refiner_checkpoint", "clip_skip": "override_settings.CLIP_stop_at_last_layers",
-    "vae": "override_settings.sd_vae", "output_format": "override_settings.samples_format",
-    **dict.fromkeys(("control", "image_prompts", "control_image", "image_prompt"), _UNIT),
-}  # fmt: skip
-"""Where a client finds a field of the service, where it has another name."""
 
 
 class FieldError(BaseModel):
@@ -51,7 +40,7 @@ def error_response(error: ApiError) -> JSONResponse:
     """The response for an error: 422 with a list, as FastAPI has it, for a field of the body; else one message."""
     content: dict[str, Any]
     if error.status == 400 and error.param is not None:
-        location = ["body", *(place(error.param, PLACES) or error.param).split(".")]
+        location = ["body", *error.param.split(".")]
         content = {
             "detail": [{"loc": location, "msg": error.detail or str(error), "type": error.code or "value_error"}]
         }

@@ -32,6 +32,18 @@ _NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
 _FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 _NONE = ("", "none", "automatic")
 
+_UNIT = "alwayson_scripts.controlnet"
+PLACES = {
+    "model": "override_settings.sd_model_checkpoint", "size": "width", "guidance_scale": "cfg_scale",
+    "scheduler": "sampler_name", "schedule_type": "scheduler", "n": "batch_size",
+    "strength": "denoising_strength", "lora": "prompt", "upscale": "hr_upscaler", "upscale.model": "hr_upscaler",
+    "upscale.scale": "hr_scale", "refiner.model": "refiner_checkpoint", "refiner.from": "refiner_switch_at",
+    "refiner": "refiner_checkpoint", "clip_skip": "override_settings.CLIP_stop_at_last_layers",
+    "vae": "override_settings.sd_vae", "output_format": "override_settings.samples_format",
+    **dict.fromkeys(("control", "image_prompts", "control_image", "image_prompt"), _UNIT),
+}  # fmt: skip
+"""Where a client finds a field of the service, where it has another name."""
+
 
 @dataclass
 class Translation:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import io
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +19,9 @@ from typing import Any, TypeVar
 
 import comfy.model_management
 import comfy.utils
-from PIL import Image
 
-from .service import Client, DiptychError, Event, ServiceError, Unreachable
+from . import pictures
+from .service import Busy, Client, DiptychError, Event, ServiceError, Unreachable
 
 T = TypeVar("T")
 
@@ -41,24 +39,26 @@ log = logging.getLogger("diptych")
 
 @dataclass(frozen=True)
 class Drawn:
-    """The job object of a job that succeeded, and the files of those pictures that the service did not refuse."""
+    """The job object of a job that succeeded, and the files of those of its pictures that the service shows."""
 
     job: dict[str, Any]
     files: list[bytes]
 
     @property
-    def seeds(self) -> list[int]:
-        """The seed of each file."""
-        return [image["seed"] for image in self.job["images"] if not image.get("error")]
+    def images(self) -> list[dict[str, Any]]:
+        """What the service says of the files."""
+        return [image for image in self.job["images"] if _is_shown(image)]
 
     @property
     def warnings(self) -> list[str]:
         """What the service says of the pictures, each sentence once."""
-        return list(dict.fromkeys(text for image in self.job["images"] for text in image["warnings"]))
+        refused = len(self.job["images"]) - len(self.images)
+        said = [f"{refused} of the images are refused by the service's checker of contents"] if refused else []
+        return list(dict.fromkeys([*said, *(text for image in self.job["images"] for text in image["warnings"])]))
 
 
 async def draw(
-    client: Client, request: Mapping[str, Any], pictures: Sequence[bytes], place: Callable[[list[str]], dict[str, Any]],
+    client: Client, request: Mapping[str, Any], pngs: Sequence[bytes], place: Callable[[list[str]], dict[str, Any]],
     timeout_s: float,
 ) -> Drawn:  # fmt: skip
     """Draw a request within `timeout_s`. `place` returns the fields that name its pictures, given the ids of their
@@ -67,24 +67,26 @@ async def draw(
     Raises `DiptychError`, and what ComfyUI raises when it is stopped; the job is cancelled then.
     """
     try:
-        return await asyncio.wait_for(_draw(client, request, pictures, place), timeout_s + GRACE_S)
+        return await asyncio.wait_for(_draw(client, request, pngs, place), timeout_s + GRACE_S)
     except asyncio.TimeoutError:  # noqa: UP041 (another error before Python 3.11)
         raise DiptychError(f"timeout_s: nothing was drawn within {timeout_s:g} s; the job is cancelled") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DiptychError(f"{client.service.name!r} answers otherwise than Diptych does: {error!r}") from error
     finally:
         client.close()
 
 
 async def _draw(
-    client: Client, request: Mapping[str, Any], pictures: Sequence[bytes], place: Callable[[list[str]], dict[str, Any]]
+    client: Client, request: Mapping[str, Any], pngs: Sequence[bytes], place: Callable[[list[str]], dict[str, Any]]
 ) -> Drawn:
     ids: list[str] = []
     try:
-        for picture in pictures:
-            ids.append(await _watched(partial(client.upload, picture)))
+        for png in pngs:
+            ids.append(await _watched(partial(client.upload, png)))
         return await _run(client, {**request, **place(ids)})
     finally:
         # The job has copies. What is not deleted here the service deletes later.
-        remover = Client(client.service, CANCEL_S)
+        remover = Client(client.service, CANCEL_S, total_s=CALL_S)
         for id in ids:
             _on_thread(partial(remover.json, "DELETE", f"/v1/files/{id}"))
 
@@ -93,13 +95,17 @@ async def _run(client: Client, request: Mapping[str, Any]) -> Drawn:
     id = f"comfyui-{uuid.uuid4().hex}"  # chosen here: a job whose creation is not answered can be cancelled
     created = _on_thread(partial(client.json, "PUT", f"/v1/jobs/{id}", request))
     try:
-        await _watch(created)
+        while True:
+            try:
+                await _watch(created)
+                break
+            except Busy as busy:
+                log.warning("Diptych: %s; asking again in %g s", busy, busy.retry_s)
+                await _pause(busy.retry_s)
+                created = _on_thread(partial(client.json, "PUT", f"/v1/jobs/{id}", request))
         job = await _follow(client, id)
-        files = [
-            await _watched(partial(client.content, f"/v1/jobs/{id}/images/{k}"))
-            for k, image in enumerate(job["images"])
-            if not image.get("error")
-        ]
+        shown = [k for k, image in enumerate(job["images"][: request["n"]]) if _is_shown(image)]
+        files = [await _watched(partial(client.content, f"/v1/jobs/{id}/images/{k}")) for k in shown]
     except BaseException as error:
         if not isinstance(error, ServiceError):
             # A thread: a loop that ends cancels this coroutine more than once.
@@ -110,12 +116,17 @@ async def _run(client: Client, request: Mapping[str, Any]) -> Drawn:
     return Drawn(job, [file for file in files if file is not None])
 
 
+def _is_shown(image: Mapping[str, Any]) -> bool:
+    """Whether an image of a job object has a file: the service's checker of contents did not refuse it."""
+    return image["url"] is not None
+
+
 def _cancel(client: Client, id: str, created: concurrent.futures.Future[Any]) -> None:
     """Cancel a job, also one that is being created. One that has ended stays as it is. Blocks."""
     concurrent.futures.wait([created], CANCEL_S)
     client.close()
     try:
-        Client(client.service, CANCEL_S).json("POST", f"/v1/jobs/{id}/cancel")
+        Client(client.service, CANCEL_S, total_s=CALL_S).json("POST", f"/v1/jobs/{id}/cancel")
     except Unreachable:
         log.warning("Diptych: job %s could not be cancelled, and may run until its deadline", id)
     except DiptychError:  # it was never created
@@ -154,7 +165,7 @@ async def _follow(client: Client, id: str) -> dict[str, Any]:
         else:
             if job["status"] in _ENDS:
                 return _succeeded(job)
-        await _watched(partial(time.sleep, RETRY_S))
+        await _pause(RETRY_S)
 
 
 def _succeeded(job: dict[str, Any]) -> dict[str, Any]:
@@ -177,11 +188,19 @@ class Progress:
         preview = None
         if event.data.get("previews"):
             path = f"/v1/jobs/{self._id}/preview?image={int(event.data['previews'][0])}"
-            with contextlib.suppress(DiptychError, OSError):  # the next one may come
+            with contextlib.suppress(DiptychError):  # the next one may come
                 file = await _watched(partial(self._client.content, path), CANCEL_S)
-                picture = None if file is None else Image.open(io.BytesIO(file)).convert("RGB")
-                preview = None if picture is None else ("JPEG", picture, PREVIEW_SIDE)
+                preview = None if file is None else ("JPEG", pictures.read(file), PREVIEW_SIDE)
         self._bar.update_absolute(event.data["steps_done"], event.data["steps"], preview)
+
+
+async def _pause(seconds: float) -> None:
+    """Wait. Raises what ComfyUI raises when it is stopped."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while (left := until - loop.time()) > 0:
+        await asyncio.sleep(min(POLL_S, left))
+        comfy.model_management.throw_exception_if_processing_interrupted()
 
 
 async def _watched(call: Callable[[], T], timeout_s: float | None = CALL_S) -> T:

@@ -16,10 +16,11 @@ from .service import DEFAULT, Catalogue, Client, DiptychError, find, services
 Inputs = dict[str, dict[str, Any]]
 
 NONE = "none"
+_LISTED = "of those that the service's models list"
 MAX_SEED = 2**64 - 1  # ComfyUI's
 _SERVICE_SEEDS = 2**63
 # `options` holds what has no input of its own, and nothing that would send the results elsewhere.
-_NO_OPTIONS = {"webhook_url", "type", "stream", "images", "mask", "control", "image_prompts"}
+_NO_OPTIONS = {"webhook_url", "type", "stream", "images", "mask", "strength", "soft_mask", "control", "image_prompts"}
 
 log = logging.getLogger("diptych")
 catalogue = Catalogue()
@@ -34,6 +35,9 @@ class PictureEntry:
     png: bytes
 
 
+Entries = tuple[PictureEntry, ...]
+
+
 def _share(default: float, tooltip: str, most: float = 1.0) -> tuple[str, dict[str, Any]]:
     return "FLOAT", {"default": default, "min": 0.0, "max": most, "step": 0.01, "tooltip": tooltip}
 
@@ -41,6 +45,27 @@ def _share(default: float, tooltip: str, most: float = 1.0) -> tuple[str, dict[s
 def _choice(first: str, names: list[str], tooltip: str) -> tuple[list[str], dict[str, Any]]:
     """A choice; the answer of a workflow that names another is the service's."""
     return [first, *(name for name in names if name != first)], {"tooltip": tooltip}
+
+
+def _picture_inputs(tooltip: str, **choices: Any) -> dict[str, Any]:
+    """The inputs of a node that makes a `PictureEntry`: these choices, and a strength with this tooltip."""
+    return {
+        "image": ("IMAGE",),
+        **choices,
+        "strength": _share(1.0, tooltip, most=10.0),
+        "start": _share(0.0, "the share of the steps before which it does not act"),
+        "end": _share(1.0, "the share of the steps after which it ends"),
+    }
+
+
+def _with_entry(
+    entries: Entries, field: Literal["control", "image_prompts"], image: torch.Tensor, model: str, **values: Any
+) -> tuple[Entries]:
+    """The entries with one more, unless its model is none."""
+    if model == NONE:
+        return (entries,)
+    png = pictures.as_png(f"{field}.image", image)
+    return ((*entries, PictureEntry(field, {"model": model, **values}, png)),)
 
 
 class Lora:
@@ -57,7 +82,7 @@ class Lora:
         scale = {"default": 1.0, "min": -100.0, "max": 100.0, "step": 0.05}
         return {
             "required": {
-                "lora": _choice(NONE, catalogue.names("loras"), "of those that the service's models list"),
+                "lora": _choice(NONE, catalogue.names("loras"), _LISTED),
                 "strength": ("FLOAT", scale),
             },
             "optional": {"loras": ("DIPTYCH_LORAS", {"tooltip": "further LoRAs"})},
@@ -83,17 +108,15 @@ class Control:
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802
-        preprocessors = catalogue.names("preprocessors")
         mode = {"default": -1, "min": -1, "max": 100, "tooltip": "of a ControlNet-Union; -1: of no such network"}
         return {
-            "required": {
-                "image": ("IMAGE",),
-                "control": _choice(NONE, catalogue.names("controls"), "of those that the service's models list"),
-                "preprocessor": _choice(NONE, preprocessors, "what the service makes of the picture first"),
-                "strength": _share(1.0, "factor of what the network adds", most=10.0),
-                "start": _share(0.0, "the share of the steps before which it does not act"),
-                "end": _share(1.0, "the share of the steps after which it ends"),
-            },
+            "required": _picture_inputs(
+                "factor of what the network adds",
+                control=_choice(NONE, catalogue.names("controls"), _LISTED),
+                preprocessor=_choice(
+                    NONE, catalogue.names("preprocessors"), "what the service makes of the picture first"
+                ),
+            ),
             "optional": {"mode": ("INT", mode), "controls": ("DIPTYCH_CONTROLS", {"tooltip": "further controls"})},
         }
 
@@ -102,16 +125,13 @@ class Control:
         return True
 
     def add(
-        self, image: torch.Tensor, control: str, preprocessor: str, strength: float, start: float, end: float,
-        mode: int = -1, controls: tuple[PictureEntry, ...] = (),
-    ) -> tuple[tuple[PictureEntry, ...]]:  # fmt: skip
+        self, image: torch.Tensor, control: str, preprocessor: str, mode: int = -1, controls: Entries = (),
+        **shares: float,
+    ) -> tuple[Entries]:  # fmt: skip
         """The controls with this one."""
-        if control == NONE:
-            return (controls,)
-        values: dict[str, Any] = {"model": control, "strength": strength, "start": start, "end": end}
-        values |= {} if preprocessor == NONE else {"preprocessor": preprocessor}
-        values |= {} if mode < 0 else {"mode": mode}
-        return ((*controls, PictureEntry("control", values, pictures.as_png("control.image", image))),)
+        further: dict[str, Any] = {} if preprocessor == NONE else {"preprocessor": preprocessor}
+        further |= {} if mode < 0 else {"mode": mode}
+        return _with_entry(controls, "control", image, control, **shares, **further)
 
 
 class ImagePrompt:
@@ -126,13 +146,10 @@ class ImagePrompt:
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802
         return {
-            "required": {
-                "image": ("IMAGE",),
-                "adapter": _choice(NONE, catalogue.names("image_prompts"), "of those that the service's models list"),
-                "strength": _share(1.0, "factor of what attention to the picture gives", most=10.0),
-                "start": _share(0.0, "the share of the steps before which it does not act"),
-                "end": _share(1.0, "the share of the steps after which it ends"),
-            },
+            "required": _picture_inputs(
+                "factor of what attention to the picture gives",
+                adapter=_choice(NONE, catalogue.names("image_prompts"), _LISTED),
+            ),
             "optional": {"image_prompts": ("DIPTYCH_IMAGE_PROMPTS", {"tooltip": "further image prompts"})},
         }
 
@@ -140,16 +157,9 @@ class ImagePrompt:
     def VALIDATE_INPUTS(cls, adapter: str) -> bool:  # noqa: N802
         return True
 
-    def add(
-        self, image: torch.Tensor, adapter: str, strength: float, start: float, end: float,
-        image_prompts: tuple[PictureEntry, ...] = (),
-    ) -> tuple[tuple[PictureEntry, ...]]:  # fmt: skip
+    def add(self, image: torch.Tensor, adapter: str, image_prompts: Entries = (), **shares: float) -> tuple[Entries]:
         """The image prompts with this one."""
-        if adapter == NONE:
-            return (image_prompts,)
-        values = {"model": adapter, "strength": strength, "start": start, "end": end}
-        png = pictures.as_png("image_prompts.image", image)
-        return ((*image_prompts, PictureEntry("image_prompts", values, png)),)
+        return _with_entry(image_prompts, "image_prompts", image, adapter, **shares)
 
 
 class Sampler:
@@ -211,28 +221,25 @@ class Sampler:
 
     @classmethod
     def VALIDATE_INPUTS(  # noqa: N802
-        cls, service: str, model: str, sampler: str, plan: str
+        cls, service: str | None, model: str, sampler: str, plan: str
     ) -> bool | str:
-        """Take names that are not listed: the lists hold what the services had when they were last asked."""
+        """Take names that are not listed: the lists hold what the services had when they were last asked. A service
+        that another node outputs, None here, is looked up when this one runs.
+        """
         try:
-            known = services()
+            _ = services() if service is None else find(service)
         except DiptychError as error:
             return str(error)
-        return service in known or f"{service!r} is not configured on this machine, which knows {', '.join(known)}"
+        return True
 
     async def draw(
-        self, service: str, width: int, height: int, n: int, timeout_s: int, image: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None, strength: float = 0.8, soft_mask: bool = False,
-        controls: tuple[PictureEntry, ...] = (), image_prompts: tuple[PictureEntry, ...] = (), node: str = "",
-        **fields: Any,
+        self, service: str, timeout_s: int, image: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+        strength: float = 0.8, soft_mask: bool = False, controls: Entries = (), image_prompts: Entries = (),
+        node: str = "", **fields: Any,
     ) -> tuple[torch.Tensor, str]:  # fmt: skip
         """The images, and JSON of what they are. Raises `DiptychError`, and what ComfyUI raises when it is stopped."""
         client = Client(find(service))
-        request = request_of(n=n, deadline_s=timeout_s, **fields)
-        if (width > 0) != (height > 0):
-            raise DiptychError("width, height: must both be given, or both be 0")
-        if width:
-            request["size"] = f"{width}x{height}"
+        request = request_of(deadline_s=timeout_s, **fields)
         entries, pngs = [*controls, *image_prompts], []
         if image is not None:
             request |= {"type": "edit", "strength": strength}
@@ -250,14 +257,15 @@ class Sampler:
         _show_text(node, "\n".join(drawn.warnings))
         info = {
             "service": service, "job_id": drawn.job["id"], "model": drawn.job["model"],
-            "seeds": drawn.seeds, "warnings": drawn.warnings, "request": request,
+            "seeds": [image["seed"] for image in drawn.images], "warnings": drawn.warnings, "request": request,
         }  # fmt: skip
         return pictures.as_image(drawn.files), json.dumps(info, ensure_ascii=False)
 
 
 def request_of(
-    *, model: str, prompt: str, negative_prompt: str, seed: int, steps: int, guidance: float, sampler: str, plan: str,
-    deepcache: str, n: int, preview_every: int, deadline_s: int, loras: tuple[str, ...] = (), options: str = "",
+    *, model: str, prompt: str, negative_prompt: str, width: int, height: int, seed: int, steps: int, guidance: float,
+    sampler: str, plan: str, deepcache: str, n: int, preview_every: int, deadline_s: int, loras: tuple[str, ...] = (),
+    options: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of a job, without what is left to the service. Raises `DiptychError` with the field's name."""
     given = {
@@ -266,6 +274,9 @@ def request_of(
     }  # fmt: skip
     chosen = {"model": model, "scheduler": sampler, "plan": plan, "deepcache": deepcache}
     given |= {name: value for name, value in chosen.items() if value != DEFAULT}
+    if (width > 0) != (height > 0):
+        raise DiptychError("width, height: must both be given, or both be 0")
+    given |= {"size": f"{width}x{height}"} if width else {}
     given |= {"negative_prompt": negative_prompt} if negative_prompt else {}
     given |= {"steps": steps} if steps else {}
     given |= {"guidance_scale": guidance} if guidance >= 0 else {}

@@ -15,6 +15,9 @@ from PIL import Image
 
 from .service import DiptychError
 
+MAX_PIXELS = 2**27  # of one picture of the service's
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
 
 def as_png(field: str, image: torch.Tensor) -> bytes:
     """The only picture of an IMAGE, in RGB. Raises `DiptychError` with the field's name if it is not one."""
@@ -27,10 +30,9 @@ def mask_as_png(field: str, mask: torch.Tensor, image: torch.Tensor, *, soft: bo
     Without `soft` alpha is 255 where it is less than 0.5. Raises `DiptychError` with the field's name if it is not one,
     or if nothing would be drawn anew.
     """
-    one = _only(field, mask, 3).float().clamp(0, 1)
-    if one.shape != image.shape[1:3]:
-        sized = torch.nn.functional.interpolate(one[None, None], tuple(image.shape[1:3]), mode="bilinear")
-        one = sized[0, 0]
+    one, size = _only(field, mask, 3).float().clamp(0, 1), image.shape[-3:-1]
+    if one.shape != size:
+        one = torch.nn.functional.interpolate(one[None, None], tuple(size), mode="bilinear")[0, 0]
     if not soft:
         one = (one >= 0.5).float()
     if not one.any():
@@ -41,8 +43,19 @@ def mask_as_png(field: str, mask: torch.Tensor, image: torch.Tensor, *, soft: bo
 
 def as_image(files: Sequence[bytes]) -> torch.Tensor:
     """Pictures of one size as an IMAGE."""
-    arrays = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
+    arrays = [np.asarray(read(file)) for file in files]
     return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255.0)
+
+
+def read(file: bytes) -> Image.Image:
+    """The picture of a file of the service's, in RGB. Raises `DiptychError` for one that is none, or too large."""
+    try:
+        with Image.open(io.BytesIO(file), formats=_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"it has more than {MAX_PIXELS} pixels")
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # the second of a broken PNG
+        raise DiptychError(f"The service answers a picture that cannot be read: {error}") from None
 
 
 def _only(field: str, batch: torch.Tensor, dimensions: int) -> torch.Tensor:

@@ -29,7 +29,8 @@ CONNECT_S = 10.0
 SILENCE_S = 45.0  # of an open connection; a stream of events has a comment every 15 s
 MAX_JSON = 16 * 2**20
 MAX_PICTURE = 256 * 2**20
-_MAX_LINE = 2**20
+_MAX_EVENT = 4 * 2**20
+_MAX_RETRY_S = 120.0
 _CATALOGUE_S = 5.0  # how long a list of models counts as new
 _CATALOGUE_WAIT_S = 1.0  # ComfyUI's server answers nobody meanwhile
 
@@ -40,6 +41,14 @@ class DiptychError(RuntimeError):
 
 class ServiceError(DiptychError):
     """An error that the service answered."""
+
+
+class Busy(ServiceError):
+    """The service takes no more for now: a queue is full, or a limit of the key is reached for `retry_s`."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class Unreachable(DiptychError):
@@ -66,9 +75,9 @@ def services() -> dict[str, Service]:
         if not isinstance(configured, dict):
             raise DiptychError(f"{FILE}: must be an object of services by name")
     # Both variables or neither: a key of the environment never goes to an address of the file.
-    if DEFAULT not in configured or "DIPTYCH_URL" in os.environ:
-        key = os.environ.get("DIPTYCH_API_KEY", "")
-        configured[DEFAULT] = {"url": os.environ.get("DIPTYCH_URL") or DEFAULT_URL, "api_key": key}
+    url = os.environ.get("DIPTYCH_URL")
+    if url or DEFAULT not in configured:
+        configured[DEFAULT] = {"url": url or DEFAULT_URL, "api_key": os.environ.get("DIPTYCH_API_KEY", "")}
     return {name: _service(name, entry) for name, entry in configured.items()}
 
 
@@ -114,12 +123,17 @@ class Client:
     All raise `Unreachable` if the service does not answer, and `ServiceError` with its message if it answers an error.
     """
 
-    def __init__(self, service: Service, timeout_s: float = SILENCE_S) -> None:
+    def __init__(self, service: Service, timeout_s: float = SILENCE_S, *, total_s: float | None = None) -> None:
+        """`timeout_s` is of each wait for the service; `close` is called after `total_s`."""
         self.service = service
         self._timeout_s = timeout_s
         self._open: set[socket.socket] = set()
         self._closed = False
         self._lock = threading.Lock()
+        if total_s is not None:
+            timer = threading.Timer(total_s, self.close)
+            timer.daemon = True
+            timer.start()
 
     def close(self) -> None:
         """End all calls that wait for the service: they raise `Unreachable`, and so do later ones."""
@@ -130,9 +144,14 @@ class Client:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def models(self) -> list[dict[str, Any]]:
-        """The image models, by their objects in `/v1/models`."""
-        listed = self.json("GET", "/v1/models").get("data", [])
-        return [model for model in listed if "schedulers" in model.get("diptych", {})]
+        """The image models, by their objects in `/v1/models`; what is none of these is left out."""
+        listed = self.json("GET", "/v1/models").get("data")
+        models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+        return [
+            model for model in models
+            if isinstance(model.get("id"), str) and isinstance(card := model.get("diptych"), dict)
+            and isinstance(card.get("schedulers"), list)
+        ]  # fmt: skip
 
     def upload(self, png: bytes) -> str:
         """Upload a picture, and return the file's id."""
@@ -162,14 +181,20 @@ class Client:
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
         with self._call("GET", f"/v1/jobs/{id}/events", None, headers) as response:
             fields: dict[str, str] = {}
-            while line := response.readline(_MAX_LINE):
-                name, _, value = line.decode("utf-8").rstrip("\r\n").partition(":")
-                if name:
+            data, size = [], 0
+            while line := response.readline(_MAX_EVENT + 1):
+                name, _, value = line.decode("utf-8", "replace").rstrip("\r\n").partition(":")
+                if (size := size + len(line)) > _MAX_EVENT:
+                    raise DiptychError(f"{self.service.name!r} answers an event of more than {_MAX_EVENT} bytes")
+                if name == "data":
+                    data.append(value.removeprefix(" "))
+                elif name in ("id", "event"):
                     fields[name] = value.removeprefix(" ")
-                elif "data" in fields:
-                    data = self._object(fields["data"].encode())
-                    yield Event(fields.get("id", ""), fields.get("event", ""), data)
-                    fields = {}
+                elif not line.strip():
+                    if data:
+                        content = self._object("\n".join(data).encode())
+                        yield Event(fields.get("id", ""), fields.get("event", ""), content)
+                    fields, data, size = {}, [], 0
 
     @contextlib.contextmanager
     def _call(
@@ -226,7 +251,11 @@ class Client:
             message = f"{param}: {message}"
         if status == 401:
             message += f" Set DIPTYCH_API_KEY where ComfyUI runs, or api_key in {FILE}."
-        return kind(f"{message} ({code}, HTTP {status})")
+        message = f"{message} ({code}, HTTP {status})"
+        retry = response.getheader("retry-after", "")
+        if status == 429 and retry.isdecimal() and response.getheader("x-should-retry") != "false":
+            return Busy(message, min(float(retry), _MAX_RETRY_S))
+        return kind(message)
 
     def _content(self, response: http.client.HTTPResponse, most: int) -> bytes:
         data = response.read(most + 1)
@@ -250,7 +279,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._models: dict[Service, list[dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        self._reading: threading.Thread | None = None
+        self._reading: dict[Service, threading.Thread] = {}
         self._read_at = -_CATALOGUE_S
 
     def models(self) -> list[dict[str, Any]]:
@@ -260,20 +289,23 @@ class Catalogue:
         except DiptychError:  # told when a node runs
             return []
         with self._lock:
-            running = self._reading is not None and self._reading.is_alive()
-            if not running and time.monotonic() - self._read_at >= _CATALOGUE_S:
-                self._read_at = time.monotonic()
-                self._reading = threading.Thread(target=self._read, args=(configured,), daemon=True)
-                self._reading.start()
-                self._reading.join(_CATALOGUE_WAIT_S)
+            now = time.monotonic()
+            if now - self._read_at >= _CATALOGUE_S:
+                self._read_at = now
+                self._reading = {service: thread for service, thread in self._reading.items() if thread.is_alive()}
+                started = [service for service in configured if service not in self._reading]
+                for service in started:
+                    self._reading[service] = threading.Thread(target=self._read, args=(service,), daemon=True)
+                    self._reading[service].start()
+                for service in started:
+                    self._reading[service].join(max(0.0, now + _CATALOGUE_WAIT_S - time.monotonic()))
             return [model for service in configured for model in self._models.get(service, [])]
 
     def names(self, field: str) -> list[str]:
         """What the models' cards list under this field, such as `schedulers`, each once; of `id` the models' names."""
-        listed = [[model["id"]] if field == "id" else model["diptych"].get(field) or [] for model in self.models()]
-        return list(dict.fromkeys(str(name) for names in listed for name in names))
+        listed = [[model["id"]] if field == "id" else model["diptych"].get(field) for model in self.models()]
+        return list(dict.fromkeys(str(name) for names in listed if isinstance(names, list | dict) for name in names))
 
-    def _read(self, configured: list[Service]) -> None:
-        for service in configured:
-            with contextlib.suppress(DiptychError):
-                self._models[service] = Client(service, CONNECT_S).models()
+    def _read(self, service: Service) -> None:
+        with contextlib.suppress(DiptychError):
+            self._models[service] = Client(service, CONNECT_S, total_s=CONNECT_S).models()

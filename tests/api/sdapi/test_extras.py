@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import socket
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from api import picture_body
 from api.sdapi.infotext import parse
 from tests.api.sdapi.studio import Studio
 from tests.api.sdapi.test_generation import draw, info, opened, picture, sdapi_error
-from tests.api.world import Api, eventually
+from tests.api.world import PATIENCE_S, Api, eventually
 
 
 def test_a_drawn_picture_says_how(shared: Api, studio: Studio) -> None:
@@ -83,3 +86,14 @@ def test_what_is_not_enlarged(shared: Api) -> None:
     large = shared.post("/sdapi/v1/extra-single-image", image=picture(1024, 1024), upscaling_resize=8)
     sdapi_error(large, 422, "upscaling_resize")
     sdapi_error(shared.post("/sdapi/v1/extra-single-image", image="aGVsbG8="), 422, "image")
+
+
+def test_the_largest_body_is_bounded(shared: Api) -> None:
+    """By what it declares, before any of it is read."""
+    with closing(http.client.HTTPConnection("127.0.0.1", shared.port, timeout=PATIENCE_S)) as connection:
+        connection.putrequest("POST", "/sdapi/v1/img2img")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(picture_body.MAX_BODY_BYTES + 1))
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())["error"]) == (413, "body_too_large")

@@ -246,6 +246,8 @@ def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
         ({"steps": 100_000}, "steps"), ({"cfg_scale": 1e6}, "cfg_scale"), ({"batch_size": 20}, "batch_size"),
         ({"seed": -7}, "seed"), ({"prompt": ""}, "prompt"), ({"prompt": "a <lora:nothing:1>"}, "prompt"),
         ({"prompt": "a [cat:dog:0.5]"}, "prompt"), ({"sampler_name": "Eulerest"}, "sampler_name"),
+        ({"sampler_index": "Eulerest"}, "sampler_index"), ({"scheduler": "fast"}, "scheduler"),
+        ({"scheduler": 5}, "scheduler"), ({"sampler_name": 5, "scheduler": "Karras"}, "sampler_name"),
         ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, "override_settings.sd_model_checkpoint"),
         ({"refiner_checkpoint": "none-such"}, "refiner_checkpoint"), ({"prompt": "a" * 16_384}, "prompt"),
         ({"alwayson_scripts": {"controlnet": {"args": [{"model": "depths", "image": picture()}]}}},
@@ -263,6 +265,7 @@ def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
     sdapi_error(shared.post("/sdapi/v1/img2img", prompt="a"), 422, "init_images")
     wrong = shared.post("/sdapi/v1/img2img", prompt="a", init_images=["https://example.com/a.png"])
     assert "not fetched" in sdapi_error(wrong, 422, "init_images")
+    sdapi_error(shared.post("/sdapi/v1/options", sd_model_checkpoint="none"), 422, "sd_model_checkpoint")
 
 
 def test_a_job_that_fails(shared: Api, studio: Studio) -> None:

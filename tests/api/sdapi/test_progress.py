@@ -159,7 +159,7 @@ def test_options_are_a_keys_own(redis_url: str, folder: Path) -> None:
             worker.work(id)
             answer.result(PATIENCE_S)
         refused = ann.post("/sdapi/v1/options", json={"sd_model_checkpoint": "sdxl"})
-        sdapi_error(refused, 422, "override_settings.sd_model_checkpoint")
+        sdapi_error(refused, 422, "sd_model_checkpoint")
         lasting = {name: worker.redis.pttl(name) for name in worker.redis.scan_iter("diptych:sdapi*")}
         assert lasting and min(lasting.values()) > 0, "all that this API keeps expires"
 

@@ -14,8 +14,7 @@ from api.errors import ApiError
 from api.foreign import place
 from api.sdapi import controlnet, requests, translation
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
-from api.sdapi.routing import PLACES
-from api.sdapi.translation import Translation
+from api.sdapi.translation import PLACES, Translation
 from api.uploads import PictureSource
 from contract.card import ImageCard
 from contract.image_request import EditRequest, ImageRequest

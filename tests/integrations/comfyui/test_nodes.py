@@ -5,8 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
+import struct
 import threading
-from contextlib import closing
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +124,10 @@ def test_pictures_reach_the_job_unchanged_and_leave_no_files(
     comfy.run(SAMPLER, **{**edit, "mask": mask[0, ::2, ::2]}, soft_mask=True)  # of another size, without a batch
     _, soft = handed_on(worker, easel.seen[-1])
     assert soft is not None and (soft[:39] == 255).all() and (soft[41:48] == 102).all() and not soft[51:].any()
+    comfy.run(SAMPLER, **{**edit, "image": tensor(array)[0]})  # neither has a batch
+    source, white = handed_on(worker, easel.seen[-1])
+    assert np.array_equal(source, array)
+    assert white is not None and (white[:40] == 255).all() and not white[40:].any()
     eventually(lambda: not left_over(api), "files are left over")
 
 
@@ -221,6 +229,31 @@ def test_time_is_bounded(
     eventually(lambda: worker.is_(id, state))
 
 
+def test_a_busy_service_is_asked_again(comfy: Host, easel: Easel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a 429, of the same job; and a stop ends the wait."""
+    part, ids = comfy.part("service"), []
+    call = part.Client.json
+
+    def busy(self: Any, method: str, path: str, *given: Any) -> Any:
+        if method == "PUT":
+            ids.append(path)
+            if len(ids) < 3:
+                raise part.Busy("queue_full", 0.01)
+        return call(self, method, path, *given)
+
+    monkeypatch.setattr(part.Client, "json", busy)
+    assert len(comfy.run(SAMPLER, prompt="a cat")[0]) == 1
+    assert len(ids) == 3 and len({*ids}) == 1
+
+    def full(self: Any, method: str, path: str, *given: Any) -> Any:
+        comfy.interrupt()
+        raise part.Busy("queue_full", 3600.0)
+
+    monkeypatch.setattr(part.Client, "json", full)
+    with pytest.raises(Interrupted):
+        comfy.run(SAMPLER, prompt="a cat")
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +269,8 @@ def test_time_is_bounded(
         ({"options": '{"seed": 1}'}, "options: seed"),
         ({"options": '{"webhook_url": "https://example.com"}'}, "options: webhook_url"),
         ({"options": '{"colour": 1}'}, r"colour.*unknown_parameter"),
+        ({"options": '{"size": "64x64"}', "width": 128, "height": 128}, "options: size"),
+        ({"options": '{"strength": 0.5}'}, "options: strength"),
         ({"width": 64}, "width, height"),
         ({"mask": torch.ones(1, 8, 8)}, "mask: needs an image"),
         ({"image": torch.zeros(1, 8, 8, 3), "mask": torch.zeros(1, 64, 64)}, "mask: is empty"),
@@ -251,6 +286,20 @@ def test_a_job_that_fails_is_an_error(comfy: Host, easel: Easel) -> None:
     easel.failing = True
     with pytest.raises(comfy.error, match=r"the engine failed at this job \(engine_error, job comfyui-"):
         comfy.run(SAMPLER, prompt="a cat")
+
+
+def test_a_refused_picture_of_several_is_left_out(comfy: Host, easel: Easel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the service's checker of contents; the others are the node's, and it says so."""
+    succeed = type(easel.worker.store.leases).succeed
+
+    def refuse(self: Any, id: str, attempt: int, result: dict[str, Any]) -> Any:
+        del result["images"][1]["key"]
+        return succeed(self, id, attempt, result)
+
+    monkeypatch.setattr(type(easel.worker.store.leases), "succeed", refuse)
+    images, info = comfy.run(SAMPLER, prompt="a cat", seed=5, n=3)
+    assert len(images) == 2 and json.loads(info)["seeds"] == [5, 7]
+    assert comfy.texts == [("7", "1 of the images are refused by the service's checker of contents")]
 
 
 def test_without_a_service_the_nodes_load_and_say_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +320,149 @@ def test_what_is_no_diptych_is_said_to_be_none(host: Host, monkeypatch: pytest.M
             host.run(SAMPLER, prompt="a cat")
 
 
+# -- answers of strangers ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(
+    data: bytes, status: int = 200, headers: dict[str, str] | None = None, *, events: bytes = b""
+) -> Iterator[LocalServer]:
+    """A server that answers all with this, and a job's events, if there are any, with those."""
+
+    class Other(Handler):
+        def respond(self) -> None:
+            of_events = events and self.path.endswith("/events")
+            self.answer(status, events if of_events else data, headers)
+
+    with LocalServer(Other) as server:
+        yield server
+
+
+def client_of(host: Host, url: str, **options: Any) -> Any:
+    part = host.part("service")
+    return part.Client(part.Service("default", url, ""), **options)
+
+
+JOB = {"id": "1", "status": "succeeded"}
+WHOLE = b'id: 7\nevent: progress\ndata: {"a": 1}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        (WHOLE + b": ping\n\n" + WHOLE, [("7", "progress", {"a": 1})] * 2),
+        (WHOLE.replace(b"\n", b"\r\n"), [("7", "progress", {"a": 1})]),
+        (b'retry: 5\ndata:{"a":\n: ping\ndata: 1}\nid:7\nevent:progress\n\n', [("7", "progress", {"a": 1})]),
+        (b"id: 8\nevent: other\n\ndata: {}\n\n", [("", "", {})]),
+        (b'data: {"a": "\xff"}\n\n', [("", "", {"a": "\ufffd"})]),
+        (WHOLE + b'data: {"a": 2}\n', [("7", "progress", {"a": 1})]),
+        (b"", []),
+    ],
+    ids=["comments", "CRLF", "several lines", "without data", "no UTF-8", "cut off", "empty"],
+)
+def test_streams_of_events_are_read(host: Host, stream: bytes, expected: list[tuple[str, str, Any]]) -> None:
+    with answering(stream) as server:
+        events = list(client_of(host, server.url).events("1", ""))
+    assert [(event.id, event.type, event.data) for event in events] == expected
+
+
+@pytest.mark.parametrize("stream", [b"data: " + b"a" * 2**20, b"data: a\n", b"x" * 5000 + b"\n", b"data: [1]\n\n"])
+def test_events_are_bounded(host: Host, stream: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.part("service"), "_MAX_EVENT", 100_000)
+    times = 1 if stream.endswith(b"\n\n") else 20_000 // len(stream) * 8 + 1
+    with answering(stream * times) as server, pytest.raises(host.error, match=r"100000 bytes|no JSON object"):
+        list(client_of(host, server.url).events("1", ""))
+
+
+@pytest.mark.parametrize("answer", [{}, {"status": "succeeded"}, {**JOB, "images": 5}, {**JOB, "images": [{}]}])
+def test_a_job_of_another_form_is_an_error(host: Host, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> None:
+    monkeypatch.setattr(host.part("drawing"), "RETRY_S", 0.01)
+    stream = f"event: {answer.get('status')}\ndata: {json.dumps(answer)}\n\n".encode()
+    with answering(json.dumps(answer).encode(), events=stream) as server:
+        monkeypatch.setenv("DIPTYCH_URL", server.url)
+        with pytest.raises(host.error, match="answers otherwise than Diptych does"):
+            host.run(SAMPLER, prompt="a cat")
+
+
+@pytest.mark.parametrize(
+    ("headers", "busy"), [({"Retry-After": "900"}, 120.0), ({"Retry-After": "2"}, 2.0), ({}, None),
+                          ({"Retry-After": "2", "x-should-retry": "false"}, None), ({"Retry-After": "soon"}, None)]
+)  # fmt: skip
+def test_a_service_that_takes_no_more_says_for_how_long(
+    host: Host, headers: dict[str, str], busy: float | None
+) -> None:
+    body = b'{"error": {"message": "The queue is full.", "code": "queue_full"}}'
+    with answering(body, 429, headers) as server, pytest.raises(host.error, match="HTTP 429") as error:
+        client_of(host, server.url).json("PUT", "/v1/jobs/1", {})
+    assert getattr(error.value, "retry_s", None) == busy
+
+
+def bomb() -> bytes:
+    """A PNG's head of 10^10 pixels."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+def picture(form: str) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(stream, form)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [bomb(), b"", b"<html>", picture("PNG")[:60], picture("GIF"), picture("TIFF")],
+    ids=["bomb", "empty", "page", "cut off", "GIF", "TIFF"],
+)
+def test_pictures_that_cannot_be_read_are_an_error(host: Host, file: bytes) -> None:
+    with pytest.raises(host.error, match="cannot be read"):
+        host.part("pictures").as_image([file])
+
+
+def test_a_call_that_drips_ends(host: Host) -> None:
+    """Though each wait for a byte is short."""
+    over = threading.Event()
+
+    class Drip(Handler):
+        def respond(self) -> None:
+            with suppress(OSError):
+                while not over.wait(0.02):
+                    self.wfile.write(b"H")
+
+    with LocalServer(Drip) as server:
+        try:
+            with pytest.raises(host.part("service").Unreachable):
+                client_of(host, server.url, total_s=0.3).json("GET", "/v1/models")
+            assert not over.is_set()
+        finally:
+            over.set()
+
+
+def test_models_of_another_form_are_left_out(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {"schedulers": ["euler"], "plans": "abc", "loras": 5}
+    models = [1, {}, {"id": 5, "diptych": card}, {"id": "y", "diptych": 1}, {"id": "x", "diptych": card}, {"id": "z"}]
+    for listed, expected in ((models, ["default", "x"]), ({"a": 1}, ["default"])):
+        with answering(json.dumps({"data": listed}).encode()) as server:
+            monkeypatch.setenv("DIPTYCH_URL", server.url)
+            monkeypatch.setattr(host.part("nodes").catalogue, "_read_at", -9.0)
+            required = host.nodes[SAMPLER].INPUT_TYPES()["required"]  # type: ignore[attr-defined]
+            assert required["model"][0] == expected and required["plan"][0] == ["default", "auto", "off"]
+            assert host.nodes["DiptychLora"].INPUT_TYPES()["required"]["lora"][0] == ["none"]  # type: ignore[attr-defined]
+
+
+def test_a_silent_service_hides_no_other(host: Host, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it has is listed once it answers."""
+    monkeypatch.setattr(host.part("service"), "_CATALOGUE_WAIT_S", 0.5)
+    catalogue = host.part("nodes").catalogue
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        host.services.write_text(json.dumps({"default": {"url": url}, "other": {"url": api.url}}))
+        eventually(lambda: catalogue.names("id") == [CARD.name])
+    monkeypatch.setattr(catalogue, "_read_at", -9.0)
+    host.services.write_text(json.dumps({"default": {"url": api.url}}))
+    eventually(lambda: catalogue.names("id") == [CARD.name])
+
+
 # -- services and keys -------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +476,24 @@ def test_choices_are_those_of_the_service(comfy: Host) -> None:
     ):  # fmt: skip
         assert comfy.nodes[node].INPUT_TYPES()["required"][name][0] == ["none", *expected]  # type: ignore[attr-defined]
     comfy.inputs("DiptychLora", {"lora": "not listed: the service decides"})
+
+
+def test_a_service_that_another_node_outputs_is_looked_up_when_the_node_runs(comfy: Host) -> None:
+    """ComfyUI checks it as None."""
+    node = comfy.nodes[SAMPLER]
+    assert node.VALIDATE_INPUTS(None, "default", "default", "default") is True  # type: ignore[attr-defined]
+    told = node.VALIDATE_INPUTS("nobody", "default", "default", "default")  # type: ignore[attr-defined]
+    assert told.startswith("service: 'nobody' is not configured on this machine")
+
+
+def test_an_empty_variable_is_none(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compose files set it: the file's service is the default, with its own key."""
+    monkeypatch.setenv("DIPTYCH_URL", "")
+    monkeypatch.setenv("DIPTYCH_API_KEY", "dpt_of_the_environment")
+    assert host.part("service").find("default").url == "http://127.0.0.1:8000"
+    host.services.write_text(json.dumps({"default": {"url": "http://gpu:8000", "api_key": "dpt_own"}}))
+    service = host.part("service").find("default")
+    assert (service.url, service.key) == ("http://gpu:8000", "dpt_own")
 
 
 def test_a_key_opens_its_service_and_is_shown_nowhere(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -13,10 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from api import body
+from api import body, picture_body
 from api.errors import ApiError
-from api.sdapi import picture_body
-from api.sdapi.picture_body import PictureBody
+from api.picture_body import PictureBody
 from tests.api.world import PATIENCE_S, Api
 
 LEAST = picture_body._LEAST
@@ -38,9 +38,9 @@ def encoded(size: int) -> str:
 
 
 @contextmanager
-def written(text: str, cuts: Sequence[int] = ()) -> Iterator[PictureBody]:
+def written(text: str, cuts: Sequence[int] = (), key: re.Pattern[bytes] | None = None) -> Iterator[PictureBody]:
     """The body, read in parts that end at these places."""
-    raw, pictures = text.encode(), PictureBody()
+    raw, pictures = text.encode(), PictureBody(key)
     try:
         for start, end in pairwise([0, *sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)]):
             pictures.write(raw[start:end])
@@ -117,12 +117,26 @@ def test_a_picture_that_was_not_sent_is_none() -> None:
                 source.read()
 
 
+def test_with_a_key_only_its_text_is_a_picture() -> None:
+    """With blanks around its colon; all other texts stay, also those that end like it."""
+    long = encoded(LEAST)
+    for text, count in (
+        ('{"x": {"image": "%s"}, "inputs" :\n "%s"}', 1), ('{"a": "%s", "b": "%s"}', 0),
+        ('{"my inputs": "%s", "inputs": ["%s"]}', 0),
+    ):  # fmt: skip
+        with written(text % (long, long), [100, LEAST + 50], re.compile(rb'"inputs"\s*:\s*"\Z')) as pictures:
+            parsed = body.parse(pictures.text)
+            assert pictures.text.count(b'{"picture"') == count
+            if count:
+                assert parsed["x"] == {"image": long} and parsed["inputs"] == {"picture": 0}
+
+
 def test_the_largest_body_is_bounded(shared: Api) -> None:
     """By what it declares, before any of it is read."""
     with closing(http.client.HTTPConnection("127.0.0.1", shared.port, timeout=PATIENCE_S)) as connection:
-        connection.putrequest("POST", "/sdapi/v1/img2img")
+        connection.putrequest("POST", "/")
         connection.putheader("Content-Type", "application/json")
-        connection.putheader("Content-Length", str(picture_body.MAX_BODY_BYTES + 1))
+        connection.putheader("Content-Length", str(picture_body._PICTURE_BYTES + body.MAX_BYTES + 1))
         connection.endheaders()
         answer = connection.getresponse()
-        assert (answer.status, json.loads(answer.read())["error"]) == (413, "body_too_large")
+        assert (answer.status, json.loads(answer.read())["code"]) == (413, "body_too_large")

@@ -27,17 +27,19 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_
 _ESCAPES = ((b"\\/", b"/"), (b"\\n", b""), (b"\\r", b""))
 _HEAD = re.compile(rb"data:[A-Za-z0-9.+-]{0,20}(?:\\?/[A-Za-z0-9.+-]{1,40})?(?:;[A-Za-z0-9.=_-]{1,40}){0,4};base64,")
 _KEPT = "picture"
-MAX_BODY_BYTES = _MOST * (4 * MAX_BYTES // 3 + 4) + body.MAX_BYTES
+_PICTURE_BYTES = 4 * MAX_BYTES // 3 + 4  # in base64
+MAX_BODY_BYTES = _MOST * _PICTURE_BYTES + body.MAX_BYTES
 
 
 class PictureBody:
     """A body that is written in parts, on any thread, one at a time.
 
-    A string of at least `_LEAST` characters of base64 goes into a file, and the text has `{"picture": k}` in its place.
-    All methods raise `ApiError` at a limit.
+    A string of at least `_LEAST` characters of base64 goes into a file, and the text has `{"picture": k}` in its place;
+    with `key` only where the text before it ends so, in 64 bytes. All methods raise `ApiError` at a limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: re.Pattern[bytes] | None = None) -> None:
+        self._key = key
         self._text = bytearray()
         self._file = SpooledTemporaryFile(max_size=_SPOOLED)  # noqa: SIM115 - `close` closes it
         self._places: list[tuple[int, int]] = []  # where each picture begins in the file, and its length
@@ -101,6 +103,8 @@ class PictureBody:
         head = _HEAD.match(data)
         start = 0 if head is None else head.end()
         opened = self._text.endswith(b'"') and not self._text.endswith(b'\\"')
+        if self._key is not None:
+            opened = opened and self._key.search(self._text[-64:]) is not None
         if not opened or data[start:_LEAST].translate(None, _ALPHABET):
             self._add(data[:_LEAST])
             return data[_LEAST:]
@@ -128,14 +132,16 @@ class PictureBody:
 
 
 @asynccontextmanager
-async def read(request: Request, tenant: str) -> AsyncIterator[tuple[dict[str, Any], PictureBody]]:
+async def read(
+    request: Request, tenant: str, field: str | None = None
+) -> AsyncIterator[tuple[dict[str, Any], PictureBody]]:
     """The body's top-level object, and its pictures, which can be read for as long as the context is open.
 
-    Raises `ApiError` as `api.body.read`.
+    With `field` the body has one picture, which that field holds. Raises `ApiError` as `api.body.read`.
     """
-    pictures = PictureBody()
+    pictures = PictureBody(None if field is None else re.compile(rb'"%s"\s*:\s*"\Z' % field.encode()))
     try:
-        await body.spool(request, tenant, pictures, MAX_BODY_BYTES)
+        await body.spool(request, tenant, pictures, _PICTURE_BYTES * (_MOST if field is None else 1) + body.MAX_BYTES)
         text = pictures.text
         yield await body.run_parser(tenant, len(text), lambda: body.parse(text)), pictures
     finally:
