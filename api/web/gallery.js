@@ -155,6 +155,7 @@ export class Gallery {
   async keep(end, order, tiles) {
     const { fields, pictures, label } = order;
     const { request } = await service.job(end.id); // with nothing left to defaults that may change
+    const made = Date.now(); // of all, so that they stay in this order
     let stays = true;
     for (const [k, image] of end.images.entries()) {
       if (image.error) {
@@ -162,7 +163,7 @@ export class Gallery {
         continue;
       }
       const picture = {
-        id: `${end.id}/${k}`, k, made: Date.now(), asked: { ...fields, model: end.model }, label, seed: image.seed, width: image.width,
+        id: `${end.id}/${k}`, k, made, asked: { ...fields, model: end.model }, label, seed: image.seed, width: image.width,
         height: image.height, warnings: image.warnings, content: image.content, blob: await service.picture(end.id, k), took: end.completed_at - end.started_at,
         request: request && { ...request, n: 1, seed: image.seed }, pictures, group: order.group && placeOf(order, k),
       };

@@ -191,6 +191,7 @@ function askKey(wrong) {
   $("key").hidden = false;
   if (asking || $("key-dialog").open || (state.asked && !wrong)) return;
   asking = state.asked = true;
+  $("key-hint").textContent = wrong && service.key.get() ? "The service does not accept this one." : "This service requires one. It stays in this browser.";
   $("key-input").value = service.key.get();
   $("key-dialog").returnValue = ""; // which Esc leaves as it was
   $("key-dialog").showModal();
@@ -205,7 +206,7 @@ $("key-dialog").addEventListener("close", () => {
     look();
   }
 });
-$("key").addEventListener("click", () => { state.asked = false; askKey(true); });
+$("key").addEventListener("click", () => { state.asked = false; askKey(false); });
 
 form.open({ changed: keepSources, added: () => turn("images") });
 $("images-form").addEventListener("submit", draw);

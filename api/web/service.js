@@ -92,7 +92,7 @@ export async function tidy(ids = uploads) {
   }
 }
 
-/** Upload an image. Returns its id; an error names the request's field. */
+/** Upload an image. Returns its id; an error that is of the file names the request's field. */
 async function upload(blob, field) {
   const body = new FormData();
   body.append("purpose", "vision");
@@ -102,6 +102,8 @@ async function upload(blob, field) {
     noteUploads([...uploads, id]);
     return id;
   } catch (error) {
+    if (error.status === 403) error.message += " Input images are uploaded, for which it is needed.";
+    if (![400, 403, 413].includes(error.status)) throw error;
     throw new ServiceError(error.message.replace(/^(file: )?/, `${field}: `), { ...error, param: field });
   }
 }

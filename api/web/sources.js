@@ -74,10 +74,10 @@ export function offer(next) {
   return gone.map((item) => label(item.role).toLowerCase());
 }
 
-/** Add a file in a role, or in the first one that is free. */
+/** Add files in a role, or each in the first one that is free. */
 async function addAll(role, files) {
   for (const file of files) {
-    const next = role && (role === "source" || free(role)) ? role : roles().find(free); // a second source takes the first's place
+    const next = roles().find((each) => (!role || each === role) && (free(each) || role === "source")); // whose first gives way
     if (!next) return on.fail(`${file.name}: there is no place for another image. Remove one first.`, ROLES[role ?? roles()[0]].field);
     if (!await add(next, file)) continue;
     announce(`${label(next)} added.`);
