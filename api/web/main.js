@@ -191,7 +191,7 @@ function askKey(wrong) {
   $("key").hidden = false;
   if (asking || $("key-dialog").open || (state.asked && !wrong)) return;
   asking = state.asked = true;
-  $("key-hint").textContent = wrong && service.key.get() ? "The service does not accept this one." : "This service requires one. It stays in this browser.";
+  $("key-hint").textContent = wrong && service.key.get() ? "The service does not accept this key." : "This service requires one. It stays in this browser.";
   $("key-input").value = service.key.get();
   $("key-dialog").returnValue = ""; // which Esc leaves as it was
   $("key-dialog").showModal();

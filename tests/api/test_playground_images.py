@@ -373,7 +373,9 @@ def test_errors_stand_beside_their_field(page: Page) -> None:
     with page.expect_file_chooser() as chooser:
         page.click("#add-source")
     chooser.value.set_files({"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"})
-    expect(page.locator("#sources #error")).to_have_text("notes.png: this browser cannot read it as an image. Save it as PNG, JPEG or WebP first.")
+    expect(page.locator("#sources #error")).to_have_text(
+        "notes.png: this browser cannot read it as an image. Save it as PNG, JPEG or WebP first."
+    )
     item = bring(page, "source", picture(8, 96, 64))
     item.locator("summary").click()
     item.get_by_label("Fit to the size").select_option("exact")
