@@ -88,8 +88,8 @@ async def read_as(request: Request, tenant: str, validate: Callable[[dict[str, A
 
 
 async def run_parser(tenant: str, size: int, function: Callable[[], T]) -> T:
-    """Run a function that parses so many bytes, `MAX_BYTES` at most."""
-    if size <= _LARGE:  # parsed faster than a thread starts
+    """Run a function that parses so many bytes, or writes them."""
+    if size <= _LARGE:  # done faster than a thread starts
         return function()
     return await _limiter(_parsers, _PARSERS).run(tenant, function)  # may take long: it must not block the loop
 

@@ -113,10 +113,8 @@ def _numbers(text: str, *, integers: bool) -> list[Any] | None:
     if text.count(",") > MAX_STEPS + 1:
         return None
     parts = [part.strip() for part in text.removeprefix("[").removesuffix("]").split(",")]
-    if integers:
-        return [int(part) for part in parts] if all(map(_WHOLE.fullmatch, parts)) else None
     numbers = [body.number(part) for part in parts]
-    return None if None in numbers else numbers
+    return numbers if all(isinstance(number, int if integers else int | float) for number in numbers) else None
 
 
 def _has_objects(kinds: Iterable[Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from api.errors import refused_picture
 from api.links import ImageLinks
+from contract.content import images_of
 from contract.errors import Invalid
 from contract.image import ImageJob
 from core.jobs.record import Job, JobState
@@ -72,8 +73,7 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
 
 def results(job: Job) -> list[dict[str, Any]]:
     """The images of a succeeded job: metadata of each, and its key if it is `shown`."""
-    images: list[dict[str, Any]] = (job.result or {}).get("images", [])
-    return images
+    return images_of(job.result or {})
 
 
 def shown(image: Mapping[str, Any]) -> bool:

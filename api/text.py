@@ -21,6 +21,7 @@ from api.job_follower import job_lost
 from api.rate_limits import enforce_rate_limit
 from api.service import Given, Service
 from api.submission import create, served
+from api.text_answers import response_size
 from api.text_stream import stream_answers
 from contract.card import TextCard
 from contract.responses import ResponseFields
@@ -93,7 +94,8 @@ async def _answer(
         source = stream_answers(service, job, answers, usage=text_request.fields.usage_wanted)
         return EventStream(source, lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=False)
-    return JSONResponse(answers.whole(ended.result or {}))
+    result = ended.result or {}
+    return await body.run_parser(caller.id, response_size(job, result), lambda: JSONResponse(answers.whole(result)))
 
 
 async def _begun(service: Service, job: Job) -> Job | None:

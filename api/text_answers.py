@@ -18,6 +18,15 @@ def event_bytes(content: dict[str, Any], name: str = "") -> bytes:
     return f"{head}data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
+_ENTRY_BYTES = 64  # of a log probability in a response, about
+
+
+def response_size(job: Job, result: dict[str, Any]) -> int:
+    """The number of bytes in the response of a job with this result, about."""
+    entry_bytes = _ENTRY_BYTES * (1 + (job.parameters.get("logprobs") or 0))
+    return sum(len(choice["text"]) + len(choice["logprobs"]) * entry_bytes for choice in result["choices"])
+
+
 class AnswerFormat:
     """The format shared by chats and completions. A `choice` is one answer of a job's result."""
 

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import anyio
 
+from api.body import run_parser
 from api.errors import job_error
 from api.job_follower import not_followed
 from api.service import Service
-from api.text_answers import AnswerFormat
+from api.text_answers import AnswerFormat, response_size
 from core.jobs.record import Job, JobState
 
 S = TypeVar("S", str, list[dict[str, Any]])
@@ -38,7 +39,8 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
         elif ended.state is not JobState.SUCCEEDED:
             yield answers.failure(job_error(ended).content)
         else:
-            for chunk in sent.rest(ended.result or {}):
+            result = ended.result or {}
+            for chunk in await run_parser(job.owner, response_size(job, result), lambda: sent.rest(result)):
                 yield chunk
     finally:
         if ended is None:

@@ -18,7 +18,8 @@ _BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"arguments"')
 _SEPARATORS = " \t\r\n;,"  # between calls that are JSON
 _IN_STRING, _OUTSIDE = re.compile(r'[\\"]'), re.compile(r'["{}\[\]]')  # characters that matter there
 _MAX_HEAD = 512  # characters of a call up to its arguments
-_MAX_HELD = 65_536  # of one that begins with its arguments, and comes whole
+_MAX_HELD = 65_536  # of one in another order or form, which is read when it is whole
+_MAX_SPACE = 512  # of white space before a call, which is dropped
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class ToolCallParser:
     calls: list[Call] = field(default_factory=list)
     _state: str = "text"  # then "head", "arguments" and "tail" of each call; or "rest", which has none
     _buffer: str = ""
+    _before: str = ""  # white space and tag before a head
     _json: _Json = field(default_factory=_Json)
 
     @classmethod
@@ -96,7 +98,7 @@ class ToolCallParser:
         """The end of the text: return what was held back."""
         deltas: list[Delta] = []
         if self._state == "head" and not self._whole(self._buffer, deltas):
-            self._tell(self.syntax.tag + self._buffer, deltas)
+            self._tell(self._before + self._buffer, deltas)
         elif self._state in ("text", "rest") and (self._buffer.strip() or not self.calls):
             self._tell(self._buffer, deltas)
         self._buffer = ""
@@ -114,22 +116,24 @@ class ToolCallParser:
         if not self.syntax.tag:
             return self._in_json_text()
         before, tag, after = self._buffer.partition(self.syntax.tag)
+        kept = 0 if tag else _beginning(before, self.syntax.tag)
+        text = before[: len(before) - kept]
+        words = max(len(text.rstrip()), len(text) - _MAX_SPACE)
+        self._tell(text[:words], deltas)
         if tag:
-            self._tell(before.rstrip(), deltas)
-            self._buffer, self._state = after, "head"
-            return True
-        kept = _beginning(before, self.syntax.tag)
-        text = before[: len(before) - kept].rstrip()
-        self._tell(text, deltas)
-        self._buffer = before[len(text) :]
-        return False
+            self._before, self._buffer, self._state = text[words:] + tag, after, "head"
+        else:
+            self._buffer = before[words:]
+        return bool(tag)
 
     def _in_json_text(self) -> bool:
         text = self._buffer.lstrip(_SEPARATORS if self.calls else None)
-        if text:
-            self._state = "head" if text.startswith("{") else "rest"
-            self._buffer = text if self.calls else self._buffer
-        return bool(text)
+        far = not self.calls and len(self._buffer) - len(text) > _MAX_SPACE
+        if text or far:
+            self._state = "head" if text.startswith("{") and not far else "rest"
+        if self.calls:
+            self._buffer = text
+        return bool(text or far)
 
     def _in_rest(self, deltas: list[Delta]) -> bool:
         self._tell(self._buffer, deltas)
@@ -141,25 +145,27 @@ class ToolCallParser:
             self._begin(_name(match[1]), deltas)
             self._buffer, self._state, self._json = self._buffer[match.end() :], "arguments", _Json()
             return True
-        if self.syntax.tag:
-            call, end, after = self._buffer.partition(self.syntax.end.strip())
+        most = self._most_held()
+        if most and self.syntax.tag:
+            call, end, after = self._buffer[:most].partition(self.syntax.end.strip())
             if end:
                 if not self._whole(call, deltas):
-                    self._tell(self.syntax.tag + call + end, deltas)
-                self._buffer, self._state = after, "text"
+                    self._tell(self._before + call + end, deltas)
+                self._buffer, self._state = after + self._buffer[most:], "text"
                 return True
-        if self._is_call():
+        if len(self._buffer) < most:
             return False
         if self.syntax.tag:
-            self._tell(self.syntax.tag, deltas)
+            self._tell(self._before, deltas)
         self._state = "text" if self.syntax.tag else "rest"
         return True
 
-    def _is_call(self) -> bool:
-        """Return whether what is held may still become a call."""
+    def _most_held(self) -> int:
+        """The number of characters up to which what is held may become a call; 0 if it does not begin as one does."""
         start = re.sub(r"\s", "", self._buffer[:_MAX_HEAD])
-        likely = any(start[: len(word)] == word[: len(start)] for word in _BEGINNINGS)
-        return likely and len(self._buffer) <= (_MAX_HEAD if start.startswith(_BEGINNINGS[:2]) else _MAX_HELD)
+        if not any(start[: len(word)] == word[: len(start)] for word in _BEGINNINGS):
+            return 0
+        return _MAX_HELD if self.syntax.tag or not start.startswith(_BEGINNINGS[:2]) else _MAX_HEAD
 
     def _in_arguments(self, deltas: list[Delta]) -> bool:
         end = self._json.end(self._buffer)
@@ -188,8 +194,8 @@ class ToolCallParser:
         arguments = value.get("arguments", value.get("parameters"))
         if not isinstance(value.get("name"), str) or not isinstance(arguments, dict | str | None):
             return False
-        self._begin(value["name"], deltas)
-        self._argue(arguments if isinstance(arguments, str) else json.dumps(arguments or {}), deltas)
+        self._begin(_encodable(value["name"]), deltas)
+        self._argue(_encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {}), deltas)
         return True
 
     def _tell(self, text: str, deltas: list[Delta]) -> None:
@@ -220,9 +226,14 @@ def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 def _name(literal: str) -> str:
     try:
-        return str(json.loads(literal))
+        return _encodable(json.loads(literal))
     except ValueError:
         return literal[1:-1]
+
+
+def _encodable(text: str) -> str:
+    """The text with "?" in place of lone surrogates, which escapes of JSON can write and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _beginning(text: str, tag: str) -> int:

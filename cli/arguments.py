@@ -59,7 +59,7 @@ def add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
         elif get_origin(kind) is Literal:
             parser.add_argument(flag, choices=get_args(kind), help=text)
         else:
-            metavar = "N" if kind is int else "DIR" if name.endswith("_dir") else "NAME"
+            metavar = "N" if kind in (int, float) else "DIR" if name.endswith("_dir") else "NAME"
             parser.add_argument(flag, type=int if kind is int else str, metavar=metavar, help=text)
 
 

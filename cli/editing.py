@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
-
 from cli.arguments import UsageError
 from cli.request import add_field, decoded, flag_of
 from contract.card import Size
-from contract.image_request import EditRequest, Margins
+from contract.image_request import MAX_MARGIN, EditRequest, Margins
 from contract.picture_input import Edit, Fit
 
 if TYPE_CHECKING:
@@ -110,8 +108,9 @@ def _margins(text: str | None) -> Margins | None:
         return None
     try:
         margins = Margins(**dict(zip(_SIDES, map(int, text.split(",")), strict=True)))
-    except (ValueError, ValidationError):
+    except ValueError:  # pydantic's too
         margins = Margins()
     if margins == Margins():
-        raise UsageError(f"--outpaint: must be pixels of {', '.join(_SIDES)}, such as 64,0,64,0, not {text!r}")
+        words = f"must be pixels of {', '.join(_SIDES)}, at most {MAX_MARGIN} each, such as 64,0,64,0, not {text!r}"
+        raise UsageError(f"--outpaint: {words}")
     return margins

@@ -138,7 +138,7 @@ def _generate(options: argparse.Namespace) -> int:
             for prompt in prompts
             for k in range(options.count)
         )
-        return draw(runtime, jobs, len(prompts) * options.count, draft.steps, options.out, console)
+        return draw(runtime, jobs, len(prompts) * options.count, draft.made, options.out, console)
 
 
 def _complete(
@@ -182,7 +182,9 @@ def _complete(
     plan_fields = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     size = size_of(options, model.native)
     if source is not None and options.size is None:
-        size = ImageOffer(runner.sizes, runner.schedulers, size).nearest(source.size)
+        offered = ImageOffer(runner.sizes, runner.schedulers, size, size_range=model.size_range)
+        whole = source.margins is not None and offered.offers(source.size)
+        size = source.size if whole else offered.nearest(source.size)
     offer = ImageOffer(
         [size],
         runner.schedulers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from contract.errors import Invalid
 
@@ -23,6 +23,24 @@ def action_of(service: str, key: str, request: str) -> str:
     if not {*actions} <= {*ACTIONS}:  # a newer version's
         raise Invalid("checker", f"must be one of {', '.join(ACTIONS)}")
     return max(actions, key=ACTIONS.index)
+
+
+def as_recorded(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's result as its record has it: images without a key, which were refused, are apart, each with its `index`,
+    so that APIs of older versions, which look for a file of each image, show the others.
+    """
+    images = [{**image, "index": k} for k, image in enumerate(result.get("images", []))]
+    if not (refused := [image for image in images if "key" not in image]):
+        return {**result}
+    return {**result, "images": [image for image in result["images"] if "key" in image], "refused": refused}
+
+
+def images_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The images of a recorded result, in the order of their seeds."""
+    images = [*result.get("images", [])]
+    for image in result.get("refused", []):  # in order
+        images.insert(image["index"], image)
+    return images
 
 
 def read_labels(text: str) -> Mapping[str, float]:

@@ -22,9 +22,14 @@ from contract.text import (
     Metadata,
     TextJob,
 )
-from contract.tools import MAX_ARGUMENTS, MAX_TOOLS, Function
+from contract.tools import MAX_ARGUMENTS, MAX_CALLS, MAX_TOOLS, Function
 
 _STATELESS = "no response is stored here: send the whole conversation as input, with store: false where a client has it"
+_NONE = "does not make a conversation"
+_CONVERSATIONS = {  # by pydantic's type of error
+    "too_short": "has no message",
+    "too_long": f"has more than {MAX_MESSAGES} messages with the instructions, or {MAX_CALLS} calls after one another",
+}
 _IGNORED = "accepted and ignored"
 _Ignored = Annotated[Any, Field(description=_IGNORED)]
 _IgnoredText = Annotated[str | None, Field(max_length=MAX_IGNORED, description=_IGNORED)]
@@ -69,8 +74,15 @@ def _text(content: str | list[InputPart]) -> str:
 
 
 class _Item(StrictModel):
+    """What is null in it is left out, whatever its name: a client writes down fields that no answer here has."""
+
     id: _IgnoredText = None
     status: _IgnoredText = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 class InputMessage(_Item):
@@ -218,6 +230,7 @@ class ResponseFields(StrictModel):
     conversation: Any = Field(default=None, description="not offered")
     prompt: Any = Field(default=None, description="not offered")
     background: bool | None = Field(default=None, description="not offered: only false is accepted")
+    top_logprobs: int | None = Field(default=None, ge=0, le=0, description="not offered: only 0 is accepted")
     store: bool | None = Field(default=None, description="accepted and ignored: nothing is stored")
     metadata: Metadata | None = Field(default=None, description=_IGNORED)
     include: _Ignored = None
@@ -228,6 +241,7 @@ class ResponseFields(StrictModel):
     service_tier: _IgnoredText = None
     safety_identifier: _IgnoredText = None
     prompt_cache_key: _IgnoredText = None
+    prompt_cache_options: _Ignored = None
     prompt_cache_retention: _IgnoredText = None
     user: _IgnoredText = None
 
@@ -252,7 +266,7 @@ class ResponseFields(StrictModel):
         except ValidationError as error:
             first = error.errors()[0]
             field = _FIELDS.get(str(first["loc"][0]), str(first["loc"][0])) if first["loc"] else None
-            message = first["ctx"]["message"] if first["type"] == FIELD else "does not make a conversation"
+            message = first["ctx"]["message"] if first["type"] == FIELD else _CONVERSATIONS.get(first["type"], _NONE)
             raise Invalid(field, message, INVALID_VALUE) from None
         except Invalid as error:
             raise error.of(_FIELDS.get(error.field or "", error.field or "input")) from error

@@ -7,11 +7,12 @@ of them a model writes is read off its template (`llm/tool_calls.py`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from contract.errors import Invalid
 from contract.json_schema import FIELD as SCHEMA
@@ -94,21 +95,22 @@ class ToolCall(StrictModel):
     index: int | None = Field(default=None, description="accepted and ignored")
     extra_content: Any = Field(default=None, description="accepted and ignored")
 
+    _arguments: dict[str, Any] = PrivateAttr()
+
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> ToolCall:
-        if self.arguments is None:
-            raise field_error("function", f"arguments must be a JSON object, at most {MAX_DEPTH} deep")
+        arguments = _object(self.function.arguments.strip() or "{}")
+        if arguments is None:
+            raise field_error(
+                "function", f"arguments must be a JSON object, at most {MAX_DEPTH} deep, of finite numbers"
+            )
+        self._arguments = arguments
         return self
 
     @property
-    def arguments(self) -> dict[str, Any] | None:
+    def arguments(self) -> dict[str, Any]:
         """The arguments as an object, which chat templates read; none are {}."""
-        text = self.function.arguments.strip() or "{}"
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) and _depth(value) <= MAX_DEPTH else None
+        return self._arguments
 
     def message(self) -> dict[str, Any]:
         """The call as templates read it."""
@@ -167,6 +169,23 @@ def texts_in(value: Any) -> Iterator[str]:
             pending += [*value, *value.values()]
         elif isinstance(value, list):
             pending += value
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The object of a JSON text; None: it is none, or nested more than `MAX_DEPTH` deep."""
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and _depth(value) <= MAX_DEPTH else None
+
+
+def _finite(text: str) -> float:
+    """A number of JSON. Raises ValueError for NaN and infinities, which no record holds."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _depth(value: Any) -> int:

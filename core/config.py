@@ -61,7 +61,10 @@ class Settings(BaseSettings):
         description="host memory for models that left a GPU's: they come back without being loaded; 0: none",
     )
     model_idle_s: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="after so long without a request a model leaves; 0: never"
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds without a request after which a model leaves; 0: never",
     )
     cascade_scorer: str = Field(
         default="",
@@ -92,7 +95,7 @@ class Settings(BaseSettings):
     )
     lora_dir: str = Field(
         default="",
-        description="where name.safetensors of these lies, and of those that requests bring; empty: none may",
+        description="where name.safetensors of the LoRAs lies that requests may use, or bring; empty: none may",
     )
     lora_mib: int = Field(default=1024, ge=1, description="that the LoRAs which requests bring may take, once read")
     embeddings_dir: str = Field(
@@ -152,7 +155,10 @@ class Settings(BaseSettings):
         description="that draws pictures: auto, torch, programs (CPU kernels), graphs (GPU), or an installed package's",
     )
     kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
-    compile: bool = Field(default=True, description="else compile torch's in the background, with a C++ compiler")
+    compile: bool = Field(
+        default=True,
+        description="where our kernels do not run, compile torch's in the background, with a C++ compiler",
+    )
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code and variants")
     checker: str = Field(
         default="",
@@ -168,6 +174,9 @@ class Settings(BaseSettings):
         default="",
         description="of a classifier's labels those that flag a picture, above these scores, such as nsfw:0.5; empty: "
         "those whose names say so, above 0.5",
+    )
+    checker_s: float = Field(
+        default=60.0, gt=0, le=600, allow_inf_nan=False, description="how long the checker may take for a picture"
     )
     image_metadata: bool = Field(
         default=True, description="prompt, parameters and fingerprint in each picture's file; off: none of them"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from contract.errors import Invalid
 from contract.json_schema import FIELD, check_json_schema
+from contract.tools import TOOLS
 from core.extras import pip_install
 from llm.grammar_checker import GrammarChecker, TurnsByTenant
 from llm.grammar_process import LARK, SCHEMA, STACK_BYTES, compile_grammar, first_line, make_tokenizer
@@ -79,7 +80,7 @@ class GrammarCompiler:
             matcher, mask = _on_stack(lambda: compile_grammar(self._known, kind, text))
         except ValueError as error:
             raise Invalid(FIELD, first_line(str(error)) or "cannot be enforced") from None
-        return Grammar(matcher, _allowed(mask, self._vocabulary))
+        return Grammar(matcher, _allowed(mask, self._vocabulary), FIELD if kind == SCHEMA else TOOLS)
 
     def _read_tokenizer(self) -> None:
         backend = copy(self._tokenizer.backend_tokenizer)
@@ -96,8 +97,10 @@ class GrammarCompiler:
 class Grammar:
     """A compiled schema: makes an answer's matcher by copying."""
 
-    def __init__(self, matcher: Any, first: Tensor) -> None:
+    def __init__(self, matcher: Any, first: Tensor, field: str) -> None:
+        """`field` is what errors name."""
         self._matcher = matcher
+        self._field = field
         self.first = first  # bool [V]: which tokens an answer may begin with
         self._lock = threading.Lock()
         self._budgets: weakref.WeakValueDictionary[str, _MaskBudget] = weakref.WeakValueDictionary()
@@ -107,14 +110,15 @@ class Grammar:
         with self._lock:
             budget = self._budgets.get(tenant)
             if budget is None:
-                self._budgets[tenant] = budget = _MaskBudget()
-            return GrammarMatcher(self.first, self._matcher.deep_copy(), budget)
+                self._budgets[tenant] = budget = _MaskBudget(self._field)
+            return GrammarMatcher(self.first, self._matcher.deep_copy(), budget, self._field)
 
 
 class _MaskBudget:
     """Limits what the masks of one tenant's answers with one grammar take: they delay all others' steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, field: str) -> None:
+        self._field = field
         self._lock = threading.Lock()
         self._left_s = _BURST_S
 
@@ -123,13 +127,14 @@ class _MaskBudget:
         with self._lock:
             self._left_s = min(_BURST_S, self._left_s + _TOKEN_S) - seconds
             if self._left_s < 0 and seconds > _CHEAP_S:
-                raise Invalid(FIELD, "takes too long at each token: use fewer alternatives or simpler patterns")
+                raise Invalid(self._field, "takes too long at each token: use fewer alternatives or simpler patterns")
 
 
 class GrammarMatcher:
     """An answer's state in its grammar."""
 
-    def __init__(self, first: Tensor, inner: Any, budget: _MaskBudget) -> None:
+    def __init__(self, first: Tensor, inner: Any, budget: _MaskBudget, field: str) -> None:
+        self._field = field
         self._first = first
         self._inner = inner
         self._budget = budget
@@ -173,7 +178,7 @@ class GrammarMatcher:
     def _check(self) -> None:
         """llguidance reports an error, and then offers the end token, where the grammar has no continuation."""
         if self._inner.is_error():
-            raise Invalid(FIELD, f"no token satisfies the schema ({first_line(self._inner.get_error())})")
+            raise Invalid(self._field, f"no token satisfies the schema ({first_line(self._inner.get_error())})")
 
 
 def _on_stack(function: Callable[[], T]) -> T:

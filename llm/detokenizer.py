@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_REPLACEMENT = "\ufffd"
+_CONTEXT = 8  # tokens before an answer that it is decoded with
+
 
 class Detokenizer:
     """The text of one answer. `ended`: a stop string was found; what comes after it is dropped."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """`before` are the tokens of a text that the answer continues: decoders of SentencePiece's vocabularies take
+        a space off a text's beginning.
+        """
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        context = list(before[-_CONTEXT:])
+        self._before: str = self._tokenizer.decode(context, skip_special_tokens=True)
+        if self._before.endswith(_REPLACEMENT):  # half a character
+            context, self._before = [], ""
+        self._context = context
+        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
         self._tokens: list[int] = []
@@ -35,7 +46,7 @@ class Detokenizer:
         """End of tokens: returns the text held back. An incomplete character becomes U+FFFD."""
         delta = ""
         if not self.ended:
-            text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            text = self._tokenizer.decode(self._context + self._tokens, skip_special_tokens=True)[len(self._before) :]
             if len(text) > len(self._text) and text.startswith(self._text):
                 delta = self._grown(text[len(self._text) :])
         return delta + self._tell(len(self._text))

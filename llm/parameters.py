@@ -35,6 +35,7 @@ class TextParameters:
     probabilities of the tokens and of the n most likely, from the model's unmodified logits; None requests none.
     `prompt_logprobs` requests them for the prompt's tokens too, whose cached pages are then computed anew.
     `max_tokens` 0 reads the prompt only.
+    `continues`: the text goes on with the prompt's, with a space between them; else it is a text of its own.
     `logit_bias` is OpenAI's: values added to the logits of these tokens; -100 excludes a token, and 100 excludes all
     others. `json_schema` is a schema as text, or "{}" for any JSON. `stop` strings are left out of the text, and so are
     the tokens that end it. `seed` None is random.
@@ -56,6 +57,7 @@ class TextParameters:
     json_schema: str | None = None
     tool_grammar: str | None = None  # in place of a schema: llguidance's Lark, of llm/tool_calls.py
     logit_bias: tuple[tuple[int, float], ...] = ()
+    continues: bool = False
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 
     @property

@@ -46,7 +46,7 @@ class SequenceState:
         self.cached = 0
         self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
         self.matcher = matcher
-        self.writer = Detokenizer(tokenizer, parameters.stop)
+        self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on
         self.finish: Finish | None = None

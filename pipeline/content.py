@@ -60,8 +60,9 @@ class ContentNetwork:
         files = folders.check_part(folder, folder.name, part)
         self.digest, self.device = digest_of(folder, [folder / "config.json", *files]), device
         self._processor = image_processor(processor)
-        network = load_part(folder.parent, folder.name, part, torch.float32, None).eval().to(device)
-        thresholds, self._scores = reads(network)
+        network = load_part(folder.parent, folder.name, part, torch.float32, None).eval()
+        with beside(device):  # the stream that reads what is computed here
+            thresholds, self._scores = reads(network.to(device))
         self.labels, self._thresholds = (*thresholds,), np.array([*thresholds.values()], np.float32)
         try:
             self.verdicts(self.prepare(new("RGB", (_PROBE, _PROBE)))[None])

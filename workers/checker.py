@@ -8,15 +8,19 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.content import read_labels
+from core.batching.pending import Aborted
+from core.threads import UninterruptibleThread
 from pipeline.checkpoints.folder import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -32,6 +36,9 @@ log = logging.getLogger(__name__)
 _CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NO_LABELS: tuple[str, ...] = ()
 _MOST = 16  # pictures in one forward on a GPU
+_CALLS = 16  # of a callable, at once
+_LOOK_S = 0.5  # between looks whether a job has ended, or a call hangs
+_CLOSE_S = 5.0  # that the end waits for calls
 _WARNINGS = {
     "blur": "the picture is blurred, by this service's checker",
     "refuse": "the picture was refused by this service's checker",
@@ -55,8 +62,10 @@ class Checker(Protocol):
     @property
     def labels(self) -> tuple[str, ...]: ...
 
-    def verdicts(self, images: Sequence[Image]) -> list[Verdict]:
-        """Judge pictures in RGB, in order. Raises any error: then nothing is known of them."""
+    def verdicts(self, images: Sequence[Image], stopped: Callable[[], bool] = lambda: False) -> list[Verdict]:
+        """Judge pictures in RGB, in order. Raises `Aborted` once `stopped`, and TimeoutError or any other error: then
+        nothing is known of them.
+        """
         ...
 
     def close(self) -> None: ...
@@ -70,10 +79,104 @@ class Checked(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-class CallableChecker:
+@dataclass(eq=False, slots=True)
+class _Item:
+    """A picture that waits for its verdict. `begun` is when a thread took it; None: none has."""
+
+    picture: Any
+    verdict: Future[Verdict]
+    begun: float | None = None
+
+
+class _QueueChecker:
+    """Judges pictures in order on threads of its own, `most` of those that wait in a call. Whoever waits for a call of
+    more than `within_s` leaves, whatever becomes of its thread.
+    """
+
+    def __init__(self, threads: int, most: int, within_s: float) -> None:
+        self._most, self._within_s = most, within_s
+        self._waiting: deque[_Item] = deque()
+        self._taken = 0.0  # when a thread last took pictures
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            UninterruptibleThread(target=self._run, name=f"checker-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _prepare(self, image: Image) -> Any:
+        """The copy of a picture that `_judge` gets."""
+        raise NotImplementedError
+
+    def _judge(self, pictures: Sequence[Any]) -> list[Verdict]:
+        raise NotImplementedError
+
+    def verdicts(self, images: Sequence[Image], stopped: Callable[[], bool] = lambda: False) -> list[Verdict]:
+        items = [_Item(self._prepare(image), Future()) for image in images]
+        entered = time.monotonic()
+        with self._changed:
+            self._waiting.extend(items)
+            self._changed.notify_all()
+        try:
+            return [self._verdict(item, entered, stopped) for item in items]
+        finally:  # of a job that has failed or ended no picture is judged any more
+            with self._changed:
+                for item in items:
+                    with suppress(ValueError):
+                        self._waiting.remove(item)
+
+    def _verdict(self, item: _Item, entered: float, stopped: Callable[[], bool]) -> Verdict:
+        while not wait([item.verdict], _LOOK_S).done:
+            if stopped():
+                raise Aborted("the job ended while its pictures were checked")
+            if time.monotonic() - (item.begun or max(entered, self._taken)) > self._within_s:
+                raise TimeoutError(f"no verdict within {self._within_s:g} s (DIPTYCH_CHECKER_S)")
+        return item.verdict.result()
+
+    def _run(self) -> None:
+        while items := self._take():
+            if not self._settle(items):  # one of them may be the cause, or their number
+                for item in items:
+                    self._settle([item], last=True)
+            del items  # not kept until the next ones
+
+    def _take(self) -> list[_Item]:
+        """The next pictures; none: it is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            items = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+            self._taken = time.monotonic()
+            for item in items:
+                item.begun = self._taken
+            return items
+
+    def _settle(self, items: Sequence[_Item], *, last: bool = False) -> bool:
+        """Give these pictures their verdicts. False: they have none; if it is the `last` try they have the error."""
+        try:
+            verdicts = self._judge([item.picture for item in items])
+        except BaseException as error:  # whoever waits has to hear of it
+            for item in items if last else ():
+                item.verdict.set_exception(error)
+            return False
+        for item, verdict in zip(items, verdicts, strict=True):
+            item.verdict.set_result(verdict)
+        return True
+
+    def close(self) -> None:
+        """End its threads. Does not wait long for one that hangs."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+class CallableChecker(_QueueChecker):
     """A callable that gets a picture and returns whether it is fine. Called on several threads at once."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, within_s: float) -> None:
         """Import what `module:callable` names. Raises `ModelError`."""
         module, _, path = name.partition(":")
         try:
@@ -86,61 +189,35 @@ class CallableChecker:
         if not callable(value):
             raise ModelError(f"checker {name}: cannot be called")
         self.digest, self.labels, self._function = name, _NO_LABELS, value
+        super().__init__(_CALLS, 1, within_s)
 
-    def verdicts(self, images: Sequence[Image]) -> list[Verdict]:
+    def _prepare(self, image: Image) -> Image:
+        return image.copy()
+
+    def _judge(self, pictures: Sequence[Image]) -> list[Verdict]:
         from pipeline.content import Verdict
 
-        return [Verdict(not self._function(image.copy()), {}) for image in images]
-
-    def close(self) -> None:
-        pass
+        return [Verdict(not self._function(picture), {}) for picture in pictures]
 
 
-class NetworkChecker:
+class NetworkChecker(_QueueChecker):
     """A network on a thread of its own. On a GPU it judges all pictures that wait together; on a CPU, where that saves
     nothing, one after another, so that a score depends on nothing else.
     """
 
-    def __init__(self, network: ContentNetwork, most: int = 0) -> None:
+    def __init__(self, network: ContentNetwork, within_s: float, most: int = 0) -> None:
         """`most` pictures go into a forward; 0: as many as the network's device has a use for."""
         self._network, self.digest, self.labels = network, network.digest, network.labels
-        self._most = most or (_MOST if network.device.type == "cuda" else 1)
-        self._waiting: deque[tuple[Tensor, Future[Verdict]]] = deque()
         # One thread: OpenMP keeps a team of threads for every thread that computes.
-        self._thread = ThreadPoolExecutor(1, "checker")
+        super().__init__(1, most or (_MOST if network.device.type == "cuda" else 1), within_s)
 
-    def verdicts(self, images: Sequence[Image]) -> list[Verdict]:
-        items = [(self._network.prepare(image), Future[Any]()) for image in images]
-        self._waiting.extend(items)
-        for _ in items:
-            self._thread.submit(self._judge)  # of which the first may take all
-        return [verdict.result() for _, verdict in items]
+    def _prepare(self, image: Image) -> Tensor:
+        return self._network.prepare(image)
 
-    def _judge(self) -> None:
-        items: list[tuple[Tensor, Future[Verdict]]] = []
-        with suppress(IndexError):
-            while len(items) < self._most:
-                items.append(self._waiting.popleft())
-        if not self._settle(items) and items:  # one of them may be the cause, or their number
-            for item in items:
-                self._settle([item], last=True)
-
-    def _settle(self, items: Sequence[tuple[Tensor, Future[Verdict]]], *, last: bool = False) -> bool:
-        """Give these pictures their verdicts. False: they have none; if it is the `last` try they have the error."""
+    def _judge(self, pictures: Sequence[Tensor]) -> list[Verdict]:
         import torch
 
-        try:
-            verdicts = self._network.verdicts(torch.stack([pixels for pixels, _ in items])) if items else []
-        except BaseException as error:  # whoever waits has to hear of it
-            for _, verdict in items if last else ():
-                verdict.set_exception(error)
-            return False
-        for (_, verdict), value in zip(items, verdicts, strict=True):
-            verdict.set_result(value)
-        return True
-
-    def close(self) -> None:
-        self._thread.shutdown()
+        return self._network.verdicts(torch.stack([*pictures]))
 
 
 def load(settings: Settings, device: str) -> Checker | None:
@@ -154,7 +231,7 @@ def load(settings: Settings, device: str) -> Checker | None:
     if _CALLABLE.fullmatch(name) and not Path(name).exists():
         if labels:
             raise ModelError(f"checker_labels: {name} is a callable, and has none")
-        return CallableChecker(name)
+        return CallableChecker(name, settings.checker_s)
     import torch
 
     from pipeline import content
@@ -162,7 +239,7 @@ def load(settings: Settings, device: str) -> Checker | None:
 
     set_threads(settings, device)
     try:
-        return NetworkChecker(content.load(Path(name), torch.device(device), labels))
+        return NetworkChecker(content.load(Path(name), torch.device(device), labels), settings.checker_s)
     except ModelError as error:
         raise ModelError(f"checker: {error}") from error
 
@@ -173,16 +250,21 @@ def require(checker: Checker | None, action: str) -> None:
         raise CheckFailed("this worker has no checker, and the request, or its key, asks for one")
 
 
-def check(checker: Checker | None, action: str, pictures: Sequence[Picture]) -> list[Checked]:
+def check(
+    checker: Checker | None, action: str, pictures: Sequence[Picture], stopped: Callable[[], bool] = lambda: False
+) -> list[Checked]:
     """Check pictures and do to those that are flagged what `action` says, in order.
 
-    Raises `UnsafeImage` if all are refused, and `CheckFailed` if one cannot be checked: then none may be shown.
+    Raises `UnsafeImage` if all are refused, `CheckFailed` if one cannot be checked: then none may be shown, and
+    `Aborted` once `stopped`.
     """
     require(checker, action)
     if checker is None or action == "off":
         return [Checked(picture, None, picture.warnings) for picture in pictures]
     try:
-        verdicts = checker.verdicts([picture.image for picture in pictures])
+        verdicts = checker.verdicts([picture.image for picture in pictures], stopped)
+    except Aborted:
+        raise
     except Exception as error:
         log.warning("pictures cannot be checked: %s", first_line(error))
         raise CheckFailed(f"a picture could not be checked ({type(error).__name__}), so none is shown") from error

@@ -103,10 +103,13 @@ class JobHandler(Protocol):
 
     def tally(self, requests: Sequence[Any]) -> JobProgress: ...
 
-    def build_result(self, job: Any, outputs: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(
+        self, job: Any, outputs: Sequence[Any], artifact_writer: ArtifactWriter,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:  # fmt: skip
         """The job's result, from its requests' outputs; artifacts are stored before it returns.
 
-        Raises `ArtifactError`, `UnsafeImage` where all images are refused, and `CheckFailed`.
+        Raises `ArtifactError`, `UnsafeImage` where all images are refused, `CheckFailed`, and `Aborted` once `stopped`.
         """
         ...
 
@@ -215,10 +218,11 @@ class ImageJobHandler:
         return ImageJobProgress([request.made for request in requests])
 
     def build_result(
-        self, job: ImageJob, outputs: Sequence[Picture], artifact_writer: ArtifactWriter
-    ) -> dict[str, Any]:
+        self, job: ImageJob, outputs: Sequence[Picture], artifact_writer: ArtifactWriter,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:  # fmt: skip
         form = ImageFormat(job.output_format, job.output_compression)
-        checked = check(self._checker, job.checker or self._action, outputs)
+        checked = check(self._checker, job.checker or self._action, outputs, stopped)
         images = [
             self._kept(picture, each, form, artifact_writer) for picture, each in zip(outputs, checked, strict=True)
         ]

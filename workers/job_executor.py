@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from contract.content import as_recorded
 from contract.errors import Invalid
 from core import traces
 from core.batching.engine import Aborted, Engine, Expired
@@ -68,13 +69,20 @@ class JobExecutor:
             if work.dropped:
                 raise Aborted("the job was cancelled, handed back or claimed again")
             artifact_writer = self.artifact_writer()
-            result = handler.build_result(job, outputs, artifact_writer)
+            try:
+                result = handler.build_result(
+                    job, outputs, artifact_writer, lambda: work.dropped or self.engine.clock() >= deadline
+                )
+            except Aborted:
+                if work.dropped:
+                    raise
+                raise Expired("the deadline passed while its images were checked") from None
         if job.expand_prompt:
             result = expand.add_prompts(result, parameters)
         if job.cascade is not None and drafts:
             result = cascades.add_drafts(result, drafts, (job.cascade.draft, claim.model), parameters[0])
         work.artifacts = artifact_writer.keys
-        return {**result, "engine_s": round(engine_s, 6)}
+        return {**as_recorded(result), "engine_s": round(engine_s, 6)}
 
     def _expanded(self, work: ActiveJob, pictures: list[Any], deadline: float) -> list[Any]:
         """The image parameters with prompts expanded by the text model. Raises as `ActiveJob.make`."""

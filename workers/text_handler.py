@@ -5,7 +5,7 @@ Imports no torch at module level, because the worker imports it before torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,7 @@ class TextJobHandler:
                 json_schema=job.json_schema if grammar is None else None,
                 tool_grammar=grammar,
                 prompt_logprobs=job.scores_prompts,
+                continues=job.messages is None,
                 **values,
             )
             for prompt in prompts
@@ -116,8 +117,9 @@ class TextJobHandler:
         return TextJobProgress(self, [request.max_tokens for request in requests], hidden=hidden)
 
     def build_result(
-        self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter
-    ) -> dict[str, Any]:
+        self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:  # fmt: skip
         prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
         choices = [
             {
@@ -161,8 +163,9 @@ class TextJobHandler:
             if token not in self._control_ids:
                 entries[k].update(token_text.describe(self._tokenizer, token, first=True))
                 break
-        for entry in entries:
-            if entry["id"] in self._control_ids:  # it is in the model's text, but in none that is read
+        written = range(len(tokens) - len(self._ids(prompt)), len(tokens)) if isinstance(prompt, str) else range(0)
+        for k, entry in enumerate(entries):
+            if entry["id"] in self._control_ids and k not in written:  # it is in none of the text that is read
                 entry["control"] = True
         return {"text": echoed + text.text, "logprobs": entries}
 

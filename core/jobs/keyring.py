@@ -94,7 +94,7 @@ class Keyring(RedisStore):
         token = f"dpt_{id}_{secret}"
         ordered = tuple(scope for scope in SCOPES if scope in scopes)
         key = ApiKey(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes, checker)
-        self._add(id, to_json(asdict(key)))
+        self._add(id, to_json(asdict(key)), checker)
         return key, token
 
     def all(self) -> list[ApiKey]:

@@ -244,7 +244,7 @@ class Claim:
 
     `deadline_left_s` is the time to the deadline at the claim; None: no deadline. `trace` and `request_id` are the
     draft's; empty for jobs of versions without them. `incarnation` and `followed` are the record's. `checker` is what
-    the owner's key has flagged pictures done to, as it was when the job was created; "": the service decides.
+    the owner's key, which may be revoked by now, has flagged pictures done to; "": the service decides.
     """
 
     id: str

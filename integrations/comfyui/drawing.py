@@ -41,10 +41,15 @@ log = logging.getLogger("diptych")
 
 @dataclass(frozen=True)
 class Drawn:
-    """The job object of a job that succeeded, and its pictures' files."""
+    """The job object of a job that succeeded, and the files of those pictures that the service did not refuse."""
 
     job: dict[str, Any]
     files: list[bytes]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed of each file."""
+        return [image["seed"] for image in self.job["images"] if not image.get("error")]
 
     @property
     def warnings(self) -> list[str]:
@@ -91,7 +96,9 @@ async def _run(client: Client, request: Mapping[str, Any]) -> Drawn:
         await _watch(created)
         job = await _follow(client, id)
         files = [
-            await _watched(partial(client.content, f"/v1/jobs/{id}/images/{k}")) for k in range(len(job["images"]))
+            await _watched(partial(client.content, f"/v1/jobs/{id}/images/{k}"))
+            for k, image in enumerate(job["images"])
+            if not image.get("error")
         ]
     except BaseException as error:
         if not isinstance(error, ServiceError):

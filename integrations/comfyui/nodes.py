@@ -250,7 +250,7 @@ class Sampler:
         _show_text(node, "\n".join(drawn.warnings))
         info = {
             "service": service, "job_id": drawn.job["id"], "model": drawn.job["model"],
-            "seeds": [image["seed"] for image in drawn.job["images"]], "warnings": drawn.warnings, "request": request,
+            "seeds": drawn.seeds, "warnings": drawn.warnings, "request": request,
         }  # fmt: skip
         return pictures.as_image(drawn.files), json.dumps(info, ensure_ascii=False)
 

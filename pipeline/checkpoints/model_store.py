@@ -20,6 +20,7 @@ from pipeline.families import registry
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
 _DOWNLOADS = ".downloads"
+_REMOVED = ".removed-"
 _LEFT_OUT = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*", ".*")
 
 
@@ -146,7 +147,7 @@ def _ensure_parent(out: Path) -> Path:
 def _check_name(name: str, store: Path, options: AddOptions) -> str:
     if not _NAME.fullmatch(name):
         raise ModelError(f"--name: must be letters, digits, '.', '_' and '-', not {name[:100]!r}")
-    if options.is_taken(name) or (store / name).exists():
+    if options.is_taken(name) or os.path.lexists(store / name):
         raise ModelError(f"--name: there is a model {name} already; give another")
     return name
 
@@ -160,14 +161,22 @@ def names(store: Path) -> list[str]:
 
 
 def remove(name: str, store: Path) -> None:
-    """Delete the model of this name from the folder. Raises `ModelError` if there is none, or it cannot be deleted."""
-    if name not in names(store):
-        raise ModelError(f"{name}: there is no such model in {store}")
+    """Delete the model of this name from the folder. Raises `ModelError` if there is none, or it cannot be deleted.
+
+    What an interrupted removal left is deleted too.
+    """
     folder = store / name
+    known = _NAME.fullmatch(name) is not None and (folder.is_symlink() or folder.is_dir())
     try:
-        if folder.is_symlink():
+        if known and folder.is_symlink():  # also one that leads nowhere
             folder.unlink()
-        else:  # at once for readers, whatever happens meanwhile
-            shutil.rmtree(folder.rename(store / f".removed-{secrets.token_hex(4)}"))
+        elif known:  # at once for readers, whatever happens meanwhile
+            folder.rename(store / f"{_REMOVED}{secrets.token_hex(4)}")
     except OSError as error:
         raise ModelError(f"{name}: cannot be removed from {store} ({error.strerror})") from error
+    for left in store.glob(f"{_REMOVED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+        if left.exists():
+            raise ModelError(f"{left}: what is left of a removed model cannot be deleted")
+    if not known:
+        raise ModelError(f"{name}: there is no such model in {store}")

@@ -13,6 +13,7 @@ from typing import Self
 
 from PIL import Image
 
+from contract.content import as_recorded
 from core.jobs.record import Claim, ProgressReport
 from tests.api.world import Worker
 
@@ -26,6 +27,7 @@ class Easel:
         self.go = threading.Event()
         self.go.set()
         self.failing = False
+        self.refused: set[int] = set()  # which images of a job its checker refuses
         self.seen: list[Claim] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="easel")
@@ -77,9 +79,11 @@ class Easel:
                 "height": p["height"], "media_type": "image/png", "size_bytes": len(data_k), "warnings": [],
                 "fingerprint": {"model": "easel"},
             })  # fmt: skip
-        self.worker.store.leases.succeed(
-            claim.id, claim.attempt, {"images": images, "deepcache": p.get("deepcache", "off")}
-        )
+        for k in self.refused:
+            for name in ("key", "media_type", "size_bytes", "fingerprint"):
+                del images[k][name]
+        result = as_recorded({"images": images, "deepcache": p.get("deepcache", "off")})
+        self.worker.store.leases.succeed(claim.id, claim.attempt, result)
 
     @staticmethod
     def _picture(claim: Claim, k: int, side: int) -> bytes:

@@ -39,6 +39,7 @@ FREE = {
     "ReasoningItem.summary", "ReasoningItem.content", "ReasoningItem.encrypted_content", "ResponseRequest.conversation",
     "ResponseRequest.prompt", "ResponseRequest.include", "ResponseRequest.reasoning", "ResponseRequest.stream_options",
     "ResponseRequest.max_tool_calls",
+    "ResponseRequest.prompt_cache_options",
 }  # fmt: skip
 
 

@@ -197,6 +197,8 @@ def test_of_a_job_with_a_refused_picture_every_endpoint_shows_the_other(checked:
     refused, shown = job["images"][at], job["images"][1 - at]
     assert refused["url"] is None and refused["error"]["code"] == REFUSED and refused["fingerprint"] is None
     assert checked.is_whole(client.get(shown["url"]).content, first + 1 - at)
+    record = json.loads(checked.redis.hget(f"diptych:job:{job['id']}", "result") or "")
+    assert [image["seed"] for image in record["images"] if image["key"]] == [first + 1 - at], "for older APIs"
     for url in (f"/v1/jobs/{job['id']}/images/{at}", shown["url"].replace(f"images/{1 - at}", f"images/{at}")):
         assert client.get(url).status_code in (400, 403) and b"PNG" not in client.get(url).content
     with client.stream(

@@ -193,7 +193,10 @@ def test_a_form_tells_lists_of_steps_as_text(shared: Api, easel: Easel) -> None:
     data = {"prompt": "a hat", "steps": "5", "guided_steps": "0,2"}
     assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code == 200
     assert easel.seen[-1].parameters["guided_steps"] == [0, 2]
-    for name, text, expected in (("timesteps", "[999, 500]", [999, 500]), ("sigmas", "9.5,0.25", [9.5, 0.25])):
+    for name, text, expected in (
+        ("timesteps", "[999, 500]", [999, 500]), ("timesteps", "999.0,5e2", [999, 500]),
+        ("sigmas", "9.5,0.25", [9.5, 0.25]),
+    ):  # fmt: skip
         data = {"prompt": "a hat", name: text}
         assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code == 200
         assert easel.seen[-1].parameters[name] == expected and easel.seen[-1].parameters["steps"] == 2

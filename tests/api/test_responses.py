@@ -92,8 +92,9 @@ def test_calls_and_their_results(client: openai.OpenAI) -> None:
         done = [event for event in events if event.type == "response.function_call_arguments.done"]
         assert [event.arguments for event in done] == [call.arguments]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
-        after = client.responses.create(**{**ask, "input": [{"role": "user", "content": "a cat"}, call, result]})
-        assert after.status in ("completed", "incomplete")
+        for again in (call, call.model_dump(), call.to_dict()):  # with every field of openai's, as null, and without
+            after = client.responses.create(**{**ask, "input": [{"role": "user", "content": "a cat"}, again, result]})
+            assert after.status in ("completed", "incomplete")
 
 
 def test_a_schema_holds_the_answer(client: openai.OpenAI) -> None:
@@ -112,6 +113,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.content.type"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    ({"input": [{"role": "user", "content": "x"}] * 1000, "instructions": "y"}, "input"),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": NaN}'}]}, "input"),
+    ({"input": "a", "top_logprobs": 1}, "top_logprobs"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.type"),
     ({"input": "a", "tool_choice": "required"}, "tool_choice"),
     ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),

@@ -18,6 +18,8 @@ from pydantic import BaseModel
 
 from api import text_drafts
 from api.errors import ApiError
+from api.text_answers import CompletionFormat
+from api.text_stream import _SentText
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from llm import tiny
@@ -512,6 +514,41 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, most: int, 
             for name, offset in zip(found.tokens[1:count], found.text_offset[1:], strict=False):
                 assert name.startswith("bytes:") or text[offset:].startswith(name)
             assert all(offset >= len(text) for offset in found.text_offset[count:])
+
+
+def test_control_tokens_that_a_text_has_take_their_characters(client: openai.OpenAI) -> None:
+    text, model = "two<|end|> x", stage.small().name
+    (choice,) = client.completions.create(model=model, prompt=text, echo=True, logprobs=0, max_tokens=0).choices
+    found = choice.logprobs
+    assert choice.text == text and found is not None and found.tokens and found.text_offset
+    assert found.tokens[0] == "<|bos|>" and "<|end|>" in found.tokens
+    assert all(text[at:].startswith(name) for name, at in zip(found.tokens[1:], found.text_offset[1:], strict=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_answers_are_written_beside_the_event_loop(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    model, threads = stage.small(), []
+    owner: Any = _SentText if stream else CompletionFormat
+    name = "rest" if stream else "whole"
+    write = getattr(owner, name)
+
+    def noted(self: Any, result: dict[str, Any]) -> Any:
+        threads.append(threading.current_thread().name)
+        return write(self, result)
+
+    monkeypatch.setattr(owner, name, noted)
+    for length in (2, 400):
+        answer: Any = client.completions.create(
+            model=model.name, prompt=[[7] * length], echo=True, logprobs=5, max_tokens=0, stream=stream
+        )
+        count = sum(
+            len(c.choices[0].logprobs.tokens) for c in (answer if stream else [answer]) if c.choices[0].logprobs
+        )
+        assert count == length
+    loop, beside = threads
+    assert loop != beside
 
 
 def test_lm_evals_scoring(client: openai.OpenAI) -> None:

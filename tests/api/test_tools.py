@@ -168,6 +168,12 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
         {"id": "1", "function": {"name": "a", "arguments": "[]"}}]}]},
      "messages.tool_calls.function"),
     ({"messages": [{"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "a", "arguments": '{"a": NaN}'}}]}]},
+     "messages.tool_calls.function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "a", "arguments": '{"a": 1e999}'}}]}]},
+     "messages.tool_calls.function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [
         {"id": "1", "function": {"name": "a", "arguments": '{"a":' + "[" * 60 + "]" * 60 + "}"}}]}]},
      "messages.tool_calls.function"),
     ({"messages": [{"role": "assistant", "tool_calls": [

@@ -20,6 +20,7 @@ from core.kernels.device import DeviceInfo
 from core.threads import cores
 from deployment.redis import free_port
 from tests.core.kernels.test_device import A100, B200, H200, L4, NO_NVRTC, V100
+from tests.http_server import Handler, LocalServer
 from tests.servers import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -33,9 +34,9 @@ def healthy(monkeypatch: pytest.MonkeyPatch, redis_url: str, tmp_path: Path) -> 
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, str]]:
     """The exit code, and the marks by what they are of; a second line of the same counts if it is worse."""
-    code = cli.main(["doctor"])
+    code = cli.main(["doctor", *options])
     found: dict[str, str] = {}
     for line in capsys.readouterr().out.splitlines():
         what = line[2:].partition(":")[0]
@@ -178,6 +179,20 @@ def test_threads_of_all_workers_are_held_against_the_cores(each: int, workers: i
     if found and processors >= workers:  # following the advice ends the note
         advised = int(found[0].says.partition("DIPTYCH_THREADS to ")[2].split()[0])
         assert not list(threads(advised * workers, workers, processors))
+
+
+def test_the_port_that_is_looked_at_is_an_option(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Page(Handler):
+        def respond(self) -> None:
+            self.answer(200, b"no Diptych")
+
+    with LocalServer(Page) as stranger:
+        port = stranger.url.rpartition(":")[2]
+        assert run(capsys)[1]["port"] == "✓"
+        code, found = run(capsys, "--port", port)
+    assert code == 1 and found["port"] == "✗"
+    assert cli.main(["doctor", "--port", "70000"]) == 2
+    assert capsys.readouterr().err.startswith("diptych: --port: ")
 
 
 def test_workers_of_this_machine_are_counted(healthy: Path, capsys: pytest.CaptureFixture[str], redis_url: str) -> None:

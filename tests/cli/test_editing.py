@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,18 @@ def assets(shell: Shell) -> Path:
     pixels[:, SIDE // 2 :, 3] = 100
     Image.fromarray(pixels).save("soft.png")
     (shell.folder / "notes.txt").write_text("no picture")
+    small = (shell.folder / "grey.png").read_bytes()
+    header = b"IHDR" + struct.pack(">II", 20_000, 15_000) + small[24:29]
+    (shell.folder / "huge.png").write_bytes(small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:])
     return shell.folder
 
 
 def drawn(shell: Shell, *options: str) -> tuple[dict[str, Any], np.ndarray]:
-    """A picture's parameters, and its pixels."""
+    """A picture's parameters, and its pixels. As many steps are counted as are run."""
     said = shell.generate("a fox", "--seed", "1", "--precision", "fp32", "--steps", "4", *options)
     assert said.code == 0, said
+    (count,) = {line.split()[2] for line in said.err.splitlines() if line.startswith("steps ")}
+    assert len({*count.split("/")}) == 1
     (path,) = shell.pictures()
     return made_with(path), np.asarray(Image.open(path))
 
@@ -123,6 +130,13 @@ def test_margins_are_drawn_and_the_source_is_kept(shell: Shell, assets: Path) ->
     assert np.array_equal(pixels[8:24], np.asarray(Image.open("wide.png")))
 
 
+def test_a_source_and_its_margins_are_drawn_in_their_own_size_where_it_is_offered(shell: Shell, assets: Path) -> None:
+    """As in the API, also where the size is in the model's range alone."""
+    made, pixels = drawn(shell, "--image", "source.png", "--outpaint", "0,0,8,0")
+    assert (made["width"], made["height"]) == (SIDE + 8, SIDE)
+    assert np.array_equal(pixels[:, :SIDE], np.asarray(Image.open("source.png")))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -144,6 +158,9 @@ def test_margins_are_drawn_and_the_source_is_kept(shell: Shell, assets: Path) ->
         (("--image", "source.png", "--soft-mask"), "--soft-mask: needs a mask"),
         (("--image", "source.png", "--outpaint", "0,0,0,0"), "--outpaint: must be pixels of left, top, right, bottom"),
         (("--image", "source.png", "--outpaint", "1,2,3"), "--outpaint: must be pixels of left, top, right, bottom"),
+        (("--image", "source.png", "--outpaint", "0,0,5000,0"), "right, bottom, at most 4096 each, such as"),
+        (("--image", "."), "--image: . cannot be read as a picture (Is a directory)"),
+        (("--image", "huge.png"), "--image: huge.png cannot be read as a picture (Image size (300000000 pixels)"),
         (("--image", "source.png", "--outpaint=-1,0,0,0"), "--outpaint: must be pixels of left, top, right, bottom"),
     ],
 )

@@ -121,6 +121,31 @@ def test_a_linked_model_is_removed_and_what_it_links_to_stays(shell: Shell, stor
     assert (shell.folder / "base/model_index.json").is_file() and not (shell.folder / "store/linked").is_symlink()
 
 
+def test_a_link_that_leads_nowhere_keeps_its_name_until_it_is_removed(shell: Shell, store: str) -> None:
+    (shell.folder / "store").mkdir()
+    (shell.folder / "store/cats").symlink_to("/nowhere")
+    said = shell("models", "add", "base", "--name", "cats")
+    assert said.code == 2 and "--name: there is a model cats already" in said.err
+    assert shell("models", "remove", "cats").code == 0
+    assert not list((shell.folder / "store").iterdir())
+
+
+def test_what_an_interrupted_removal_left_goes_with_the_next(
+    shell: Shell, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shell.folder / "store/cats").mkdir(parents=True)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupted)
+        assert shell("models", "remove", "cats").code == 130
+    assert len(list((shell.folder / "store").iterdir())) == 1 and "cats" not in shell("models", "list").out
+    assert shell("models", "remove", "cats").code == 2
+    assert not list((shell.folder / "store").iterdir())
+
+
 @pytest.mark.parametrize(("scheme", "more"), [("int8", ("--limit", "1")), ("int8-dynamic", ())])
 def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: str, more: tuple[str, ...]) -> None:
     said = shell("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cli.arguments import FOLDERS
+from core.config import Settings
 from deployment.redis import free_port
 from tests.cli.shell import Shell
 
@@ -40,7 +42,7 @@ from tests.cli.shell import Shell
         (["x", "--seed", "-1"], "--seed: must be between 0 and"),
         (["x", "--seed", "9" * 400], "--seed: must be between 0 and"),
         (
-            ["x", "--scheduler", "ddim"],
+            ["x", "--scheduler", "unipc"],
             "--scheduler: must be one of euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd",
         ),
         (["x", "--scheduler", "lcm", "--steps", "51"], "steps=51"),
@@ -177,6 +179,16 @@ def test_a_misspelt_variable_is_spoken_of(
 def test_options_go_over_the_environment(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_MODEL", "/nowhere")
     assert shell.generate("x").code == 0
+
+
+def test_a_service_takes_the_folders_that_requests_name_from(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deployment import serve
+
+    served: list[Settings] = []
+    monkeypatch.setattr(serve, "serve", lambda settings, **_: served.append(settings))
+    words = [word for name in FOLDERS for word in (f"--{name.replace('_', '-')}", f"/weights/{name}")]
+    assert shell("serve", *words).code == 0
+    assert {name: str(getattr(served[0], name)) for name in FOLDERS} == {name: f"/weights/{name}" for name in FOLDERS}
 
 
 def test_a_device_that_is_not_there_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

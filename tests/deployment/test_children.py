@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from core.config import Settings, read
 from deployment import children
-from deployment.children import Backoff, ChildProcess, reason
+from deployment.children import Backoff, ChildProcess, child_environment, reason
 from tests.deployment.served import wait_until
 
 
@@ -107,6 +111,45 @@ def test_what_it_left_behind_goes_too(start: Callable[..., ChildProcess]) -> Non
     child.kill()
     grandchild.wait(60)
     assert child.code == 0 and not grandchild.is_running()
+
+
+TEXTS = (
+    "/a b/=%ä", "127.0.0.1:1", "https://a.example", "a:0.5", "cpu", "5/minute", "redis://:secret@h:1/2", "auto", "0.5",
+    "30%",
+)  # fmt: skip
+"""Each of a setting's text is a value of some settings."""
+
+
+def another_value(name: str) -> Settings:
+    """The settings with a value of this one that is not its default."""
+    field = Settings.model_fields[name]
+    kinds = get_args(field.annotation) or (field.annotation,)
+    values: tuple[Any, ...] = TEXTS if str in kinds else (Path("/a b/c"),) if Path in kinds else kinds
+    if bool in kinds:
+        values = (not field.default,)
+    elif isinstance(field.default, int | float):
+        values = (field.default + 1, field.default / 2, field.default - 1)
+    for value in values:
+        with contextlib.suppress(ValidationError):
+            settings = Settings(**{name: value})
+            if getattr(settings, name) != field.default:
+                return settings
+    raise AssertionError(f"no value for {name} is known here")
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_a_child_has_each_setting_of_its_parent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the parent's own environment says of it, and of settings that have their defaults."""
+    monkeypatch.setenv("DIPTYCH_STEPS", "7")
+    monkeypatch.setenv("diptych_port", "9")
+    monkeypatch.setenv(f"DIPTYCH_{name.upper()}", "not a value")
+    settings = another_value(name)
+    environment = child_environment(settings)
+    for known in [known for known in os.environ if known.upper().startswith("DIPTYCH_")]:
+        monkeypatch.delenv(known)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert read() == settings
 
 
 def test_one_that_never_started_can_be_ended(tmp_path: Path) -> None:

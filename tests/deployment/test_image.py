@@ -6,6 +6,7 @@ Whether they run is tests/compose's business, where there is a Docker engine.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cli.arguments import FOLDERS
 from deployment.devices import NoDevices, visible_gpus
 from tests.deployment.served import ROOT, environment, wait_until
 
@@ -161,6 +163,57 @@ def test_input_that_can_never_work_ends_all(tmp_path: Path) -> None:
     process = begin(tmp_path, "import sys; sys.exit(2)")
     process.communicate(timeout=60)
     assert process.returncode == 2
+
+
+# The command, whose workers note in place of their work what they are given.
+NOTES = """
+import json, os, pathlib, sys
+import cli
+from deployment import devices
+
+serve_each, note = devices.serve_each, '''
+import json, os, pathlib, sys, time
+own = {name: value for name, value in os.environ.items() if name.startswith(("DIPTYCH_", "CUDA_"))}
+path = pathlib.Path(sys.argv[1]) / own["CUDA_VISIBLE_DEVICES"]
+path.with_suffix(".part").write_text(json.dumps([sys.argv[2:], own]))
+path.with_suffix(".part").rename(path.with_suffix(".json"))
+time.sleep(60)
+'''
+devices.serve_each = lambda settings, command: serve_each(
+    settings, command=[command[0], "-c", note, sys.argv[1], *command[1:]]
+)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def test_each_worker_gets_all_settings_by_its_environment(tmp_path: Path) -> None:
+    """And its own GPU and port of metrics; a command line, which all users of the machine see, says nothing."""
+    settings = {
+        "DIPTYCH_REDIS_URL": "redis://:secret@127.0.0.1:1/0", "DIPTYCH_DRAIN_S": "0",
+        "DIPTYCH_CACHE_DIR": str(tmp_path), "DIPTYCH_METRICS": "127.0.0.1:9100", "CUDA_VISIBLE_DEVICES": "3,5",
+    }  # fmt: skip
+    folders = {f"--{name.replace('_', '-')}": name for name in FOLDERS}
+    words = [word for flag, name in folders.items() for word in (flag, f"/weights/{name}")]
+    options = ["--each-gpu", "--model", "random:tiny", "--precision", "bf16", "--no-compile", *words]
+    process = subprocess.Popen(
+        [sys.executable, "-c", NOTES, str(tmp_path), "worker", *options], cwd=ROOT,
+        env={**environment(), **settings}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: process.poll() is not None or len(list(tmp_path.glob("*.json"))) == 2, "both workers")
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    for number, device in enumerate(("3", "5")):
+        command, own = json.loads((tmp_path / f"{device}.json").read_text())
+        assert command == ["-P", "-m", "cli", "worker"] and "secret" not in said
+        expected = {f"DIPTYCH_{name.upper()}": f"/weights/{name}" for name in FOLDERS}
+        expected |= {"DIPTYCH_METRICS": f"127.0.0.1:{9100 + number}", "CUDA_VISIBLE_DEVICES": device}
+        expected |= {"DIPTYCH_MODEL": "random:tiny", "DIPTYCH_PRECISION": "bf16", "DIPTYCH_COMPILE": "False"}
+        expected |= {name: settings[name] for name in ("DIPTYCH_REDIS_URL", "DIPTYCH_CACHE_DIR")}
+        assert expected.items() <= own.items()
 
 
 def test_logs_lie_in_a_folder_that_nobody_can_foresee(tmp_path: Path) -> None:

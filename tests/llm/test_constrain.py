@@ -217,8 +217,11 @@ def test_hostile_schemas_are_compiled_or_refused_by_name(compiler: GrammarCompil
 def test_masks_are_accounted_for_by_tenant_and_cheap_ones_are_never_refused(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile('{"type": "object"}')
     mine, other = grammar.matcher("a"), grammar.matcher("b")
-    with pytest.raises(Invalid, match="takes too long at each token"):
+    with pytest.raises(Invalid, match="json_schema: takes too long at each token"):
         mine._budget.charge(1.0)
+    called = compiler.compile_lark('%llguidance {}\nstart: %json {"type": "object"}\n').matcher()
+    with pytest.raises(Invalid, match="tools: takes too long at each token"):
+        called._budget.charge(1.0)
     other._budget.charge(0.1)
     grammar.matcher("a")._budget.charge(0.001)  # the tenant's account is overdrawn, and this answer is not to blame
     with pytest.raises(Invalid):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from llm import tiny
 from llm.detokenizer import Detokenizer
+from llm.parameters import GeneratedText, TextParameters
 from tests.llm import stage
 
 BYTES = tiny.tokenizer(512)
@@ -60,3 +65,57 @@ def test_the_embedded_tokenizer(text: str) -> None:
     tokenizer = stage.emoji().tokenizer
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert "".join(written(Detokenizer(tokenizer), tokens)) == tokenizer.decode(tokens)
+
+
+WORDS = ("▁the", "▁cat", "▁sat", "s", "▁", ".")
+
+
+def sentencepiece(decoder: str) -> Tokenizer:
+    """A tokenizer as Llama 2 and Mistral have it: words begin with a space, which its decoder takes off the first."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    tokenizer = Tokenizer(
+        models.BPE({name: id for id, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(strip) if decoder == "strip" else decoders.Metaspace()
+    return tokenizer
+
+
+WORD = st.sampled_from(range(259, 259 + len(WORDS)))
+CHARACTER = st.sampled_from("é🍕").map(lambda character: [3 + byte for byte in character.encode()])
+
+
+@pytest.mark.parametrize("decoder", ["strip", "metaspace"])
+@given(
+    before=st.lists(WORD, max_size=20),
+    pieces=st.lists(WORD.map(lambda id: [id]) | CHARACTER, min_size=1, max_size=8),
+    controls=st.sampled_from([[], [1], [2, 1]]),
+)
+def test_a_continuation_begins_with_its_space(
+    decoder: str, before: list[int], pieces: list[list[int]], controls: list[int]
+) -> None:
+    """Prompt and answer are what transformers decodes of both; alone it is a text of its own."""
+    tokenizer = sentencepiece(decoder)
+    tokens = [*itertools.chain(*pieces)]
+    for context in ([1, *before, *controls], []):
+        writer = Detokenizer(tokenizer, before=context)
+        told = written(writer, tokens)
+        start, whole = tokenizer.decode(context), tokenizer.decode([*context, *tokens])
+        assert start + "".join(told) == start + writer.text == whole
+
+
+def test_half_a_character_of_a_prompt_stays_there() -> None:
+    tokens = BYTES("é", add_special_tokens=False)["input_ids"]
+    writer = Detokenizer(BYTES, before=tokens[:1])
+    assert "".join(written(writer, BYTES("ab", add_special_tokens=False)["input_ids"])) == "ab"
+
+
+def test_the_engines_continuations_do_and_its_chats_do_not() -> None:
+    tokenizer = sentencepiece("strip")
+    model = replace(stage.small(), tokenizer=tokenizer)
+    asked = TextParameters((1, 259, 260), 6, temperature=0, continues=True, logit_bias=((261, 100.0),))
+    with stage.serving(model) as (engine, _):
+        texts: list[GeneratedText] = stage.answers(engine, [asked, replace(asked, continues=False)])
+    assert [text.text for text in texts] == [" sat" * 6, (" sat" * 6)[1:]]

@@ -271,7 +271,7 @@ class StagePictures:
     def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
         return ImageJobProgress([request.steps for request in requests])
 
-    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter, *_: Any) -> dict[str, Any]:
         images = []
         for wanted in made:
             prompt = wanted.prompt if self.name == MODEL else f"{self.name}: {wanted.prompt}"
@@ -327,7 +327,7 @@ class StageText:
     def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
         return ImageJobProgress([request.steps for request in requests])
 
-    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter, *_: Any) -> dict[str, Any]:
         return {"text": made[0].prompt}
 
 

@@ -18,9 +18,10 @@ from PIL.Image import Image, new
 
 from contract.content import ACTIONS, action_of
 from contract.errors import Invalid
-from contract.image import ImageJob
+from contract.image import ImageJob, ImageParameters
 from core import pictures
 from core.artifacts import Artifacts
+from core.batching.pending import Aborted
 from core.batching.request import Request
 from core.config import Settings, SettingsError
 from core.config import read as read_settings
@@ -28,11 +29,12 @@ from pipeline import content
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.tiny import TINY
 from pipeline.content import ContentNetwork, Verdict
+from pipeline.pixels.picture import Picture
 from tests.pipeline import checkers
 from tests.workers.stage import handler_of
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
-from workers.checker import CheckFailed, NetworkChecker, UnsafeImage, load
+from workers.checker import CallableChecker, CheckFailed, NetworkChecker, UnsafeImage, check, load
 from workers.tasks import _told
 
 JOB = {
@@ -194,7 +196,7 @@ def plain(colour: int) -> Image:
 @pytest.mark.parametrize("most", [1, 4])
 def test_pictures_of_many_jobs_share_a_forward_and_no_failure(most: int) -> None:
     network = Ill(most)
-    checker = NetworkChecker(network, most)
+    checker = NetworkChecker(network, PATIENCE_S, most)
     jobs: list[Sequence[int]] = [(200, 10), (13,), (250,), (20, 13), (140, 141, 9)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         waiting = [pool.submit(checker.verdicts, [plain(colour) for colour in each]) for each in jobs]
@@ -207,6 +209,45 @@ def test_pictures_of_many_jobs_share_a_forward_and_no_failure(most: int) -> None
                 assert [verdict.flagged for verdict in verdicts.result(PATIENCE_S)] == [c > 128 for c in each]
     checker.close()
     assert max(network.batches) <= most and (most == 1 or max(network.batches) > 1)
+
+
+def test_a_check_that_hangs_fails_its_job_and_holds_up_nothing_else() -> None:
+    network = Ill(1)
+    checker = NetworkChecker(network, 0.1, 1)
+    for _ in range(2):  # the one that hangs, and one that waits behind it
+        with pytest.raises(TimeoutError, match="DIPTYCH_CHECKER_S"):
+            checker.verdicts([plain(10)] * 3)
+    network.release.set()
+    assert checker.verdicts([plain(200)])[0].flagged
+    assert network.batches == [1, 1], "of jobs that have failed nothing more is judged"
+    checker.close()
+    assert not any(thread.is_alive() for thread in checker._threads)
+
+
+def test_calls_that_hang_on_every_thread_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, release = ModuleType("a_sleeper"), threading.Event()
+    module.sleep = lambda image: release.wait(PATIENCE_S)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_sleeper", module)
+    checker = CallableChecker("a_sleeper:sleep", 0.1)
+    for count in (len(checker._threads), 1):
+        with pytest.raises(CheckFailed, match="TimeoutError"):
+            check(checker, "tag", [Picture(plain(10), ImageParameters("x", 1, 8, 8), {})] * count)
+    release.set()
+    assert not checker.verdicts([plain(10)])[0].flagged
+    checker.close()
+
+
+def test_of_a_job_that_has_ended_nothing_more_is_judged() -> None:
+    network, ended = Ill(1), threading.Event()
+    checker = NetworkChecker(network, PATIENCE_S, 1)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(checker.verdicts, [plain(10)] * 3, ended.is_set)
+        ended.set()
+        with pytest.raises(Aborted):
+            job.result(PATIENCE_S)
+    network.release.set()
+    assert checker.verdicts([plain(200)])[0].flagged and len(network.batches) <= 2
+    checker.close()
 
 
 def test_a_folder_of_a_network_is_a_checker(tmp_path: Path) -> None:

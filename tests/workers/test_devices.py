@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,32 @@ def test_what_is_compiled_for_a_gpu_is_kept_in_the_settings_cache(
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith(("workers", "core.kernels"))]
+
+
+def test_kernels_are_said_to_be_compiled_where_they_are_not_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is loaded, which takes long too; not where there is nothing to compile, or to compile with."""
+    library = Path(stage.kernels()._name)
+
+    def starts(cache: Path, **fields: Any) -> list[str]:
+        told: list[str] = []
+        build(settings(cache, model="random:tiny", **fields), say=told.append).close()
+        return told
+
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" ]; do [ "$1" = -o ] && cp {library} "$2"; shift; done\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    compiling = "compiling kernels, once for this machine"
+    first, second = (starts(tmp_path / "cache", device="cpu") for _ in range(2))
+    assert first[:2] == [compiling, "loading random:tiny"] and compiling not in second
+    assert compiling not in starts(tmp_path / "none", device="cpu", kernels=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("core.kernels.cpu.library._processor_flags", set)
+        assert compiling not in starts(tmp_path / "old", device="cpu")
+    compiler.write_bytes(b"\x7fELF, but not really")
+    assert compiling not in starts(tmp_path / "without", device="cpu")
 
 
 def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,7 @@ def test_a_chat_is_read_by_the_models_template(handler: TextJobHandler) -> None:
 def test_prompts_are_texts_or_tokens(handler: TextJobHandler) -> None:
     made = handler.requests(TextJob.read({"prompts": ["ab", [7, 8]], "n": 2, "max_tokens": 3}))
     assert [one.prompt for one in made] == [stage.plain(stage.small(), "ab")] * 2 + [(7, 8)] * 2
-    assert {one.seed for one in made} == {None}
+    assert {(one.seed, one.continues) for one in made} == {(None, True)}
 
 
 def test_without_a_limit_an_answer_may_fill_the_context(handler: TextJobHandler) -> None:

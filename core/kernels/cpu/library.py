@@ -59,13 +59,7 @@ def library(cache_dir: Path) -> ctypes.CDLL:
 
     Raises `KernelsUnavailable`.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise KernelsUnavailable(
-            f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}"
-        )
-    flags = _processor_flags()
-    if "avx512_vnni" not in flags and not {"avx2", "fma"} <= flags:
-        raise KernelsUnavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
+    _check_machine()
     compiler = _compiler()
     path = _path(compiler, cache_dir)
     if path.is_file():
@@ -80,11 +74,23 @@ def library(cache_dir: Path) -> ctypes.CDLL:
 
 
 def is_compiled(cache_dir: Path) -> bool:
-    """Return whether `library` will find the kernels there, or has no compiler to compile them with."""
+    """Return whether `library` will find the kernels there, or compiles none on this machine."""
     try:
+        _check_machine()
         return _path(_compiler(), cache_dir).is_file()
     except KernelsUnavailable:
         return True
+
+
+def _check_machine() -> None:
+    """Raise `KernelsUnavailable` for a machine that the kernels are not for."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise KernelsUnavailable(
+            f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}"
+        )
+    flags = _processor_flags()
+    if "avx512_vnni" not in flags and not {"avx2", "fma"} <= flags:
+        raise KernelsUnavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
 
 
 def _path(compiler: list[str], cache_dir: Path) -> Path:

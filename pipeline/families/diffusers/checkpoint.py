@@ -170,8 +170,12 @@ def load(
     if folder is None:
         raise ModelError(f"{name}: is no pipeline of diffusers without a native family")
     index = folders.read_json(folder / "model_index.json")
-    if refusal := CallSignature(getattr(diffusers, index["_class_name"])).refusal:
-        raise ModelError(f"{folder}/model_index.json: is a {index['_class_name']}, which {refusal}")
+    kind = getattr(diffusers, index["_class_name"])
+    # Where a package is missing diffusers has a stand-in for the class, which names those that it needs.
+    if packages := " ".join(name for name in getattr(kind, "_backends", ()) if find_spec(name) is None):
+        raise ModelError(f"{folder}/model_index.json: a {kind.__name__} needs packages: pip install {packages}")
+    if refusal := CallSignature(kind).refusal:
+        raise ModelError(f"{folder}/model_index.json: is a {kind.__name__}, which {refusal}")
     where = torch.device(device)
     quantized = "gguf" if weights else precision if precision in _PACKAGES else ""
     plain = unquantized(where.type) if quantized or precision == "auto" else precision

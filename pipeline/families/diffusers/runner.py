@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import traceback
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DEEP, ENCODE, VAE
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.backends.timing import PhaseCosts
+from pipeline.checkpoints.folder import first_line
 from pipeline.families.diffusers import LOOP
 from pipeline.families.diffusers.checkpoint import DiffusersModel
 from pipeline.families.diffusers.loop import PipelineLoop, Position
@@ -106,7 +108,7 @@ class DiffusersRunner:
             try:
                 pipeline.check_inputs(**completed)
             except ValueError as error:
-                raise Invalid(_field(str(error), signature.options), str(error)) from error
+                raise _refused(error, parameters, signature.options) from error
         if self._size_bytes(parameters) > self.capacity.memory.capacity:
             raise Invalid("size", f"needs more memory than requests have, {self.capacity.memory.capacity} bytes")
 
@@ -205,6 +207,7 @@ class DiffusersRunner:
         (request,) = requests
         state: PipelineState = request.work
         group, parameters = self.group(request), request.parameters
+        signature = self.model.signatures[_kind(parameters)]
         if state.loop is not None and state.loop.ended:  # one that failed begins anew, with the same noise
             state.loop.cancel()
             state.loop = None
@@ -213,7 +216,12 @@ class DiffusersRunner:
         loop = state.loop
 
         def compute() -> tuple[Position, Any]:
-            position = self._advance(loop, group)
+            try:
+                position = self._advance(loop, group)
+            except ValueError as error:
+                if group.phase == ENCODE and _is_a_check(error):
+                    raise _refused(error, parameters, signature.options) from error
+                raise
             drawn = getattr(position.image, "size", None)
             if position.image is not None and drawn != parameters.size:
                 raise Invalid("size", f"is not what the pipeline draws: {drawn or type(position.image).__name__}")
@@ -383,9 +391,23 @@ def _mask(parameters: ImageParameters) -> Image:
     return frombytes("L", parameters.size, parameters.edit.mask)
 
 
-def _field(message: str, options: Iterable[str]) -> str:
-    """Return the request's field that a message of a pipeline names in backquotes: the prompt, if it names none."""
+def _is_a_check(error: ValueError) -> bool:
+    """Return whether diffusers itself raised the error, as it does for arguments that a pipeline does not take."""
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == "diffusers"
+
+
+def _refused(error: ValueError, parameters: ImageParameters, options: Iterable[str]) -> Invalid:
+    """Return the error of a request whose arguments a pipeline refuses with these words.
+
+    Its field is the one that the message names in backquotes; else pictures, if it is about them, or the prompt.
+    """
     fields = {argument: field for field, argument in ARGUMENTS.items()} | {"height": "size", "width": "size"}
     fields |= {name: f"{FIELD}.{name}" for name in options}
+    message = str(error)
+    pictures = "image" if parameters.edit is not None else "image_prompts" if parameters.image_prompts else "prompt"
+    usual = pictures if re.search(r"\b(images?|aspect ratio)\b", message, re.IGNORECASE) else "prompt"
     names = re.findall(r"`(\w+)", message)
-    return next((fields[name] for name in names if name in fields), "prompt")
+    return Invalid(next((fields[name] for name in names if name in fields), usual), first_line(error))

@@ -57,6 +57,14 @@ def test_images_and_job_are_those_of_the_api(comfy: Host, api: Api, easel: Easel
     assert facts["request"]["prompt"] == "a cat"
 
 
+def test_of_a_job_with_a_refused_image_the_others_are_returned(comfy: Host, easel: Easel) -> None:
+    whole, _ = comfy.run(SAMPLER, prompt="a cat", seed=5, n=3)
+    easel.refused = {1}
+    images, info = comfy.run(SAMPLER, prompt="a cat", seed=5, n=3)
+    assert np.array_equal(levels(images), levels(whole)[::2])
+    assert json.loads(info)["seeds"] == [5, 7]
+
+
 def test_what_is_left_open_is_left_to_the_service(comfy: Host, api: Api, easel: Easel) -> None:
     comfy.run(SAMPLER, prompt="a cat", preview_every=0)
     api.draw(prompt="a cat", seed=0, deadline_s=600)

@@ -32,6 +32,8 @@ elseif job.state ~= 'running' or job.claim ~= token then  -- otherwise this is a
   return false
 end
 local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace',
-  'request_id', 'followed', 'checker')
+  'request_id', 'followed')
+-- Not from the job's record, which an API of an older version may have written.
+local checker = job.owner ~= '' and redis.call('HGET', P .. 'checkers', job.owner)
 return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or '', v[8] or '',
-  job.incarnation, v[9] or '', job.owner, v[10] or ''}
+  job.incarnation, v[9] or '', job.owner, checker or ''}

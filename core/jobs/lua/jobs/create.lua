@@ -65,10 +65,6 @@ redis.call('HSET', key, 'v', V, 'state', 'queued', 'modality', queue, 'model', A
   'owner', owner, 'digest', A[11], 'keep_ms', A[21], 'trace', A[14], 'request_id', A[15])
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
 if A[16] ~= '' then redis.call('HSET', key, 'followed', A[16]) end
--- Kept with the job, so that a key that is revoked afterwards still decides.
-local held_key = owner ~= '' and redis.call('HGET', P .. 'keys', owner)
-local checker = held_key and cjson.decode(held_key).checker
-if checker and checker ~= '' then redis.call('HSET', key, 'checker', checker) end
 if A[13] ~= '' then
   redis.call('HSET', key, 'inputs', A[13])
   for artifact in string.gmatch(A[13], '%S+') do

@@ -36,6 +36,7 @@
 --   control:{worker}       stream of messages to a worker
 --   holders:{file}         zset: worker that has the file in memory → until when that is known
 --   delays:{kombu}         see workers/place.lua
+--   checkers               hash: API key → what is done to flagged pictures of its jobs, also once it is revoked
 --   paused                 set: queues that workers take no jobs from
 --   and those of batches.py, files.py and keys.py, the counters of rates.py, and kombu's message lists (broker.py)
 --

@@ -184,6 +184,20 @@ def hunyuan_image() -> Any:
     )  # fmt: skip
 
 
+def hunyuan_image_refiner() -> Any:
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=16, out_channels=8, num_attention_heads=4, attention_head_dim=8, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, patch_size=(1, 1, 1), text_embed_dim=16, rope_axes_dim=(2, 2, 4), guidance_embeds=True,
+    )  # fmt: skip
+    decoder = diffusers.AutoencoderKLHunyuanImageRefiner(
+        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 64, 64, 64), layers_per_block=1,
+        spatial_compression_ratio=8, temporal_compression_ratio=1, scaling_factor=1.0,
+    )  # fmt: skip
+    return diffusers.HunyuanImageRefinerPipeline(
+        scheduler=flow(), vae=decoder, text_encoder=qwen_encoder(), tokenizer=tokenizer(1024), transformer=transformer,
+    )  # fmt: skip
+
+
 def stable_diffusion_3() -> Any:
     transformer = diffusers.SD3Transformer2DModel(
         sample_size=32, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=4,
@@ -324,8 +338,11 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         chroma,
     )
 }
-EDITORS: dict[str, Callable[[], Any]] = {qwen_image_edit_plus.__name__: qwen_image_edit_plus}
-"""Those that draw from a picture alone; they need torchvision."""
+EDITORS: dict[str, Callable[[], Any]] = {
+    builder.__name__: builder for builder in (qwen_image_edit_plus, hunyuan_image_refiner)
+}
+"""Those that draw from a picture alone."""
+NEEDS_TORCHVISION = (qwen_image_edit_plus.__name__,)
 
 
 def save(name: str, folder: Path) -> Path:

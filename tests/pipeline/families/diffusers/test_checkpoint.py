@@ -108,3 +108,27 @@ def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Pat
     for folder in (damaged, pickled):
         with pytest.raises(ModelError, match="does not load"):
             checkpoint.load(str(folder), precision="fp32", device="cpu")
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_a_package_that_a_class_needs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "KolorsPipeline"}))
+    with pytest.raises(ModelError, match="a KolorsPipeline needs packages: pip install sentencepiece"):
+        checkpoint.load(str(tmp_path), precision="fp32", device="cpu")
+
+
+@pytest.mark.parametrize("entry", ["a part", "the pipeline", "by name of no pipeline"])
+def test_code_that_comes_with_a_folder_never_runs(entry: str, folders: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders("lumina2"), tmp_path / "model"))
+    index = json.loads((folder / "model_index.json").read_text())
+    if entry == "a part":
+        file, index["vae"] = folder / "vae" / "mine.py", ["mine", "Mine"]
+    elif entry == "the pipeline":
+        file, index["_class_name"] = folder / "mine.py", ["mine", "Mine"]
+    else:  # diffusers looks for a file of its argument's name, which is None
+        file = folder / "None.py"
+    (folder / "model_index.json").write_text(json.dumps(index))
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
+    with pytest.raises(ModelError, match=r"custom code in \w+\.py|is no pipeline of diffusers"):
+        checkpoint.load(str(folder), precision="fp32", device="cpu")
+    assert not (tmp_path / "ran").exists()

@@ -139,6 +139,18 @@ def test_an_edit_runs_the_pipeline_of_its_kind(
     assert finish(runner, request).tobytes() == expected.tobytes()
 
 
+def test_a_class_that_edits_alone_needs_a_picture(folders: Folders, runners: Runners) -> None:
+    """And draws from it as the library's own call does."""
+    runner = runners("hunyuan_image_refiner")
+    parameters = parameters_of(runner, "hunyuan_image_refiner")
+    with pytest.raises(Invalid, match="only edits"):
+        runner.check(Request("text", "image", parameters))
+    source = picture(parameters.size, 1)
+    edited = replace(parameters, edit=Edit(source.tobytes(), strength=1.0))
+    expected = called(folders("hunyuan_image_refiner"), parameters, image=source)
+    assert finish(runner, admitted(runner, "edit", edited)).tobytes() == expected.tobytes()
+
+
 def test_pixels_outside_a_mask_are_kept(folders: Folders, runners: Runners) -> None:
     runner = runners("flux")
     parameters = parameters_of(runner, "flux", steps=4)
@@ -348,6 +360,41 @@ def test_the_pipelines_own_checks_refuse_early(runners: Runners, monkeypatch: py
     with pytest.raises(Invalid) as error:
         runner.check(Request("long", "image", replace(parameters_of(runner, "flux"), **fields)))
     assert error.value.field == "pipeline_options.max_sequence_length"
+
+
+@pytest.mark.parametrize(
+    ("field", "size", "words"),
+    [("image", (32, 32), "Image too small"), ("image_prompts", (640, 64), "Aspect ratio too extreme")],
+)
+def test_pictures_that_a_call_refuses_are_the_requests_fault(
+    field: str, size: tuple[int, int], words: str, runners: Runners
+) -> None:
+    """Of a pipeline that looks at them in its call alone, not in `check_inputs`."""
+    runner = runners("flux2_klein")
+    pixels = picture(size, 1).tobytes()
+    second = ImagePrompt(model="reference", image=pixels, width=size[0], height=size[1])
+    fields = {"edit": Edit(pixels, strength=1.0)} if field == "image" else {"image_prompts": (second,)}
+    request = admitted(runner, "small", parameters_of(runner, "flux2_klein", **fields))
+    with pytest.raises(Invalid, match=words) as error:
+        step(runner, request)
+    assert error.value.field == field
+    runner.release(request)
+
+
+def test_an_error_of_other_libraries_is_no_fault_of_the_request(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners("lumina2")
+    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("no memory for the image")
+
+    monkeypatch.setattr(type(runner.model.modules["text_encoder"]), "forward", fail)
+    with pytest.raises(ValueError) as error:
+        step(runner, request)
+    assert not isinstance(error.value, Invalid)
+    runner.release(request)
 
 
 def test_previews_follow_maps_of_latents(runners: Runners) -> None:

@@ -24,7 +24,7 @@ from core.config import Settings
 from pipeline.checkpoints.folder import ModelError
 from tests.deployment.served import Served, wait_until
 from tests.pipeline.families.diffusers.conftest import Folders
-from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS, cached
+from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS, NEEDS_TORCHVISION, cached
 from tests.pipeline.families.diffusers.test_runner import UNBINNED, called, picture
 from workers.build import build
 from workers.cards import image_card
@@ -93,7 +93,7 @@ def service(
     root = tmp_path_factory.mktemp("served")
     cached(folders("flux"), HUB_ID, root / "hub")
     tested = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [name for name in SERVED if name in tested and (name not in EDITORS or find_spec("torchvision"))]
+    names = [name for name in SERVED if name in tested and (name not in NEEDS_TORCHVISION or find_spec("torchvision"))]
     models = ",".join(name if name == HUB_ID else str(folders(name)) for name in names)
     service = Served(
         root, "--models", models, "--precision", "fp32", model=None,
@@ -126,7 +126,7 @@ def data_url(image: Image.Image) -> str:
 @pytest.mark.parametrize("name", SERVED)
 def test_pipelines_are_served_over_http(name: str, service: Served, folders: Folders) -> None:
     """Pictures and edits are diffusers' own, byte for byte, and a call is cancelled in its middle."""
-    if name in EDITORS and find_spec("torchvision") is None:
+    if name in NEEDS_TORCHVISION and find_spec("torchvision") is None:
         pytest.skip("needs torchvision")
     folder, model = (folders("flux"), HUB_ID) if name == HUB_ID else (folders(name), name)
     models = {entry["id"]: entry["diptych"] for entry in service.json("/v1/models")["data"]}

@@ -61,7 +61,7 @@ def test_of_numbers_all_have_bounds_and_counts_are_not_offered(name: str) -> Non
     ("name", "reason"),
     [
         ("StableDiffusion3Pipeline", ""), ("FluxFillPipeline", ""), ("PixArtSigmaPipeline", ""),
-        ("HunyuanImagePipeline", ""),  # its annotations are texts
+        ("HunyuanImagePipeline", ""), ("HunyuanImageRefinerPipeline", ""),  # their annotations are texts
         ("KandinskyV22Pipeline", "alone"), ("MarigoldDepthPipeline", "alone"), ("DDPMPipeline", "alone"),
         ("WanPipeline", "pictures"), ("StableAudioPipeline", "pictures"), ("AudioLDMPipeline", "pictures"),
         ("TextToVideoSDPipeline", "pictures"), ("StableDiffusionLDM3DPipeline", "pictures"),
