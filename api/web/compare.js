@@ -8,7 +8,7 @@ function section(grid, { id, columns, prompt }) {
   if (there) return there;
   const heads = make("div", { className: "side-row side-heads" }, make("span"), ...columns.map((textContent) => make("span", { textContent })));
   heads.setAttribute("aria-hidden", "true"); // each tile says its variant
-  const node = make("li", { className: "side" }, make("h3", { textContent: prompt }), heads);
+  const node = make("li", { className: "side" }, make("h3", { textContent: prompt, dir: "auto" }), heads);
   node.dataset.group = id;
   node.style.setProperty("--columns", columns.length);
   node.setAttribute("aria-label", `Side by side: ${prompt}`);

@@ -33,13 +33,21 @@ export const select = (options, value = "") => {
   return node;
 };
 
-/** Options of a choice; what is chosen stays, if it is still there. */
+/** Options of a choice; what is chosen stays, if it is still there. A list that is the same stays as it is, maybe open. */
 export function fillSelect(node, options, usual) {
-  const before = node.dataset.filled === JSON.stringify(options) ? node.value : usual;
-  node.dataset.filled = JSON.stringify(options);
+  const filled = JSON.stringify(options);
+  if (node.dataset.filled === filled) return;
+  const before = node.options.length ? node.value : usual;
+  node.dataset.filled = filled;
   node.replaceChildren(...options.map(([value, words]) => new Option(words, value)));
-  if (options.some(([value]) => value === before)) node.value = before;
+  const chosen = [before, usual].find((name) => options.some(([value]) => value === name));
+  if (chosen !== undefined) node.value = chosen;
 }
+
+/** A canvas as a file. Rejects where it is larger than the browser can. */
+export const png = (canvas) => new Promise((well, ill) => {
+  canvas.toBlob((blob) => (blob ? well(blob) : ill(new RangeError("The image is too large for this browser."))), "image/png");
+});
 
 /** Say something to those who do not see it happen. */
 export const announce = (words) => { $("told").textContent = words; };
@@ -56,4 +64,20 @@ export async function copy(text, done) {
     $("copy-text").select();
     return false;
   }
+}
+
+let shown = [];
+let hiding = 0;
+
+/** Say something at the foot of the page for a while, with files to download. */
+export function notice(words, files = []) {
+  for (const url of shown) URL.revokeObjectURL(url);
+  shown = files.map(({ blob }) => URL.createObjectURL(blob));
+  const links = files.map(({ name }, k) => make("a", { href: shown[k], download: name, textContent: name }));
+  $("notice").replaceChildren(words, ...links.flatMap((node) => [" ", node]));
+  // Above what is modal, where its links can be reached.
+  (document.querySelector("dialog[open] .box") ?? document.body).append($("notice"));
+  $("notice").hidden = false;
+  clearTimeout(hiding);
+  hiding = setTimeout(() => { $("notice").hidden = true; }, files.length ? 30_000 : 4000);
 }

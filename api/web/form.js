@@ -22,6 +22,7 @@ const IMAGES = {
 let models = [];
 let shown = ""; // the model whose card the form has
 let pending = null; // a request to fill in once the models are known
+const box = $("error"); // beside a field that may go, and take it along
 
 /** The chosen model's card. */
 export const card = () => models.find((model) => model.id === $("model").value)?.diptych;
@@ -36,7 +37,18 @@ const visible = (id) => !$(id).closest("[hidden]");
 export function offer(images) {
   models = images;
   fillSelect($("model"), images.map(({ id }) => [id, id]), images.find((model) => model.diptych.live)?.id);
-  choose();
+  turnTo(pending?.model);
+}
+
+/** Turn to a model, if it is offered, and to what it has. */
+export function turnTo(model) {
+  if (models.some(({ id }) => id === model)) $("model").value = model;
+  leaveOut(choose());
+}
+
+/** Say what of the form, or of what was to be filled in, is not offered. */
+export function leaveOut(names) {
+  if (names.length) complain(new service.ServiceError(`Not offered here, and left out: ${names.join(", ")}.`));
 }
 
 /** Fill in what waited for the models, if it did. Returns what is not offered. */
@@ -45,11 +57,11 @@ export function complete() {
   return fill({ ...pending, prompt: $("prompt").value }); // which may have been written meanwhile
 }
 
+/** Offer what the chosen model has. Returns what the form had and the model has not. */
 function choose() {
   const has = card();
-  if (!has) return;
-  sources.offer(has);
-  loras.offer(has.loras ?? []);
+  if (!has) return [];
+  const gone = [...sources.offer(has), ...loras.offer(has.loras ?? [])];
   fillSelect($("scheduler"), has.schedulers.map((name) => [name, name]), usualScheduler(has));
   const none = [["", "none"]];
   fillSelect($("upscale"), [...none, ...(has.upscalers ?? []).map((name) => [name, name])], "");
@@ -69,6 +81,7 @@ function choose() {
     $("size").value = $("size").dataset.own = "";
   }
   show();
+  return gone;
 }
 
 /** Bring what depends on the fields up to date. */
@@ -160,6 +173,7 @@ export function fill(fields) {
   $("seed").value = fields.seed ?? "";
   const n = document.querySelector(`input[name=n][value="${Number(fields.n ?? 1)}"]`) ?? document.querySelector("input[name=n]");
   n.checked = true;
+  if (Number(n.value) !== (fields.n ?? 1)) missing.push(`number ${fields.n}`);
   if (!card()) {
     pending = fields;
     show();
@@ -171,6 +185,10 @@ export function fill(fields) {
   const has = card();
   $("steps").value = fields.steps ?? has.defaults.steps;
   $("guidance").value = fields.guidance_scale ?? has.defaults.guidance_scale;
+  for (const name of ["steps", "guidance_scale"]) { // a slider has no other values
+    const [id, label] = FIELDS[name];
+    if (fields[name] !== undefined && number(id) !== fields[name]) missing.push(`${label.toLowerCase()} ${fields[name]}`);
+  }
   $("size").dataset.own = inRange(fields.size, has.size_range) ? fields.size : "";
   choice("scheduler", fields.scheduler, usualScheduler(has));
   choice("schedule-type", fields.schedule_type, "");
@@ -209,7 +227,6 @@ export const kept = () => share.decode(localStorage.getItem(KEPT) ?? "");
 /** Show an error beside the field that it is of; null takes the last one away. */
 export function complain(error) {
   for (const node of document.querySelectorAll(".wrong")) node.classList.remove("wrong");
-  const box = $("error");
   box.hidden = true;
   if (error === null) return;
   const name = (error.param ?? "").split(".")[0];
@@ -246,6 +263,6 @@ export function open(on) {
   sources.open({ changed: heard, added: on.added, fail: (message, param) => complain(new service.ServiceError(message, { param })) });
   $("images-form").addEventListener("input", heard);
   $("images-form").addEventListener("change", heard);
-  $("model").addEventListener("change", choose);
+  $("model").addEventListener("change", () => { complain(null); turnTo(); });
   $("unseed").addEventListener("click", () => { $("seed").value = ""; heard(); $("seed").focus(); });
 }

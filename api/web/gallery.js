@@ -1,6 +1,6 @@
 // The right panel: tiles of images in progress and of those that are kept.
 
-import { $, announce } from "./dom.js";
+import { $, announce, notice } from "./dom.js";
 import * as compare from "./compare.js";
 import * as service from "./service.js";
 import * as store from "./store.js";
@@ -81,7 +81,7 @@ export class Gallery {
       setTimeout(() => URL.revokeObjectURL(url), 60_000);
       announce(`${files.length} images in diptych.zip.`);
     } catch (error) {
-      this.on.failed(error.message);
+      notice(error.message);
     } finally {
       $("download-all").disabled = false;
     }
@@ -108,7 +108,7 @@ export class Gallery {
 
   async watch(job, order, tiles) {
     let ended = false;
-    const fail = (message) => { for (const one of tiles) one.fail(this.on.worded(message), () => this.settle()); };
+    const fail = (message) => tiles.forEach((one) => this.fail(one, message));
     const place = async () => { // how long the queue is, as long as it waits
       while (!ended && tiles[0].waits) {
         const found = await service.job(job.id).catch(() => null);
@@ -148,26 +148,35 @@ export class Gallery {
     for (const k of data.previews ?? []) service.preview(id, k).then((blob) => blob && tiles[k]?.look(blob), () => {});
   }
 
+  fail(tile, message) {
+    tile.fail(this.on.worded(message), () => this.settle());
+  }
+
   async keep(end, order, tiles) {
     const { fields, pictures, label } = order;
     const { request } = await service.job(end.id); // with nothing left to defaults that may change
+    const made = Date.now(); // of all, so that they stay in this order
+    let stays = true;
     for (const [k, image] of end.images.entries()) {
       if (image.error) {
-        tiles[k].fail(image.error.message, () => this.settle());
+        this.fail(tiles[k], image.error.message);
         continue;
       }
       const picture = {
-        id: `${end.id}/${k}`, k, made: Date.now(), asked: { ...fields, model: end.model }, label, seed: image.seed, width: image.width,
-        height: image.height, warnings: image.warnings, blob: await service.picture(end.id, k), took: end.completed_at - end.started_at,
+        id: `${end.id}/${k}`, k, made, asked: { ...fields, model: end.model }, label, seed: image.seed, width: image.width,
+        height: image.height, warnings: image.warnings, content: image.content, blob: await service.picture(end.id, k), took: end.completed_at - end.started_at,
         request: request && { ...request, n: 1, seed: image.seed }, pictures, group: order.group && placeOf(order, k),
       };
       const { tile: before } = tiles[k];
       const focused = before.contains(document.activeElement);
       const tile = this.add(picture, before);
       if (focused) tile.querySelector(".leaf").focus();
-      await store.add(picture);
+      stays = await store.add(picture) && stays;
     }
-    announce(end.images.length === 1 ? "The image is done." : `${end.images.length} images are done.`);
+    const refused = end.images.filter(({ error }) => error).length;
+    const count = end.images.length - refused;
+    announce(`${count === 1 ? "The image is" : `${count} images are`} done.${refused ? ` ${refused} refused.` : ""}`);
+    if (!stays) notice("This browser has no room for more images: what it cannot keep goes with this page. Download it, or delete others.");
   }
 
   /** Go on with what was in progress when the page was left. */

@@ -1,11 +1,11 @@
 // The box in which one image is looked at: what it was made of, and what can be done with it.
 
-import { $, announce, copy, make } from "./dom.js";
+import { $, announce, copy, make, notice } from "./dom.js";
 import * as service from "./service.js";
 import * as share from "./share.js";
 import * as sources from "./sources.js";
 import * as store from "./store.js";
-import { fileName } from "./tile.js";
+import { fileName, flag } from "./tile.js";
 
 const PICTURES = { images: "source", mask: "mask", control: "control", image_prompts: "image prompt" };
 
@@ -36,11 +36,13 @@ export class Lightbox {
     Object.assign($("box-image"), { src: url, alt: asked.prompt });
     $("box-title").textContent = asked.prompt;
     const several = asked.n > 1;
+    const labels = Object.entries(picture.content?.labels ?? {}).map(([name, score]) => `${name} ${score.toFixed(2)}`);
     const facts = [
       ["Seed", picture.seed], ["Steps", asked.steps], ["Guidance scale", asked.guidance_scale], ["Negative prompt", asked.negative_prompt],
       ["LoRA", asked.lora], ["Strength", asked.strength], ["Size", `${picture.width} × ${picture.height}`], ["Sampler", asked.scheduler],
       ["Schedule", asked.schedule_type], ["Plan", asked.plan], ["VAE", asked.vae], ["Refiner", asked.refiner?.model],
       ["Upscaler", asked.upscale?.model], ["Model", asked.model], ["Variant", picture.label],
+      ["Content", flag(picture) && [flag(picture), ...labels].join(", ")],
       // A job's images are drawn together, and have no time of their own.
       [several ? "Job took" : "Took", picture.took ? `${picture.took.toFixed(1)} s${several ? ` for ${asked.n} images` : ""}` : null],
       ["Created", new Date(picture.made).toLocaleString()],
@@ -121,20 +123,4 @@ export async function copyCurl(order) {
   const { command, files } = share.curl(order, Boolean(service.key.get()));
   if (!await copy(command, "The command is copied.")) return;
   notice(files.length ? "Command copied. It reads these files:" : "Command copied.", files);
-}
-
-let shown = [];
-let hiding = 0;
-
-/** Say something at the foot of the page for a while, with files to download. */
-function notice(words, files = []) {
-  for (const url of shown) URL.revokeObjectURL(url);
-  shown = files.map(({ blob }) => URL.createObjectURL(blob));
-  const links = files.map(({ name }, k) => make("a", { href: shown[k], download: name, textContent: name }));
-  $("notice").replaceChildren(words, ...links.flatMap((node) => [" ", node]));
-  // Above what is modal, where its links can be reached.
-  (document.querySelector("dialog[open] .box") ?? document.body).append($("notice"));
-  $("notice").hidden = false;
-  clearTimeout(hiding);
-  hiding = setTimeout(() => { $("notice").hidden = true; }, files.length ? 30_000 : 4000);
 }

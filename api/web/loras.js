@@ -20,13 +20,15 @@ export function open(tell) {
   });
 }
 
-/** Offer these names; what is chosen and not among them goes. */
+/** Offer these names; what is chosen and not among them goes, and is returned. */
 export function offer(names) {
-  if (JSON.stringify(names) === JSON.stringify(offered)) return;
+  if (JSON.stringify(names) === JSON.stringify(offered)) return [];
+  const gone = chosen.filter(({ name }) => !names.includes(name));
   offered = names;
   chosen = chosen.filter(({ name }) => names.includes(name));
   $("lora-field").hidden = !names.length;
   show();
+  return gone.map(({ name }) => `LoRA ${name}`);
 }
 
 /** The value of a request's field. */

@@ -49,11 +49,7 @@ async function offer() {
   const { brought } = state;
   state.brought = null;
   if (brought) await sources.restore(brought);
-  leftOut(form.complete());
-}
-
-function leftOut(names) {
-  if (names.length) form.complain(new service.ServiceError(`Not offered here, and left out: ${names.join(", ")}.`));
+  form.leaveOut(form.complete());
 }
 
 function offerVariants(live) {
@@ -146,8 +142,10 @@ function variantOf(fields, variant) {
 
 async function again(picture, { vary = false } = {}) {
   const { asked, label, pictures = [] } = picture;
+  form.complain(null);
+  form.turnTo(asked.model);
   await sources.restore({ fields: asked, pictures });
-  leftOut(form.fill({ ...asked, n: 1, seed: vary ? undefined : picture.seed }));
+  form.leaveOut(form.fill({ ...asked, n: 1, seed: vary ? undefined : picture.seed }));
   form.keep();
   if (vary) return draw();
   const fields = picture.request ?? { ...asked, n: 1, seed: picture.seed };
@@ -193,7 +191,9 @@ function askKey(wrong) {
   $("key").hidden = false;
   if (asking || $("key-dialog").open || (state.asked && !wrong)) return;
   asking = state.asked = true;
+  $("key-hint").textContent = wrong && service.key.get() ? "The service does not accept this key." : "This service requires one. It stays in this browser.";
   $("key-input").value = service.key.get();
+  $("key-dialog").returnValue = ""; // which Esc leaves as it was
   $("key-dialog").showModal();
 }
 
@@ -206,7 +206,7 @@ $("key-dialog").addEventListener("close", () => {
     look();
   }
 });
-$("key").addEventListener("click", () => { state.asked = false; askKey(true); });
+$("key").addEventListener("click", () => { state.asked = false; askKey(false); });
 
 form.open({ changed: keepSources, added: () => turn("images") });
 $("images-form").addEventListener("submit", draw);
@@ -273,7 +273,7 @@ function takeLink() {
   const fields = share.decode(location.hash);
   if (!Object.keys(fields).length) return false;
   history.replaceState(null, "", location.pathname + location.search);
-  leftOut(form.fill(fields));
+  form.leaveOut(form.fill(fields));
   form.keep();
   return true;
 }
@@ -289,6 +289,7 @@ if (matchMedia("(hover: hover) and (pointer: fine)").matches) $("prompt").focus(
 for (const picture of (await store.open()).reverse()) gallery.add(picture);
 if (!linked) state.brought = store.draft("form") ?? null;
 gallery.resume();
+service.tidy();
 await look();
 for (;;) {
   await service.pause(document.hidden ? 15000 : 3000);

@@ -1,6 +1,6 @@
 // The mask brush: what is painted on a source image is drawn anew. With mouse, pen, finger or keys.
 
-import { $, make } from "./dom.js";
+import { $, make, png } from "./dom.js";
 
 const INK = "#e0452a"; // on the screen; a mask has no colour
 
@@ -58,7 +58,7 @@ async function result() {
   }
   if (!any) return null;
   context.putImageData(new ImageData(data, canvas.width, canvas.height), 0, 0);
-  return new Promise((done) => { mask.toBlob(done, "image/png"); });
+  return png(mask);
 }
 
 // -- painting -----------------------------------------------------------------------------------------------------

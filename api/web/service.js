@@ -1,6 +1,9 @@
 // The REST API as the page uses it: requests with a key, events that are resumed, errors in the server's words.
 
 const KEY = "diptych.key";
+const UPLOADS = "diptych.uploads";
+// Browsers open six connections to a host, in all tabs: what follows jobs leaves some to all else.
+const MOST_STREAMS = 3;
 
 export class ServiceError extends Error {
   constructor(message, { status = 0, param = null, code = null, after = 0 } = {}) {
@@ -14,14 +17,14 @@ export const key = {
   set: (value) => (value ? localStorage.setItem(KEY, value) : localStorage.removeItem(KEY)),
 };
 
-async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
+async function send(path, { method = "GET", body, headers = {}, ...more } = {}) {
   const sent = { ...headers };
   if (key.get()) sent.Authorization = `Bearer ${key.get()}`;
   const form = body instanceof FormData; // whose type the browser writes
   if (body !== undefined && !form) sent["Content-Type"] = "application/json";
   let answer;
   try {
-    answer = await fetch(path, { method, headers: sent, signal, body: body === undefined || form ? body : JSON.stringify(body), cache: "no-store" });
+    answer = await fetch(path, { ...more, method, headers: sent, body: body === undefined || form ? body : JSON.stringify(body), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ServiceError("The service does not respond. Please try again.", { code: "away" });
@@ -36,9 +39,9 @@ async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
 const json = (path, options) => send(path, options).then((answer) => answer.json());
 
 export const models = () => json("v1/models").then((found) => found.data);
-export const job = (id) => json(`v1/jobs/${id}`);
+export const job = (id) => repeated(() => json(`v1/jobs/${id}`));
 export const cancel = (id) => json(`v1/jobs/${id}/cancel`, { method: "POST" });
-export const picture = (id, k) => send(`v1/jobs/${id}/images/${k}`).then((answer) => answer.blob());
+export const picture = (id, k) => repeated(() => send(`v1/jobs/${id}/images/${k}`).then((answer) => answer.blob()));
 /** A look at a picture in the making; null where there is none, or no longer. */
 export const preview = (id, k) => send(`v1/jobs/${id}/preview?image=${k}`).then((answer) => (answer.status === 204 ? null : answer.blob()));
 
@@ -53,7 +56,7 @@ export async function ready() {
 
 /** Make jobs of requests that share their images, one after the other; `accept` is given each job and its request.
  *
- * Images are uploaded first, once for all requests, and deleted when the jobs have them. */
+ * Images are uploaded first, once for all requests, and deleted when the jobs have them, or could not be made. */
 export async function submit(requests, pictures, accept) {
   const ids = [];
   try {
@@ -62,30 +65,54 @@ export async function submit(requests, pictures, accept) {
       const body = JSON.parse(JSON.stringify(request.fields), (_name, value) => (
         Number.isInteger(value?.picture) ? { file_id: ids[value.picture] } : value
       ));
-      accept(await repeated("v1/jobs", { method: "POST", body: { type: "image", ...body }, headers: { "Idempotency-Key": name() } }), request);
+      const options = { method: "POST", body: { type: "image", ...body }, headers: { "Idempotency-Key": name() } };
+      accept(await repeated(() => json("v1/jobs", options)), request);
     }
   } finally {
-    for (const id of ids) json(`v1/files/${id}`, { method: "DELETE" }).catch(() => {});
+    tidy(ids);
   }
 }
 
-/** Upload an image. Returns its id; an error names the request's field. */
+let uploads = JSON.parse(sessionStorage.getItem(UPLOADS) ?? "[]"); // ids of files that are to be deleted
+
+function noteUploads(ids) {
+  uploads = ids;
+  sessionStorage.setItem(UPLOADS, JSON.stringify(ids));
+}
+
+/** Delete uploads: by default all that are left, of a page that was reloaded or a service that was away. */
+export async function tidy(ids = uploads) {
+  for (const id of [...ids]) {
+    try {
+      await json(`v1/files/${id}`, { method: "DELETE", keepalive: true });
+    } catch (error) {
+      if (error.status !== 404) continue;
+    }
+    noteUploads(uploads.filter((other) => other !== id));
+  }
+}
+
+/** Upload an image. Returns its id; an error that is of the file names the request's field. */
 async function upload(blob, field) {
   const body = new FormData();
   body.append("purpose", "vision");
   body.append("file", blob, `${field}.${blob.type.split("/")[1]}`);
   try {
-    return (await repeated("v1/files", { method: "POST", body })).id;
+    const { id } = await repeated(() => json("v1/files", { method: "POST", body }));
+    noteUploads([...uploads, id]);
+    return id;
   } catch (error) {
-    throw new ServiceError(error.message.replace(/^file: /, ""), { ...error, param: field });
+    if (error.status === 403) error.message += " Input images are uploaded, for which it is needed.";
+    if (![400, 403, 413].includes(error.status)) throw error;
+    throw new ServiceError(error.message.replace(/^(file: )?/, `${field}: `), { ...error, param: field });
   }
 }
 
 /** Send a request again whose answer got lost. A job is not made twice: its key says that it is the same. */
-async function repeated(path, options) {
+async function repeated(call) {
   for (let tries = 0; ; tries++) {
     try {
-      return await json(path, options);
+      return await call();
     } catch (error) {
       if (error.code !== "away" || tries >= 4) throw error;
       await pause(500 * 2 ** tries);
@@ -93,12 +120,24 @@ async function repeated(path, options) {
   }
 }
 
-/** Tell what happens to a job until it ends, over as many connections as that takes. Returns the job as it ended. */
-export async function follow(id, tell, signal) {
+let streams = 0;
+
+/** Tell what happens to a job until it ends, over as many connections as that takes. Returns the job as it ended.
+ * Beyond some jobs at once the rest are asked how far they are. */
+export async function follow(id, tell) {
   let last = "";
   for (let tries = 0; ; tries++) {
+    if (streams >= MOST_STREAMS) {
+      const found = await job(id).catch((error) => ({ error }));
+      if ([401, 403, 404].includes(found.error?.status)) throw found.error;
+      if (found.completed_at) return found;
+      if (found.progress) tell("progress", found.progress);
+      await pause(1000);
+      continue;
+    }
+    streams++;
     try {
-      const answer = await send(`v1/jobs/${id}/events`, { signal, headers: last ? { "Last-Event-ID": last } : {} });
+      const answer = await send(`v1/jobs/${id}/events`, { headers: last ? { "Last-Event-ID": last } : {} });
       if (answer.status === 204) return await job(id);
       for await (const event of events(answer.body)) {
         tries = 0;
@@ -107,7 +146,9 @@ export async function follow(id, tell, signal) {
         tell(event.type, event.data);
       }
     } catch (error) {
-      if (error.name === "AbortError" || [400, 401, 403, 404].includes(error.status)) throw error;
+      if ([400, 401, 403, 404].includes(error.status)) throw error;
+    } finally {
+      streams--;
     }
     await pause(Math.min(5000, 300 * 2 ** Math.min(tries, 5)));
   }

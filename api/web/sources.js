@@ -1,11 +1,13 @@
 // The images that a request brings along: its source with a mask, control images, image prompts. They come by a file
 // dialog, by dropping, by pasting, or from the gallery, and are offered where the model's card has what reads them.
 
-import { announce, field, fillSelect, make, range, select, $ } from "./dom.js";
+import { announce, field, fillSelect, make, png, range, select, $ } from "./dom.js";
 import { draws, reads } from "./cards.js";
 import { paint } from "./mask.js";
 
-const TAKEN = ["image/png", "image/jpeg", "image/webp"];
+// Of a file that the API takes as it is; of any other the pixels are sent as PNG, so many that its size is within these too.
+const TAKEN = { types: ["image/png", "image/jpeg", "image/webp"], bytes: 16 * 2 ** 20, pixels: 4096 ** 2, side: 8192 };
+const SENT_PIXELS = 2048 ** 2;
 const FITS = [["stretch", "stretch"], ["crop", "crop the middle"], ["contain", "fit inside"], ["exact", "must match"]];
 const SIDES = ["left", "top", "right", "bottom"];
 /** Of each role: the request's field, what it is called, also in short, how many there may be, whether a card offers it. */
@@ -34,12 +36,13 @@ export function open(handlers) {
     await addAll(asked, [...$("file").files]);
     $("file").value = "";
   });
-  const files = (transfer) => [...(transfer?.files ?? [])].filter((file) => file.type.startsWith("image/") || !file.type);
-  const carries = (event) => event.dataTransfer?.types.includes("Files") && roles().length && !document.querySelector("dialog[open]");
+  const takes = () => roles().length > 0 && !document.querySelector("dialog[open]");
+  const carries = (event) => event.dataTransfer?.types.includes("Files");
   const over = (event) => {
     if (!carries(event)) return;
-    event.preventDefault();
-    document.body.dataset.dropping = event.target.closest?.("[data-role]")?.dataset.role ?? "any";
+    event.preventDefault(); // also where it is not taken: the browser would leave the page for it
+    if (takes()) document.body.dataset.dropping = event.target.closest?.("[data-role]")?.dataset.role ?? "any";
+    else event.dataTransfer.dropEffect = "none";
   };
   for (const type of ["dragenter", "dragover"]) document.addEventListener(type, over);
   document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) delete document.body.dataset.dropping; });
@@ -47,17 +50,18 @@ export function open(handlers) {
     delete document.body.dataset.dropping;
     if (!carries(event)) return;
     event.preventDefault();
-    addAll(event.target.closest?.("[data-role]")?.dataset.role, files(event.dataTransfer));
+    if (takes()) addAll(event.target.closest?.("[data-role]")?.dataset.role, [...event.dataTransfer.files]);
   });
   document.addEventListener("paste", (event) => {
-    const pasted = files(event.clipboardData);
-    if (!pasted.length || !roles().length || document.querySelector("dialog[open]")) return;
+    const { files = [], types = [] } = event.clipboardData ?? {};
+    const pasted = [...files].filter(({ type }) => type.startsWith("image/"));
+    if (!pasted.length || types.includes("text/plain") || !takes()) return; // text of an office program has an image beside it
     event.preventDefault();
     addAll(undefined, pasted);
   });
 }
 
-/** Offer what the card has. What it does not read goes. */
+/** Offer what the card has. What it does not read goes; returns what that is called. */
 export function offer(next) {
   card = next;
   const gone = items.filter((item) => !roles().includes(item.role));
@@ -67,13 +71,15 @@ export function offer(next) {
   $("sources-hint").textContent = card.inpaint_only ? "This model only inpaints: it needs a source image and a mask." : "Drop or paste an image, or choose:";
   $("sources-hint").classList.toggle("by-key", !card.inpaint_only);
   show();
+  return gone.map((item) => label(item.role).toLowerCase());
 }
 
-/** Add a file in a role, or in the first one that is free. */
+/** Add files in a role, or each in the first one that is free. */
 async function addAll(role, files) {
   for (const file of files) {
-    const next = role && (role === "source" || free(role)) ? role : roles().find(free); // a second source takes the first's place
-    if (!next || !await add(next, file)) continue;
+    const next = roles().find((each) => (!role || each === role) && (free(each) || role === "source")); // whose first gives way
+    if (!next) return on.fail(`${file.name}: there is no place for another image. Remove one first.`, ROLES[role ?? roles()[0]].field);
+    if (!await add(next, file)) continue;
     announce(`${label(next)} added.`);
     on.added();
   }
@@ -86,7 +92,7 @@ export async function add(role, blob, values = {}) {
   try {
     image = await readable(blob);
   } catch {
-    on.fail(`${blob.name ? `${blob.name}: ` : ""}this file cannot be read as an image.`, ROLES[role].field);
+    on.fail(`${blob.name ? `${blob.name}: ` : ""}this browser cannot read it as an image. Save it as PNG, JPEG or WebP first.`, ROLES[role].field);
     return false;
   }
   if (of(role).length >= ROLES[role].most) remove(of(role)[0]);
@@ -109,13 +115,19 @@ async function readable(blob) {
   small.drawImage(bitmap, 0, 0, small.canvas.width, small.canvas.height);
   const { data } = small.getImageData(0, 0, small.canvas.width, small.canvas.height);
   const transparent = data.some((value, k) => k % 4 === 3 && value === 0);
-  if (!TAKEN.includes(blob.type)) {
-    const canvas = make("canvas", { width, height });
-    canvas.getContext("2d").drawImage(bitmap, 0, 0);
-    blob = await new Promise((done) => { canvas.toBlob(done, "image/png"); });
+  const { types, bytes, pixels, side } = TAKEN;
+  if (types.includes(blob.type) && blob.size <= bytes && width * height <= pixels && Math.max(width, height) <= side) {
+    bitmap.close();
+    return { blob, width, height, transparent, size: `${width} × ${height}` };
   }
+  const scale = Math.min(1, Math.sqrt(SENT_PIXELS / (width * height)), side / Math.max(width, height));
+  const canvas = make("canvas", { width: Math.max(1, Math.floor(scale * width)), height: Math.max(1, Math.floor(scale * height)) });
+  const pen = canvas.getContext("2d");
+  pen.imageSmoothingQuality = "high";
+  pen.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   bitmap.close();
-  return { blob, width, height, transparent };
+  const size = `${canvas.width} × ${canvas.height}${scale < 1 ? `, reduced from ${width} × ${height}` : ""}`;
+  return { blob: await png(canvas), width: canvas.width, height: canvas.height, transparent, size };
 }
 
 function remove(item) {
@@ -200,7 +212,7 @@ function build(item, ...inside) {
     remove(item);
     $(`add-${item.role}`)?.focus();
   });
-  const name = make("span", { className: "name" }, make("b", { textContent: label(item.role) }), make("small", { textContent: `${item.width} × ${item.height}` }));
+  const name = make("span", { className: "name" }, make("b", { textContent: label(item.role) }), make("small", { textContent: item.size }));
   item.node = make("li", { className: "source" }, make("div", { className: "source-head" }, item.thumb, name, gone), ...inside);
   item.node.dataset.role = item.role;
 }
@@ -223,16 +235,21 @@ function buildSource(item) {
   const rows = make("div", { className: "row" }, painting, unpaint);
   const outpaint = make("fieldset", { className: "margins" }, make("legend", { textContent: "Outpaint, pixels" }),
     ...SIDES.map((side, k) => field(side, margins[k])));
+  let views = 0;
   const view = async () => {
     if (!touched) strength.value = masked() ? 1 : 0.8;
     strength.show();
     painting.textContent = item.mask ? "Edit mask" : "Paint a mask";
     unpaint.hidden = !item.mask;
-    words.textContent = item.mask ? "Painted parts are drawn anew, all else is kept."
+    const mask = draws(card, "mask") ? item.mask : null;
+    words.textContent = mask ? "Painted parts are drawn anew, all else is kept."
       : item.transparent ? "Its transparent parts are drawn anew, unless you paint a mask."
       : masked() ? "What lies beyond the image is drawn." : "1 draws everything anew, 0 keeps the source.";
+    const drawn = ++views;
+    const tint = mask && await tinted(mask);
+    if (drawn !== views) return; // by a later one
     item.thumb.querySelector("canvas")?.remove();
-    if (item.mask) item.thumb.append(await tinted(item.mask));
+    if (tint) item.thumb.append(tint);
   };
   const setMask = (mask) => {
     item.mask = mask;

@@ -20,7 +20,7 @@ export async function open() {
     const request = indexedDB.open("diptych", 1);
     request.onupgradeneeded = () => request.result.createObjectStore("pictures", { keyPath: "id" });
     database = await done(request);
-    for (const record of await done(pictures("readonly").getAll())) {
+    for (const record of await done(database.transaction("pictures").objectStore("pictures").getAll())) {
       if (!record.id.startsWith(DRAFT)) kept.set(record.id, record);
       else if (record.made > Date.now() - DRAFT_MS) drafts.set(record.id, record);
       else await write((store) => store.delete(record.id));
@@ -31,14 +31,14 @@ export async function open() {
   return all();
 }
 
-const pictures = (mode) => database.transaction("pictures", mode).objectStore("pictures");
-
 export const all = () => [...kept.values()].sort((a, b) => b.made - a.made || a.k - b.k);
 
+/** Keep an image. Returns whether it outlasts the page. */
 export async function add(picture) {
   kept.set(picture.id, picture);
-  await write((store) => store.put(picture));
+  const there = await write((store) => store.put(picture));
   for (const old of all().slice(MOST)) await remove(old.id);
+  return there;
 }
 
 export async function remove(id) {
@@ -49,7 +49,7 @@ export async function remove(id) {
 export async function clear() {
   const ids = [...kept.keys()];
   kept = new Map();
-  await write((store) => ids.map((id) => store.delete(id)).at(-1));
+  await write((store) => ids.forEach((id) => store.delete(id)));
 }
 
 export const draft = (name) => drafts.get(DRAFT + name)?.value;
@@ -62,12 +62,18 @@ export async function keepDraft(name, value) {
   await write((store) => (value === null ? store.delete(record.id) : store.put(record)));
 }
 
+/** Make a change that outlasts the page. Returns whether that could be, which it cannot where there is no room. */
 async function write(change) {
-  if (database === null) return;
+  if (database === null) return true;
   try {
-    const request = change(pictures("readwrite"));
-    if (request) await done(request);
+    const transaction = database.transaction("pictures", "readwrite");
+    change(transaction.objectStore("pictures"));
+    await new Promise((well, ill) => {
+      transaction.oncomplete = well;
+      transaction.onabort = () => ill(transaction.error);
+    });
+    return true;
   } catch {
-    database = null; // it is full, or was closed: from here on the page alone remembers
+    return false;
   }
 }

@@ -17,9 +17,12 @@ export const fileName = ({ asked, seed, blob }) => (
   `${asked.prompt.slice(0, 40).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "image"}-${seed}.${ENDINGS[blob.type] ?? "png"}`
 );
 
+/** What the service's checker did to an image, in words; "" for one that it does not flag. */
+export const flag = ({ content }) => (content?.flagged ? `${content.action === "blur" ? "blurred" : "flagged"} by the checker` : "");
+
 function caption(prompt, details) {
   const small = make("small", {}, ...details.flatMap((words, k) => [...(k ? ["·"] : []), make("span", { textContent: words })]));
-  return make("span", { className: "caption" }, make("b", { textContent: prompt }), small);
+  return make("span", { className: "caption" }, make("b", { textContent: prompt, dir: "auto" }), small);
 }
 
 /** A tile of an image that is kept, at this object URL. */
@@ -28,9 +31,11 @@ export function finished(picture, url, open) {
   const frame = make("span", { className: "frame" }, make("img", { src: url, alt: "", loading: "lazy", decoding: "async" }));
   frame.style.setProperty("--ratio", `${picture.width} / ${picture.height}`);
   const details = [`seed ${picture.seed}`, effort(asked)].filter(Boolean);
+  const flagged = flag(picture);
   const leaf = make("button", { type: "button", className: "leaf" }, frame, caption(asked.prompt, details));
   if (label) frame.append(make("span", { className: "label", textContent: label }));
-  leaf.setAttribute("aria-label", [asked.prompt, label, ...details].filter(Boolean).join(", "));
+  if (flagged) frame.append(make("span", { className: "label flag", textContent: flagged }));
+  leaf.setAttribute("aria-label", [asked.prompt, label, flagged, ...details].filter(Boolean).join(", "));
   leaf.addEventListener("click", open);
   const tile = make("li", { className: "tile done" }, leaf);
   tile.picture = picture;
@@ -59,7 +64,6 @@ export function waiting(asked, label, ratio, stop) {
   button.addEventListener("click", stop);
   const tile = make("li", { className: "tile waits" }, leaf, button);
   tile.stop = stop;
-  let shown = null;
   return {
     tile,
     get waits() { return tile.classList.contains("waits") && tile.isConnected; },
@@ -84,9 +88,7 @@ export function waiting(asked, label, ratio, stop) {
       next.decode().then(() => {
         frame.querySelector("img.look")?.remove();
         frame.prepend(next);
-        if (shown) URL.revokeObjectURL(shown);
-        shown = url;
-      }, () => URL.revokeObjectURL(url));
+      }, () => {}).finally(() => URL.revokeObjectURL(url));
     },
     fail(message, removed) {
       tile.classList.remove("waits");

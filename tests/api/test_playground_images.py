@@ -267,6 +267,11 @@ def test_a_mask_is_painted_by_keys_and_by_touch(page: Page) -> None:
     assert covered() == touched, "a second finger paints nothing"
     page.click("#mask-dialog button[value=cancel]")
     expect(item.get_by_role("button", name="Paint a mask")).to_be_focused()
+    paint(page, item)
+    page.keyboard.press("Space")
+    page.focus("#mask-size")
+    page.keyboard.press("Enter")
+    expect(item.get_by_role("button", name="Edit mask")).to_be_focused()
 
 
 def test_every_role_reaches_the_api(page: Page, shared: Api, easel: Drafter) -> None:
@@ -368,7 +373,9 @@ def test_errors_stand_beside_their_field(page: Page) -> None:
     with page.expect_file_chooser() as chooser:
         page.click("#add-source")
     chooser.value.set_files({"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"})
-    expect(page.locator("#sources #error")).to_have_text("notes.png: this file cannot be read as an image.")
+    expect(page.locator("#sources #error")).to_have_text(
+        "notes.png: this browser cannot read it as an image. Save it as PNG, JPEG or WebP first."
+    )
     item = bring(page, "source", picture(8, 96, 64))
     item.locator("summary").click()
     item.get_by_label("Fit to the size").select_option("exact")
@@ -381,6 +388,79 @@ def test_errors_stand_beside_their_field(page: Page) -> None:
     page.click("#draw")
     expect(item.locator("#error")).to_contain_text("Outpaint: must be at most 4096")
     assert "GET /v1" not in page.inner_text("body")
+    page.get_by_label("Remove the source image").click()  # and what stood beside it
+    expect(page.locator("#error")).to_have_count(0)
+    page.fill("#seed", "-1")
+    page.click("#draw")
+    expect(page.locator("#error")).to_contain_text("A seed is a whole number")
+    page.fill("#seed", "5")
+    page.click("#draw")
+    drawn(page)
+
+
+def test_what_the_api_does_not_take_is_reduced(page: Page, easel: Drafter) -> None:
+    """A photo of more pixels than a file may have, on its side as cameras store it; it is sent upright."""
+    stream = io.BytesIO()
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    photo = Image.new("RGB", (3600, 5000), (200, 30, 30))
+    photo.paste((30, 30, 200), (0, 2500, 3600, 5000))
+    photo.save(stream, "JPEG", exif=turned)
+    item = bring(page, "source", stream.getvalue(), "photo.jpg", "image/jpeg")
+    expect(item.locator("small")).to_have_text("2413 × 1737, reduced from 5000 × 3600")
+    ask(page, "a hat")
+    drawn(page)
+    source = pixels(easel.worker.artifacts.get(easel.seen[-1].parameters["edit"]["image"]))
+    left, right = source[64, 10], source[64, 117]
+    assert left[2] > 150 > left[0] and right[0] > 150 > right[2], "what was below is on the left"
+
+
+def test_what_has_no_place_is_said(page: Page) -> None:
+    for _ in range(4):
+        bring(page, "prompt", picture(14))
+    transfer = page.evaluate_handle(
+        "(bytes) => { const t = new DataTransfer();"
+        " t.items.add(new File([new Uint8Array(bytes)], 'a.png', {type: 'image/png'})); return t; }",
+        list(picture(7)),
+    )
+    page.locator(".source").first.dispatch_event("drop", {"dataTransfer": transfer})
+    expect(page.locator("#error")).to_have_text("a.png: there is no place for another image. Remove one first.")
+    expect(page.locator(".source")).to_have_count(4)
+
+
+def test_text_is_pasted_as_text(page: Page) -> None:
+    """Office programs put an image of the text beside it."""
+    taken = page.evaluate(
+        "(bytes) => { const t = new DataTransfer(); t.setData('text/plain', 'a cat');"
+        " t.items.add(new File([new Uint8Array(bytes)], 'a.png', {type: 'image/png'}));"
+        " return !document.querySelector('#prompt').dispatchEvent("
+        "new ClipboardEvent('paste', {clipboardData: t, bubbles: true, cancelable: true})); }",
+        list(picture(7)),
+    )
+    assert not taken and page.locator(".source").count() == 0
+
+
+def test_what_another_model_lacks_is_said(page: Page) -> None:
+    bring(page, "source", picture(15))
+    bring(page, "control", picture(16))
+    page.click("#more summary")
+    page.get_by_label("Add the LoRA ink").click()
+    page.evaluate(
+        "async () => { const [form, service] = await Promise.all([import('/web/form.js'), import('/web/service.js')]);"
+        " const [model] = await service.models();"
+        " form.offer([{...model, diptych: {...model.diptych, controls: [], loras: ['oil']}}]); }"
+    )
+    expect(page.locator("#error")).to_have_text("Not offered here, and left out: control image, LoRA ink.")
+    expect(page.locator(".source")).to_have_count(1)
+
+
+def test_uploads_of_a_page_that_went_are_deleted(page: Page, shared: Api) -> None:
+    answer = shared.client.post("/v1/files", data={"purpose": "vision"}, files={"file": ("a.png", picture(17))})
+    id = answer.json()["id"]
+    page.evaluate("(id) => sessionStorage.setItem('diptych.uploads', JSON.stringify([id]))", id)
+    page.reload()
+    page.wait_for_function("() => sessionStorage.getItem('diptych.uploads') === '[]'")
+    assert shared.client.get(f"/v1/files/{id}").status_code == 404
 
 
 # -- what leaves the page ------------------------------------------------------------------------------------------
@@ -499,6 +579,13 @@ def test_hostile_links_are_harmless(page: Page) -> None:
     expect(page.locator("#prompt")).to_have_value("a cat")
     page.click("#draw")
     drawn(page)
+
+
+def test_values_that_a_slider_lacks_are_named(page: Page) -> None:
+    page.evaluate("location.hash = '#prompt=a%20cat&n=3&steps=900&guidance_scale=7.25'")
+    expect(page.locator("#error")).to_have_text(
+        "Not offered here, and left out: number 3, steps 900, guidance scale 7.25."
+    )
 
 
 def run(command: str, folder: Path) -> bytes:
@@ -650,6 +737,72 @@ def test_a_jobs_error_of_the_prompt_keeps_it(page: Page, easel: Drafter, monkeyp
     page.click("#draw")
     drawn(page)
     expect(page.locator("#bar-title")).to_have_text("1 image")
+
+
+def test_refused_and_flagged_images(page: Page, easel: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = easel.worker.store.leases
+    succeed = leases.succeed
+
+    def check(id: str, attempt: int, result: dict[str, Any]) -> object:
+        for image, action in zip(result["images"], ("tag", "blur", None), strict=True):
+            image["content"] = {"flagged": action is not None, "labels": {"nsfw": 0.97}, "action": action}
+        return succeed(id, attempt, result)
+
+    monkeypatch.setattr(easel, "refused", {0})
+    monkeypatch.setattr(leases, "succeed", check)
+    page.check("input[name=n][value='4']", force=True)
+    ask(page, "a cat")
+    drawn(page, 3)
+    expect(page.locator("#told")).to_have_text("3 images are done. 1 refused.")
+    expect(page.locator("#bar-title")).to_have_text("3 images")
+    expect(page.locator(".tile.failed")).to_contain_text("refused by this service's checker")
+    expect(page.locator(".flag")).to_have_text(["flagged by the checker", "blurred by the checker"])
+    page.reload()
+    expect(page.locator(".flag")).to_have_count(2)
+    page.click(".tile.done:has(.flag) .leaf")
+    expect(page.locator("#box-facts")).to_contain_text("flagged by the checker, nsfw 0.97")
+    page.keyboard.press("Escape")
+    monkeypatch.undo()
+
+
+def test_a_failed_tile_is_removed(page: Page, easel: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(easel, "failing", True)
+    ask(page, "a cat")
+    page.get_by_label("Remove the failed image").click()
+    expect(page.locator("#empty")).to_be_visible()
+
+
+def test_many_jobs_leave_connections(page: Page, easel: Drafter) -> None:
+    """A browser opens six to a host: with more jobs under way the page still asks, draws and stops."""
+    easel.go.clear()
+    page.fill("#prompt", "a cat")
+    for count in range(1, 10):
+        page.press("#prompt", "Enter")
+        expect(page.locator(".tile")).to_have_count(count)
+    assert page.evaluate("fetch('/v1/models').then((answer) => answer.status)") == 200
+    page.locator(".tile .stop").first.click()
+    expect(page.locator(".tile")).to_have_count(8)
+    easel.go.set()
+    drawn(page, 8)
+
+
+def test_a_full_browser_is_told_of(page: Page) -> None:
+    """The image is there as long as the page; what was kept can still be deleted."""
+    ask(page, "a cat")
+    drawn(page)
+    page.evaluate(  # as it is where a disk is full: the request succeeds, and its transaction does not
+        "() => { const { put } = IDBObjectStore.prototype; IDBObjectStore.prototype.put = function (...given) {"
+        " const request = put.apply(this, given); request.onsuccess = () => this.transaction.abort();"
+        " return request; }; }"
+    )
+    ask(page, "a dog")
+    drawn(page, 2)
+    expect(page.locator("#notice")).to_contain_text("This browser has no room for more images")
+    page.locator(".tile.done .leaf").last.click()
+    page.click("#remove")
+    page.reload()
+    expect(page.locator("#state")).to_have_attribute("data-is", "ready")
+    expect(page.locator(".tile")).to_have_count(0)
 
 
 def test_on_a_phone(browser: Browser, shared: Api, easel: Drafter) -> None:
