@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,7 +42,7 @@ class _CallThread:
     thread builds those of a VAE's convolutions anew, which takes a third of a second on a GPU.
     """
 
-    _idle: list[_CallThread] = []  # the last one that ended is taken first
+    _idle: ClassVar[list[_CallThread]] = []  # the last one that ended is taken first
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], None], Event]] = SimpleQueue()
