@@ -108,3 +108,11 @@ def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Pat
     for folder in (damaged, pickled):
         with pytest.raises(ModelError, match="does not load"):
             checkpoint.load(str(folder), precision="fp32", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["flux", "lumina2"])  # with a list of repeated blocks, and without one
+def test_every_denoisers_blocks_are_compiled(folders: Folders, name: str) -> None:
+    model = checkpoint.load(str(folders(name)), precision="auto", device="cpu")
+    checkpoint._compile(model)
+    compiled = {type(part).__name__ for part in model.modules["transformer"].modules() if part._compiled_call_impl}
+    assert compiled and all("Block" in block for block in compiled)
