@@ -110,6 +110,7 @@ def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Pat
             checkpoint.load(str(folder), precision="fp32", device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of torch.compile itself
 @pytest.mark.parametrize("name", ["flux", "lumina2"])  # with a list of repeated blocks, and without one
 def test_every_denoisers_blocks_are_compiled(folders: Folders, name: str) -> None:
     model = checkpoint.load(str(folders(name)), precision="auto", device="cpu")
