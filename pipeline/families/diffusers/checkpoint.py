@@ -304,8 +304,16 @@ def _offload(model: DiffusersModel) -> None:
 
 
 def _compile(model: DiffusersModel) -> None:
+    """Mark the blocks that its denoisers repeat, by the class's own list or else by that of blocks to keep whole."""
     for name, module in model.modules.items():
-        if name in _DENOISERS and getattr(module, "_repeated_blocks", None):
-            denoiser: Any = module
-            denoiser.compile_repeated_blocks()
-            log.info("%s: the repeated blocks of its %s are compiled at their first forward", model.name, name)
+        if name not in _DENOISERS:
+            continue
+        denoiser: Any = module
+        names = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
+        blocks: list[Any] = [part for part in denoiser.modules() if type(part).__name__ in names]
+        for block in blocks:
+            block.compile()
+        if blocks:
+            log.info("%s: %d blocks of its %s are compiled at their first forward", model.name, len(blocks), name)
+        else:
+            log.warning("%s: its %s runs eagerly: diffusers names no blocks to compile", model.name, name)
