@@ -132,6 +132,8 @@ def test_code_that_comes_with_a_folder_never_runs(entry: str, folders: Folders, 
     with pytest.raises(ModelError, match=r"custom code in \w+\.py|is no pipeline of diffusers"):
         checkpoint.load(str(folder), precision="fp32", device="cpu")
     assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of torch.compile itself
 @pytest.mark.parametrize("name", ["flux", "lumina2"])  # with a list of repeated blocks, and without one
 def test_every_denoisers_blocks_are_compiled(folders: Folders, name: str) -> None:
