@@ -84,7 +84,8 @@ class FieldNames:
         places = {name: name for name in (*shared, *self.passed)} | {
             ours: name for name, ours in [*self.names.items()][::-1] if ours not in shared
         }
-        places |= {OTHER_NAMES.get(name, "size" if name in SIDES else name): name for name in fields} | given
+        first = [*fields][::-1]  # of a size, the side that is given first
+        places |= {OTHER_NAMES.get(name, "size" if name in SIDES else name): name for name in first} | given
         return fields, {ours: self.prefix + name for ours, name in places.items()}, warnings
 
 

@@ -25,7 +25,7 @@ from contract.tools import TOOLS
 from core.extras import pip_install
 from llm.grammar_checker import GrammarChecker, TurnsByTenant
 from llm.grammar_process import LARK, SCHEMA, STACK_BYTES, compile_grammar, first_line, make_tokenizer
-from llm.instances import has_finite_instance
+from llm.instances import check_schema
 
 # Seconds of CPU for the masks of a tenant's answers with one grammar: at once, per token, and of a mask never refused.
 _BURST_S, _TOKEN_S, _CHEAP_S = 0.5, 0.001, 0.004
@@ -215,12 +215,6 @@ def _checked(schema: str) -> str:
     text = check_json_schema(parsed)
     check_schema(parsed, FIELD)
     return text
-
-
-def check_schema(schema: dict[str, Any], field: str) -> None:
-    """Raise `Invalid` naming the field for a schema that no finite text satisfies."""
-    if not has_finite_instance(schema):
-        raise Invalid(field, "no finite text satisfies it: a $ref leads back to itself through what is required")
 
 
 def _allowed(mask: bytes, vocabulary: int) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
+from contract.errors import Invalid
+
 Node = int  # the identity of a schema, or a number for a part of it
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -124,3 +126,9 @@ class _Formula:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def check_schema(schema: dict[str, Any], field: str) -> None:
+    """Raise `Invalid` naming the field for a schema that no finite text satisfies."""
+    if not has_finite_instance(schema):
+        raise Invalid(field, "no finite text satisfies it: a $ref leads back to itself through what is required")

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from contract.tools import CALLS, HERMES, JSON, OTHER, PLAIN, TOOLS, arguments_schema
-from llm.constrain import check_schema
 from llm.grammar_process import SPACE
+from llm.instances import check_schema
 
 _BUILT_IN = "%llguidance {}\n"
 

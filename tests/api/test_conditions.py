@@ -287,7 +287,7 @@ def test_the_work_of_a_job_counts_its_pictures() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"upscale": {"model": "x8"}}, "upscale.model", "is not offered by this model: there is no x8; GET /v1/models"),
+        ({"upscale": {"model": "x8"}}, "upscale.model", "is not offered by this model: there is no x8; it has x4"),
         ({"upscale": {"model": "../x4"}}, "upscale.model", "must be a name"),
         ({"upscale": {"model": "x4", "scale": 9}}, "upscale.scale", ""),
         ({"upscale": {"model": "x4", "scale": 0.5}}, "upscale.scale", ""),

@@ -60,7 +60,7 @@ def refuse(api: Api, worker: Worker, path: str, raw: bytes, status: int, param: 
         ({"steps": 0}, "steps"),
         ({"steps": 10_000}, "steps"),
         ({"steps": -1}, "steps"),
-        ({"steps": 20.0}, "steps"),
+        ({"steps": 20.5}, "steps"),
         ({"steps": "20"}, "steps"),
         ({"steps": True}, "steps"),
         ({"guidance_scale": True}, "guidance_scale"),

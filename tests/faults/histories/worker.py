@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,10 @@ def main() -> int:
             for one in found
         ]
 
-    def answers(handler: stage.StageText, job: Any, made: Sequence[Any], shelf: ArtifactWriter) -> dict[str, Any]:
+    def answers(
+        handler: stage.StageText, job: Any, made: Sequence[Any], shelf: ArtifactWriter,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:  # fmt: skip
         choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
         return {"choices": choices, "prompt_tokens": [1] * len(made)}
 
