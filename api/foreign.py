@@ -84,8 +84,8 @@ class FieldNames:
         places = {name: name for name in (*shared, *self.passed)} | {
             ours: name for name, ours in [*self.names.items()][::-1] if ours not in shared
         }
-        first = [*fields][::-1]  # of a size, the side that is given first
-        places |= {OTHER_NAMES.get(name, "size" if name in SIDES else name): name for name in first} | given
+        names = sorted(fields, key=lambda name: name == SIDES[0])  # the place of a size is its width's, if that is given
+        places |= {OTHER_NAMES.get(name, "size" if name in SIDES else name): name for name in names} | given
         return fields, {ours: self.prefix + name for ours, name in places.items()}, warnings
 
 
