@@ -84,7 +84,7 @@ class FieldNames:
         places = {name: name for name in (*shared, *self.passed)} | {
             ours: name for name, ours in [*self.names.items()][::-1] if ours not in shared
         }
-        names = sorted(fields, key=lambda name: name == SIDES[0])  # the place of a size is its width's, if that is given
+        names = sorted(fields, key=lambda name: name == SIDES[0])  # a size is where its width is, if that is given
         places |= {OTHER_NAMES.get(name, "size" if name in SIDES else name): name for name in names} | given
         return fields, {ours: self.prefix + name for ours, name in places.items()}, warnings
 
