@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser, Error, sync_playwright
 
 from deployment.redis import RedisServer
-from tests.api.easel import Easel
+from tests.api.fixtures import easel
 from tests.api.world import CARD, Api, Worker, opened, settings_of
 from tests.servers import redis_server, redis_url
 
-__all__ = ["redis_server", "redis_url"]
+__all__ = ["easel", "redis_server", "redis_url"]
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,3 @@ def worker(shared: Api) -> Iterator[Worker]:
     """A second worker of `shared`, to be played by the test."""
     with Worker(shared.settings) as worker:
         yield worker
-
-
-@pytest.fixture
-def easel(worker: Worker) -> Iterator[Easel]:
-    """It draws by itself."""
-    with Easel(worker) as easel:
-        yield easel

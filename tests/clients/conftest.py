@@ -6,21 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployment.redis import RedisServer
 from pipeline.checkpoints import tiny
-from tests.api.easel import Easel
-from tests.api.world import CARD, Api, Worker, opened, settings_of
+from tests.api.fixtures import api, easel, offered, worker, world
 from tests.deployment.served import Served
 from tests.servers import redis_server
 
-__all__ = ["redis_server"]
-
-
-@pytest.fixture(scope="module")
-def world(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Worker]]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)
-    with opened(settings, CARD) as (api, worker):
-        yield api, worker
+__all__ = ["api", "easel", "offered", "redis_server", "worker", "world"]
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +27,3 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield service
     finally:
         service.close()
-
-
-@pytest.fixture
-def api(world: tuple[Api, Worker]) -> Api:
-    return world[0]
-
-
-@pytest.fixture
-def worker(world: tuple[Api, Worker]) -> Worker:
-    return world[1]
-
-
-@pytest.fixture
-def easel(worker: Worker) -> Iterator[Easel]:
-    """Draws by itself."""
-    with Easel(worker) as easel:
-        yield easel

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deployment.redis import RedisServer
-from tests.api.easel import Easel
+from contract.card import ImageCard
+from tests.api.fixtures import api, easel, worker, world
 from tests.api.sdapi.studio import CARD
-from tests.api.world import Api, Worker, opened, settings_of
+from tests.api.world import Api
 from tests.integrations.comfyui.host import Host
 from tests.servers import redis_server
 
-__all__ = ["redis_server"]
+__all__ = ["api", "easel", "redis_server", "worker", "world"]
 
 
 @pytest.fixture(scope="module")
-def world(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Worker]]:
-    with opened(settings_of(redis_server.url, tmp_path_factory.mktemp("data")), CARD) as (api, worker):
-        yield api, worker
-
-
-@pytest.fixture
-def api(world: tuple[Api, Worker]) -> Api:
-    return world[0]
-
-
-@pytest.fixture
-def worker(world: tuple[Api, Worker]) -> Worker:
-    return world[1]
-
-
-@pytest.fixture
-def easel(worker: Worker) -> Iterator[Easel]:
-    with Easel(worker) as easel:
-        yield easel
+def offered() -> ImageCard:
+    """A card with LoRAs, a control network and an image prompt."""
+    return CARD
 
 
 @pytest.fixture
