@@ -53,8 +53,8 @@ class Drawn:
     def warnings(self) -> list[str]:
         """What the service says of the pictures, each sentence once."""
         refused = len(self.job["images"]) - len(self.images)
-        said = [f"{refused} of the images are refused by the service's checker of contents"] if refused else []
-        return list(dict.fromkeys([*said, *(text for image in self.job["images"] for text in image["warnings"])]))
+        refusals = [f"{refused} of the images are refused by the service's checker of contents"] if refused else []
+        return list(dict.fromkeys([*refusals, *(text for image in self.job["images"] for text in image["warnings"])]))
 
 
 async def draw(
@@ -93,7 +93,8 @@ async def _draw(
 
 async def _run(client: Client, request: Mapping[str, Any]) -> Drawn:
     id = f"comfyui-{uuid.uuid4().hex}"  # chosen here: a job whose creation is not answered can be cancelled
-    created = _on_thread(partial(client.json, "PUT", f"/v1/jobs/{id}", request))
+    create = partial(client.json, "PUT", f"/v1/jobs/{id}", request)
+    created = _on_thread(create)
     try:
         while True:
             try:
@@ -102,7 +103,7 @@ async def _run(client: Client, request: Mapping[str, Any]) -> Drawn:
             except Busy as busy:
                 log.warning("Diptych: %s; asking again in %g s", busy, busy.retry_s)
                 await _pause(busy.retry_s)
-                created = _on_thread(partial(client.json, "PUT", f"/v1/jobs/{id}", request))
+                created = _on_thread(create)
         job = await _follow(client, id)
         shown = [k for k, image in enumerate(job["images"][: request["n"]]) if _is_shown(image)]
         files = [await _watched(partial(client.content, f"/v1/jobs/{id}/images/{k}")) for k in shown]

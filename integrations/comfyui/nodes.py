@@ -68,61 +68,64 @@ def _with_entry(
     return ((*entries, PictureEntry(field, {"model": model, **values}, png)),)
 
 
-class Lora:
-    """A LoRA of the service's, behind those before it."""
+class Entry:
+    """A node that adds an entry to a list of the sampler's, behind those before it."""
 
     CATEGORY = "Diptych"
-    DESCRIPTION = "A LoRA that the Diptych service has."
     FUNCTION = "add"
-    RETURN_TYPES = ("DIPTYCH_LORAS",)
-    RETURN_NAMES = ("loras",)
+    RETURN_NAMES: ClassVar[tuple[str]]
+    RETURN_TYPES: ClassVar[tuple[str]]
+
+    def __init_subclass__(cls, entries: str) -> None:
+        cls.RETURN_NAMES, cls.RETURN_TYPES = (entries,), (f"DIPTYCH_{entries.upper()}",)
+
+    @classmethod
+    def inputs(cls) -> Inputs:
+        """The inputs of an entry, without the entries before it."""
+        raise NotImplementedError
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802
-        scale = {"default": 1.0, "min": -100.0, "max": 100.0, "step": 0.05}
-        return {
-            "required": {
-                "lora": _choice(NONE, catalogue.names("loras"), _LISTED),
-                "strength": ("FLOAT", scale),
-            },
-            "optional": {"loras": ("DIPTYCH_LORAS", {"tooltip": "further LoRAs"})},
-        }
+        (entries,), inputs = cls.RETURN_NAMES, cls.inputs()
+        before = (*cls.RETURN_TYPES, {"tooltip": f"further {entries.replace('_', ' ')}"})
+        return {**inputs, "optional": {**inputs.get("optional", {}), entries: before}}
 
     @classmethod
-    def VALIDATE_INPUTS(cls, lora: str) -> bool:  # noqa: N802
+    def VALIDATE_INPUTS(  # noqa: N802
+        cls, lora: str = "", control: str = "", preprocessor: str = "", adapter: str = ""
+    ) -> bool:
+        """Take names that are not listed, as the sampler does."""
         return True
+
+
+class Lora(Entry, entries="loras"):
+    DESCRIPTION = "A LoRA that the Diptych service has."
+
+    @classmethod
+    def inputs(cls) -> Inputs:
+        scale = {"default": 1.0, "min": -100.0, "max": 100.0, "step": 0.05}
+        return {"required": {"lora": _choice(NONE, catalogue.names("loras"), _LISTED), "strength": ("FLOAT", scale)}}
 
     def add(self, lora: str, strength: float, loras: tuple[str, ...] = ()) -> tuple[tuple[str, ...]]:
         """The LoRAs as the service's field `lora` has them."""
         return ((*loras, *([] if lora == NONE else [f"{lora}:{strength:g}"])),)
 
 
-class Control:
-    """A picture that the image follows, behind those before it."""
-
-    CATEGORY = "Diptych"
+class Control(Entry, entries="controls"):
     DESCRIPTION = "A picture that the image follows, and the control network of the Diptych service that reads it."
-    FUNCTION = "add"
-    RETURN_TYPES = ("DIPTYCH_CONTROLS",)
-    RETURN_NAMES = ("controls",)
 
     @classmethod
-    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802
+    def inputs(cls) -> Inputs:
         mode = {"default": -1, "min": -1, "max": 100, "tooltip": "of a ControlNet-Union; -1: of no such network"}
+        computed = "what the service makes of the picture first"
         return {
             "required": _picture_inputs(
                 "factor of what the network adds",
                 control=_choice(NONE, catalogue.names("controls"), _LISTED),
-                preprocessor=_choice(
-                    NONE, catalogue.names("preprocessors"), "what the service makes of the picture first"
-                ),
+                preprocessor=_choice(NONE, catalogue.names("preprocessors"), computed),
             ),
-            "optional": {"mode": ("INT", mode), "controls": ("DIPTYCH_CONTROLS", {"tooltip": "further controls"})},
+            "optional": {"mode": ("INT", mode)},
         }
-
-    @classmethod
-    def VALIDATE_INPUTS(cls, control: str, preprocessor: str) -> bool:  # noqa: N802
-        return True
 
     def add(
         self, image: torch.Tensor, control: str, preprocessor: str, mode: int = -1, controls: Entries = (),
@@ -134,28 +137,13 @@ class Control:
         return _with_entry(controls, "control", image, control, **shares, **further)
 
 
-class ImagePrompt:
-    """A picture that the image is drawn like, behind those before it."""
-
-    CATEGORY = "Diptych"
+class ImagePrompt(Entry, entries="image_prompts"):
     DESCRIPTION = "A picture that the image is drawn like, and the IP-Adapter of the Diptych service that reads it."
-    FUNCTION = "add"
-    RETURN_TYPES = ("DIPTYCH_IMAGE_PROMPTS",)
-    RETURN_NAMES = ("image_prompts",)
 
     @classmethod
-    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802
-        return {
-            "required": _picture_inputs(
-                "factor of what attention to the picture gives",
-                adapter=_choice(NONE, catalogue.names("image_prompts"), _LISTED),
-            ),
-            "optional": {"image_prompts": ("DIPTYCH_IMAGE_PROMPTS", {"tooltip": "further image prompts"})},
-        }
-
-    @classmethod
-    def VALIDATE_INPUTS(cls, adapter: str) -> bool:  # noqa: N802
-        return True
+    def inputs(cls) -> Inputs:
+        adapter = _choice(NONE, catalogue.names("image_prompts"), _LISTED)
+        return {"required": _picture_inputs("factor of what attention to the picture gives", adapter=adapter)}
 
     def add(self, image: torch.Tensor, adapter: str, image_prompts: Entries = (), **shares: float) -> tuple[Entries]:
         """The image prompts with this one."""

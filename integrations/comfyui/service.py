@@ -265,8 +265,8 @@ class Client:
 
     def _object(self, data: bytes) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
-            if isinstance(found := json.loads(data), dict):
-                return found
+            if isinstance(answer := json.loads(data), dict):
+                return answer
         raise DiptychError(f"{self.service.name!r} at {self.service.url} answers no JSON object: is it Diptych?")
 
 

@@ -132,8 +132,10 @@ class Host:
                     raise ValueError(f"{key}: beyond its bounds")
                 if isinstance(kind, list) and values[key] not in kind:
                     raise ValueError(f"{key}: not in list")
-        if check is not None and (answer := check(**{key: values[key] for key in checked if key != "cls"})) is not True:
-            raise ValueError(str(answer))
+        if check is not None:
+            answer = check(**{key: values[key] for key in checked if key in values})
+            if answer is not True:
+                raise ValueError(str(answer))
         return values
 
     def run(self, name: str, **given: Any) -> tuple[Any, ...]:

@@ -62,11 +62,13 @@ def test_images_and_job_are_those_of_the_api(comfy: Host, api: Api, easel: Easel
 
 
 def test_of_a_job_with_a_refused_image_the_others_are_returned(comfy: Host, easel: Easel) -> None:
+    """And the node says so."""
     whole, _ = comfy.run(SAMPLER, prompt="a cat", seed=5, n=3)
     easel.refused = {1}
     images, info = comfy.run(SAMPLER, prompt="a cat", seed=5, n=3)
     assert np.array_equal(levels(images), levels(whole)[::2])
     assert json.loads(info)["seeds"] == [5, 7]
+    assert comfy.texts == [("7", "1 of the images are refused by the service's checker of contents")]
 
 
 def test_what_is_left_open_is_left_to_the_service(comfy: Host, api: Api, easel: Easel) -> None:
@@ -286,20 +288,6 @@ def test_a_job_that_fails_is_an_error(comfy: Host, easel: Easel) -> None:
     easel.failing = True
     with pytest.raises(comfy.error, match=r"the engine failed at this job \(engine_error, job comfyui-"):
         comfy.run(SAMPLER, prompt="a cat")
-
-
-def test_a_refused_picture_of_several_is_left_out(comfy: Host, easel: Easel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the service's checker of contents; the others are the node's, and it says so."""
-    succeed = type(easel.worker.store.leases).succeed
-
-    def refuse(self: Any, id: str, attempt: int, result: dict[str, Any]) -> Any:
-        del result["images"][1]["key"]
-        return succeed(self, id, attempt, result)
-
-    monkeypatch.setattr(type(easel.worker.store.leases), "succeed", refuse)
-    images, info = comfy.run(SAMPLER, prompt="a cat", seed=5, n=3)
-    assert len(images) == 2 and json.loads(info)["seeds"] == [5, 7]
-    assert comfy.texts == [("7", "1 of the images are refused by the service's checker of contents")]
 
 
 def test_without_a_service_the_nodes_load_and_say_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
