@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 
 from api.picture_walk import InvalidPicture, check_size, header_of, walk
 from api.process_pool import serve
@@ -62,15 +62,18 @@ def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[
     """The mask in L as PNG, 255 where it is repainted: where the picture is transparent, and in the margins.
 
     `mask_convention` says where else: see `MaskConvention`. Of a `soft` mask the values between 0 and 255 are kept: its
-    transparency, or luminance. Without a picture (`own_size` is given) only the margins are repainted. It is brought to
-    `size` by `fit`, and kept in what that adds.
+    transparency, or luminance. The edges of any other are blurred by a Gaussian filter of the standard deviations
+    `blur`. Without a picture (`own_size` is given) only the margins are repainted. It is brought to `size` by `fit`,
+    and kept in what that adds.
     """
-    soft, margins = bool(arguments["soft"]), arguments["margins"]
+    soft, margins, blur = bool(arguments["soft"]), arguments["margins"], tuple(arguments.get("blur", ()))
     if blobs:
         convention = arguments.get("mask_convention", "hole")
         mask = _repainted(blobs[0], convention, soft=soft)
         if not any(mask.histogram()[1 if soft else 128 :]):
             raise InvalidPicture(_NONE_REPAINTED[convention])
+        if any(blur):
+            mask, soft = pictures.hard(mask).filter(ImageFilter.GaussianBlur(blur)), True
     else:
         mask = Image.new("L", tuple(arguments["own_size"]), 0)
     sides = None if margins is None else tuple(margins)

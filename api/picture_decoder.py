@@ -130,11 +130,11 @@ class PictureDecoder:
     async def fit_mask(self, tenant: str, upload: Upload, size: Size, *, soft: bool) -> bytes:
         """The mask in L as PNG, 255 where it is repainted: where the mask's convention says, and in the margins.
 
-        Of a `soft` mask the values between 0 and 255 are kept: its transparency.
+        Of a `soft` mask the values between 0 and 255 are kept: its transparency. So are those of a blurred edge.
         """
         arguments = {
             "margins": _sides(upload.margins), "size": size, "fit": upload.fit, "soft": soft,
-            "mask_convention": upload.mask_convention, "own_size": upload.image.size,
+            "mask_convention": upload.mask_convention, "blur": upload.mask_blur, "own_size": upload.image.size,
         }  # fmt: skip
         cost = _cost(upload.mask, (upload.mask and upload.mask.size) or size, upload.size or size, size)
         return (await self._call(tenant, cost, "fit_mask", arguments, upload.mask))[1][0]

@@ -35,6 +35,7 @@ class GivenPictures(NamedTuple):
     inputs: Mapping[str, Sequence[PictureSource]] = {}  # by the names of `FORM_FILES`
     further: Sequence[PictureSource] = ()  # an edit's images behind its source
     mask_convention: MaskConvention = "hole"
+    mask_blur: tuple[float, float] = (0.0, 0.0)
 
 
 NONE_GIVEN = GivenPictures()
@@ -104,7 +105,9 @@ class Resolver:
                 raise invalid_field("image", "is required, as a file", "missing_required_parameter")
             images, mask = [pictures.image, *pictures.further], pictures.mask
         fit = cast(Fit, fields.fit or "stretch")
-        source = Upload(images[0], mask, fields.outpaint, fit, "hole" if mask is None else pictures.mask_convention)
+        source = Upload(images[0], mask, fields.outpaint, fit)
+        if mask is not None:
+            source = replace(source, mask_convention=pictures.mask_convention, mask_blur=pictures.mask_blur)
         return [source, *map(Upload, images[1:])]
 
     def _inputs(

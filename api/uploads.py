@@ -64,7 +64,8 @@ class PictureSource:
 class Upload:
     """A picture, and a mask that says where it is to be repainted, of the same size but in AUTOMATIC1111's convention.
 
-    `fit` says how it comes to the size at which it is read.
+    `fit` says how it comes to the size at which it is read. `mask_blur` are the standard deviations, in the mask's own
+    pixels from left to right and from top to bottom, of the Gaussian blur of its edges.
     """
 
     image: PictureSource
@@ -72,6 +73,7 @@ class Upload:
     margins: Margins | None = None
     fit: Fit = "stretch"
     mask_convention: MaskConvention = "hole"
+    mask_blur: tuple[float, float] = (0.0, 0.0)
 
     def check(self) -> Self:
         """Check what is known of it. Raises `ApiError` (400, 413), naming the field."""

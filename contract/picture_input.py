@@ -59,7 +59,8 @@ class Edit:
 
     Only the last `strength` (rounded down to whole steps) of the steps are run, as in diffusers. With a `mask`,
     unmasked pixels are kept exactly. With `soft_mask` its values are the share of steps that draw a pixel. As pixels
-    both are of the request's size, [height, width, 3] in RGB and [height, width]: 255 where it is repainted, else 0.
+    both are of the request's size, [height, width, 3] in RGB and [height, width]: 255 where it is repainted, 0 where
+    it is kept, and what is between them in a hard mask is its blurred edge.
     """
 
     image: Pixels = field(default=None, repr=False)

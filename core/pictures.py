@@ -134,7 +134,12 @@ def fitted_mask(
     if margins is not None:
         mask = placed(mask, margins, 255)
     mask = fitted(mask, size, fit, surround=0)
-    return mask if soft else mask.point(128 * [0] + 128 * [255])
+    return mask if soft else hard(mask)
+
+
+def hard(mask: Image.Image) -> Image.Image:
+    """The mask with 255 from one half on, and else 0."""
+    return mask.point(128 * [0] + 128 * [255])
 
 
 def rgba(image: Image.Image) -> Image.Image:

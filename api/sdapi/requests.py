@@ -33,6 +33,7 @@ Name = Annotated[str | None, Field(max_length=MAX_NAME)]
 Text = Annotated[str | None, Field(max_length=MAX_PROMPT_CHARACTERS)]
 Whole = Annotated[int | None, Field(ge=-_MOST, le=_MOST)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
+Blur = Annotated[Number, Field(ge=0, le=256)]
 Flag = bool | None
 Object = dict[str, Any] | None
 
@@ -86,9 +87,9 @@ class Img2Img(Generation):
 
     init_images: Annotated[list[Picture] | None, Field(max_length=16, fail_fast=True)] = None
     mask: OptionalPicture = Field(default=None, description="white is drawn anew, or what is opaque in it")
-    mask_blur: Number = None
-    mask_blur_x: Number = None
-    mask_blur_y: Number = None
+    mask_blur: Blur = Field(default=None, description="the mask's edges, in its pixels; before mask_blur_x and _y")
+    mask_blur_x: Blur = None
+    mask_blur_y: Blur = None
     inpainting_mask_invert: Whole = None
     inpainting_fill: Whole = None
     inpaint_full_res: bool | int | None = None

@@ -25,6 +25,7 @@ from contract.card import TINY, ImageCard, ImageOffer
 from contract.markup import A1111
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
+MASK_BLUR = 4.0  # mask_blur_x and mask_blur_y of img2img by default
 PREVIEW_EVERY = 10  # steps, as show_progress_every_n_steps by default
 _SEEDS = 2**32  # random ones are below this, as in the web UI
 
@@ -241,9 +242,10 @@ def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
     if body.mask is None:
         return
     convention: MaskConvention = "a1111-inverted" if body.inpainting_mask_invert else "a1111"
-    result.pictures = GivenPictures(image, source("mask", body.mask), mask_convention=convention)
-    if any((body.mask_blur, body.mask_blur_x, body.mask_blur_y)):
-        result.warnings.append("mask_blur: is not offered; what the mask leaves out is kept exactly")
+    sides = (body.mask_blur_x, body.mask_blur_y) if body.mask_blur is None else (body.mask_blur, body.mask_blur)
+    x, y = (MASK_BLUR if side is None else side for side in sides)
+    mask = source("mask", body.mask)
+    result.pictures = GivenPictures(image, mask, mask_convention=convention, mask_blur=(x, y))
     if body.inpainting_fill not in (None, 1) and strength < 1:
         result.warnings.append("inpainting_fill: is not offered; the masked part begins with the picture, as by 1")
     if body.inpaint_full_res:

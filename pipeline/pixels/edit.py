@@ -95,10 +95,21 @@ def _reduced(mask: torch.Tensor, latents: torch.Tensor, mode: str = "nearest") -
 
 
 def finish(parameters: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
-    """Return the image, uint8 [H, W, 3] on the CPU, with the source's own pixels outside the mask."""
+    """Return the image, uint8 [H, W, 3] on the CPU, with the source's own pixels outside the mask.
+
+    Where a mask that is not soft is between 0 and one half, both are blended, in shares of twice its value, as in
+    AUTOMATIC1111's web UI: an edge that was blurred.
+    """
     if parameters.edit is None or parameters.edit.mask is None:
         return pixels
-    return torch.where(_mask(parameters)[..., None], pixels, _pixels(parameters))
+    repainted, source = _mask(parameters), _pixels(parameters)
+    image = torch.where(repainted[..., None], pixels, source)
+    edge = (_values(parameters) > 0) & ~repainted  # none where the mask is soft
+    if edge.any():
+        shares = 2 * _values(parameters)[edge].int()[:, None]
+        blended = shares * pixels[edge].int() + (255 - shares) * source[edge].int()
+        image[edge] = torch.div(blended + 127, 255, rounding_mode="floor").to(torch.uint8)
+    return image
 
 
 def _pixels(parameters: ImageParameters) -> torch.Tensor:

@@ -146,3 +146,31 @@ def test_a_soft_mask_keeps_its_transparency(values: list[int]) -> None:
             hole_of(mask, (2, 2), soft=True)
         return
     assert np.array_equal(hole_of(mask, (2, 2), soft=True), 255 - alpha)
+
+
+def blurred(values: np.ndarray, x: float, y: float) -> np.ndarray:
+    """A Gaussian blur by its definition, in windows that end at 2.5 standard deviations as AUTOMATIC1111's."""
+    for axis, deviation in enumerate((y, x)):
+        if deviation:
+            reach = int(2.5 * deviation + 0.5)
+            weights = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * deviation**2))
+            padded = np.pad(values, [(reach, reach) if k == axis else (0, 0) for k in range(2)], mode="edge")
+            windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1, axis)
+            values = windows @ (weights / weights.sum())
+    return values
+
+
+@pytest.mark.parametrize(("x", "y"), [(4.0, 4.0), (9.0, 0.0), (0.0, 2.5), (24.0, 8.0)])
+@pytest.mark.parametrize("convention", ["a1111", "a1111-inverted"])
+def test_the_edges_of_a_mask_are_blurred(x: float, y: float, convention: str) -> None:
+    """Before it is resized; a grey is decided first. Pillow adds boxes up to nearly a Gaussian."""
+    levels = np.zeros((128, 160), np.uint8)
+    levels[20:70, 30:110], levels[90:, :] = 255, 90
+    hard = np.where((levels == 255) == (convention == "a1111"), 255.0, 0.0)
+    options: dict[str, Any] = {"mask_convention": convention, "blur": [x, y], "own_size": (160, 128)}
+    mask = hole_of(as_file(np.dstack([levels] * 3)), (160, 128), **options).astype(float)
+    assert np.abs(mask - blurred(hard, x, y)).max() < 0.05 * 255
+    assert len(np.unique(mask)) > 10, "nothing is between"
+    half = hole_of(as_file(np.dstack([levels] * 3)), (80, 64), **options).astype(float)
+    means = mask.reshape(64, 2, 80, 2).mean((1, 3))
+    assert np.abs(half - means).max() < 0.05 * 255

@@ -291,7 +291,7 @@ class DiffusersRunner:
         if pictures:
             arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
         if kind == MASK:
-            arguments["mask_image"] = _mask(parameters)
+            arguments["mask_image"] = _mask(parameters).point(lambda value: 255 * (value > 127))
         return pipeline, arguments
 
     def _loop(self, parameters: ImageParameters) -> PipelineLoop:
@@ -337,8 +337,8 @@ class DiffusersRunner:
         from PIL.Image import composite
 
         if parameters.edit is not None and parameters.edit.mask is not None:
-            repainted = _mask(parameters).point(lambda value: 255 * (value > 127))
-            image = composite(image, next(_pictures(parameters)), repainted)
+            shares = _mask(parameters).point(lambda value: min(2 * value, 255))  # as `edit.finish` has them
+            image = composite(image, next(_pictures(parameters)), shares)
         executable = "compiled" if self._compiled else "eager"
         printed = fingerprint(self.model, executable=executable, bucket=1)
         printed |= {"loop": LOOP, "pipeline": type(self.model.pipelines[_kind(parameters)]).__name__}

@@ -159,11 +159,23 @@ def half(mode: str = "L", size: tuple[int, int] = (128, 128), white: Any = 255, 
 def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask: Image.Image) -> None:
     """Or what is opaque in one with transparent parts, whatever its size."""
     for invert in (0, 1):
-        assert info(inpaint(shared, encoded(mask), inpainting_mask_invert=invert))["denoising_strength"] == 1
+        answer = inpaint(shared, encoded(mask), inpainting_mask_invert=invert, mask_blur=0)
+        assert info(answer)["denoising_strength"] == 1
         drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "mask")
         expected = np.zeros((128, 128), np.uint8)
         expected[:, 64:] = 255
         assert np.array_equal(drawn, expected if invert else 255 - expected)
+
+
+def test_an_edge_of_a_mask_is_blurred(shared: Api, studio: Studio) -> None:
+    """By four pixels where the request says nothing."""
+    for fields, columns in (({}, slice(50, 78)), ({"mask_blur": 1}, slice(60, 68)), ({"mask_blur_x": 0}, slice(0, 0))):
+        assert info(inpaint(shared, encoded(half()), **fields))["warnings"] == []
+        drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "mask")
+        between = (drawn > 0) & (drawn < 255)
+        assert between.any() == bool(fields != {"mask_blur_x": 0})
+        between[:, columns] = False
+        assert not between.any()
 
 
 def test_a_refused_request_decodes_nothing(shared: Api, calls: Counter[str]) -> None:

@@ -161,12 +161,28 @@ def test_a_source_and_its_mask() -> None:
     result = made(Img2Img, **fields, inpainting_mask_invert=1, inpaint_full_res=True, resize_mode=1)
     assert result.fields["strength"] == 0.75
     assert result.pictures.mask is not None and result.pictures.mask_convention == "a1111-inverted"
-    told = [warning.partition(":")[0] for warning in result.warnings]
-    assert told == ["resize_mode", "mask_blur", "inpainting_fill", "inpaint_full_res"]
+    named = [warning.partition(":")[0] for warning in result.warnings]
+    assert named == ["resize_mode", "inpainting_fill", "inpaint_full_res"]
     assert made(Img2Img, **{**fields, "mask_blur": 0, "inpainting_fill": 1}).warnings == []
     assert refused(Img2Img)[0] == refused(Img2Img, init_images=["a", "b"])[0] == "init_images"
     assert refused(Img2Img, init_images=["a"], denoising_strength=2)[0] == "denoising_strength"
     assert refused(Img2Img, init_images="a") == ("init_images", "must be a list")
+
+
+@pytest.mark.parametrize(
+    ("fields", "blur"),
+    [
+        ({}, (4, 4)), ({"mask_blur": 0}, (0, 0)), ({"mask_blur": "8"}, (8, 8)),
+        ({"mask_blur_x": 2, "mask_blur_y": 0}, (2, 0)), ({"mask_blur_y": 1}, (4, 1)),
+        ({"mask_blur": 3, "mask_blur_x": 9}, (3, 3)), ({"mask_blur": None, "mask_blur_x": None}, (4, 4)),
+    ],
+)  # fmt: skip
+def test_a_mask_is_blurred_as_the_web_ui_does(fields: dict[str, Any], blur: tuple[float, float]) -> None:
+    result = made(Img2Img, init_images=["picture"], mask="mask", **fields)
+    assert (result.pictures.mask_blur, result.warnings) == (blur, [])
+    for name in ("mask_blur", "mask_blur_x"):
+        assert refused(Img2Img, init_images=["a"], mask="b", **{name: -1}) == (name, "is out of range")
+        assert refused(Img2Img, init_images=["a"], mask="b", **{name: 1e9}) == (name, "is out of range")
 
 
 @given(st.integers(1, 150), st.floats(0, 1))

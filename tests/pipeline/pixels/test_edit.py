@@ -35,10 +35,11 @@ def photograph(side: int, seed: int = 0) -> Image.Image:
 
 
 def hole(side: int) -> np.ndarray:
-    """A mask that is no multiple of a latent on any side, [H, W]: 128 or more where it is drawn anew."""
+    """A mask that is no multiple of a latent on any side, [H, W]: 128 or more where it is drawn anew, else an edge."""
     mask = np.zeros((side, side), dtype=np.uint8)
     mask[side // 4 + 3 : side - 5, 2 : side // 2 + 1] = 255
     mask[side // 4 + 3], mask[0] = mask[side // 4 + 3] // 255 * 128, 127  # by which diffusers draws the line
+    mask[1] = np.arange(side) * 126 // side
     return mask
 
 
@@ -101,11 +102,16 @@ def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:
 
 
 def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
-    """What diffusers made, with the kept pixels as they were: it gives back what its VAE makes of them."""
+    """What diffusers made, with the kept pixels as they were: it gives back what its VAE makes of them. Below one half
+    the mask is an edge, in which AUTOMATIC1111 puts the source over it, as opaque as twice the mask is short of 255.
+    """
     if one.edit is None or one.edit.mask is None:
         return expected
-    mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 127
-    return np.where(mask, expected, np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3))
+    size = (one.width, one.height)
+    source, mask = Image.frombytes("RGB", size, one.edit.image), Image.frombytes("L", size, one.edit.mask)
+    source.putalpha(mask.point(lambda value: 255 - min(2 * value, 255)))
+    made = Image.fromarray(expected.astype(np.uint8)).convert("RGBA")
+    return np.asarray(Image.alpha_composite(made, source).convert("RGB")).astype(int)
 
 
 def mixture(shape: str) -> list[ImageParameters]:
