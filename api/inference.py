@@ -40,7 +40,7 @@ _NAMES = FieldNames(
     "parameters.",
     {"num_inference_steps": "steps"},
     passed=(*SIDES, "cfg_scale", "sampler_name"),
-    without=(  # size and steps have one name; the rest is not supported
+    excluded=(  # size and steps have one name; the rest is not supported
         "size", "steps", "preview_every", "outpaint", "complexity", "safety_identifier", "frame_count",
         "frame_duration_ms", "svg",
     ),
@@ -189,7 +189,7 @@ def _split(
     if target is not None and not (isinstance(target, dict) and target.keys() == {*SIDES}):
         raise invalid_field("parameters.target_size", "must be an object of width and height", "invalid_type")
     fields, given, ignored = _NAMES.read(
-        {**(target or {}), **parameters}, ignore_unknown=ignore_unknown, ignored=inference.warnings
+        {**(target or {}), **parameters}, ignore_unknown=ignore_unknown, warnings=inference.warnings
     )
     places |= given | {"prompt": "parameters.prompt" if "prompt" in fields else "inputs"}
     return fields, ignored

@@ -46,32 +46,32 @@ def add(commands: Commands) -> None:
     models.add_argument("--url", metavar="URL", help="of the service; default: the one that `diptych serve` has here")
     models.set_defaults(run=_models)
     verbs = models.add_subparsers(metavar="VERB")
-    new = add_command(
+    adding = add_command(
         verbs,
         "add",
         "add a model, found by its name from then on",
         "Put a model into DIPTYCH_MODELS_DIR, converted and quantized as asked.",
         _ABOUT,
     )
-    new.add_argument("source", metavar="SOURCE", help="a .safetensors file, its https address, a folder or a hub id")
-    new.add_argument("--name", default="", metavar="N", help="of the model; default: the file's or folder's own")
-    new.add_argument("--sha256", default="", metavar="HEX", help="that the file must have")
-    new.add_argument("--variant", metavar="WORD", help="of a folder's weight files, such as fp16")
-    new.add_argument("--max-gib", type=float, default=20, metavar="X", help="of a download; default: %(default)s")
-    add_checkpoint(new)
-    new.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=f"make a variant: {', '.join(SCHEMES)}")
-    new.add_argument("--limit", type=int, metavar="N", help="prompts to calibrate on; default: 64")
-    new.add_argument("--threads", type=int, metavar="N", help="CPU threads of --quantize; default: one per core")
-    new.set_defaults(run=_add)
-    listed = verbs.add_parser("list", help="list the models on this machine", description="Embedded and added models.")
-    listed.set_defaults(run=_list)
-    gone = verbs.add_parser(
+    adding.add_argument("source", metavar="SOURCE", help="a .safetensors file, its https address, a folder or a hub id")
+    adding.add_argument("--name", default="", metavar="N", help="of the model; default: the file's or folder's own")
+    adding.add_argument("--sha256", default="", metavar="HEX", help="that the file must have")
+    adding.add_argument("--variant", metavar="WORD", help="of a folder's weight files, such as fp16")
+    adding.add_argument("--max-gib", type=float, default=20, metavar="X", help="of a download; default: %(default)s")
+    add_checkpoint(adding)
+    adding.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=f"make a variant: {', '.join(SCHEMES)}")
+    adding.add_argument("--limit", type=int, metavar="N", help="prompts to calibrate on; default: 64")
+    adding.add_argument("--threads", type=int, metavar="N", help="CPU threads of --quantize; default: one per core")
+    adding.set_defaults(run=_add)
+    listing = verbs.add_parser("list", help="list the models on this machine", description="Embedded and added models.")
+    listing.set_defaults(run=_list)
+    removing = verbs.add_parser(
         "remove",
         help="delete an added model",
         description="Delete a model from DIPTYCH_MODELS_DIR. A running service keeps what it has loaded.",
     )
-    gone.add_argument("name", metavar="NAME", help="of an added model")
-    gone.set_defaults(run=_remove)
+    removing.add_argument("name", metavar="NAME", help="of an added model")
+    removing.set_defaults(run=_remove)
 
 
 def _models(options: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from contract.strict import field_error
@@ -41,6 +41,11 @@ def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
     if type(values.get("seed")) is int and values["seed"] == RANDOM:
         del values["seed"]
     return values
+
+
+def size_field(fields: Collection[str]) -> str:
+    """Return the field that an error of the size names: of the sides the first that is given, else the size."""
+    return next((name for name in SIDES if name in fields), "size")
 
 
 def document(schema: dict[str, Any]) -> None:

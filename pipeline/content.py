@@ -21,9 +21,9 @@ from pipeline.extensions.vision import image_processor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_SAFETY = Part("encoder", ("StableDiffusionSafetyChecker",), "diffusers.pipelines.stable_diffusion.safety_checker")
+_CHECKER = Part("encoder", ("StableDiffusionSafetyChecker",), "diffusers.pipelines.stable_diffusion.safety_checker")
 _CLASSIFIER = Part("encoder", ("AutoModelForImageClassification",), "transformers.models.auto.modeling_auto")
-_CARE = np.float32(0.01)  # by which a concept of special care tightens all others
+_SPECIAL_CARE = np.float32(0.01)  # by which a concept of special care tightens all others
 _UNSAFE = frozenset(
     ("nsfw", "porn", "pornographic", "pornography", "hentai", "sexy", "sexual", "explicit", "nude", "nudity", "unsafe",
      "gore", "violence", "violent")
@@ -87,8 +87,8 @@ class ContentNetwork:
 
     def _verdict(self, scores: Any) -> Verdict:
         flagging = scores > self._thresholds
-        told = np.flatnonzero(flagging) if flagging.any() else [int(np.argmax(scores - self._thresholds))]
-        return Verdict(bool(flagging.any()), {self.labels[k]: round(float(scores[k]), _DIGITS) for k in told})
+        indices = np.flatnonzero(flagging) if flagging.any() else [int(np.argmax(scores - self._thresholds))]
+        return Verdict(bool(flagging.any()), {self.labels[k]: round(float(scores[k]), _DIGITS) for k in indices})
 
 
 def load(folder: Path, device: torch.device, labels: Mapping[str, float]) -> ContentNetwork:
@@ -100,40 +100,43 @@ def load(folder: Path, device: torch.device, labels: Mapping[str, float]) -> Con
         raise ModelError(f"{folder}: no such folder")
     where = where / "safety_checker" if (where / "safety_checker").is_dir() else where
     config = folders.read_json(where / "config.json")
-    if _SAFETY.classes[0] in (config.get("architectures") or ()):
+    if _CHECKER.classes[0] in (config.get("architectures") or ()):
         if labels:
             raise ModelError(f"{where}: a safety checker has its own thresholds, and no labels")
         given = next((p for p in (where, where.parent / "feature_extractor") if (p / _PROCESSOR).is_file()), None)
         if given is None:
             raise ModelError(f"{where.parent}: feature_extractor/{_PROCESSOR} is missing")
-        return ContentNetwork(where, _SAFETY, given, device, _safety)
+        return ContentNetwork(where, _CHECKER, given, device, _read_safety_checker)
     if "auto_map" in config:
         raise ModelError(f"{where}/config.json: names code of its own (auto_map), which is not run")
-    return ContentNetwork(where, _CLASSIFIER, where, device, lambda network: _classifier(where, network, labels))
+    return ContentNetwork(where, _CLASSIFIER, where, device, lambda network: _read_classifier(where, network, labels))
 
 
-def _safety(network: Any) -> tuple[Mapping[str, float], Callable[[Tensor], Tensor]]:
-    """diffusers' `StableDiffusionSafetyChecker`: by how much a picture's cosine with each unsafe concept exceeds the
-    concept's threshold, to three digits. All are 0.01 higher where a concept of special care is exceeded.
+def _read_safety_checker(network: Any) -> tuple[Mapping[str, float], Callable[[Tensor], Tensor]]:
+    """Return thresholds and scores of diffusers' `StableDiffusionSafetyChecker`: by how much a picture's cosine with
+    each unsafe concept exceeds the concept's threshold, to three digits. All are 0.01 higher where a concept of special
+    care is exceeded.
     """
-    concepts, care = (F.normalize(e) for e in (network.concept_embeds, network.special_care_embeds))
-    least, least_care = network.concept_embeds_weights, network.special_care_embeds_weights
+    concepts, special = (F.normalize(e) for e in (network.concept_embeds, network.special_care_embeds))
+    least, least_special = network.concept_embeds_weights, network.special_care_embeds_weights
 
     def above(embedding: Tensor, others: Tensor, thresholds: Tensor) -> Any:
         return (embedding @ others.t()).cpu().numpy() - thresholds.cpu().numpy()
 
     def scores(pixels: Tensor) -> Tensor:
         embedding = F.normalize(network.visual_projection(network.vision_model(pixels)[1]))
-        careful = (np.round(above(embedding, care, least_care), 3) > 0).any(1, keepdims=True)
-        return torch.from_numpy(np.round(above(embedding, concepts, least) + _CARE * careful, 3))
+        careful = (np.round(above(embedding, special, least_special), 3) > 0).any(1, keepdims=True)
+        return torch.from_numpy(np.round(above(embedding, concepts, least) + _SPECIAL_CARE * careful, 3))
 
     return {f"concept {k}": 0.0 for k in range(len(concepts))}, scores
 
 
-def _classifier(
+def _read_classifier(
     where: Path, network: Any, labels: Mapping[str, float]
 ) -> tuple[Mapping[str, float], Callable[[Tensor], Tensor]]:
-    """An image classifier's probabilities, as transformers' pipeline computes them. Raises `ModelError`."""
+    """Return thresholds and scores of an image classifier: its probabilities, as transformers' pipeline computes them.
+    Raises `ModelError`.
+    """
     config = network.config
     if config.problem_type == "regression":
         raise ModelError(f"{where}: is no classifier, but a regression")

@@ -144,7 +144,8 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
     """The web UI's fields of `info`, and ours."""
     request = ImageJob.read(job.parameters)
     picture, drawn = request.picture, [*filter(shown, results(job))]
-    told = dict.fromkeys([*translation.warnings, *(text for image in results(job) for text in warnings(job, image))])
+    image_warnings = (text for image in results(job) for text in warnings(job, image))
+    all_warnings = [*dict.fromkeys([*translation.warnings, *image_warnings])]
     texts = [await _infotext(service, image) for image in drawn]
     fingerprint: Mapping[str, Any] = drawn[0].get("fingerprint") or {} if drawn else {}
     seeds = [image["seed"] for image in drawn]
@@ -164,7 +165,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
         "job_timestamp": time.strftime("%Y%m%d%H%M%S", time.gmtime(job.created)),
         "clip_skip": (picture.clip_skip or 0) + 1, "is_using_inpainting_conditioning": False,
         "version": f"Diptych {fingerprint.get('version', '')}".strip(),
-        "warnings": list(told), "job_id": job.id,
+        "warnings": all_warnings, "job_id": job.id,
     }  # fmt: skip
 
 
