@@ -55,7 +55,7 @@ class FieldNames:
     @cached_property
     def _places(self) -> Places:
         """Names by our fields, before a request says which of several it has: the first."""
-        first = {ours: name for name, ours in reversed(self.names.items()) if ours not in self.shared}
+        first = {ours: name for name, ours in reversed([*self.names.items()]) if ours not in self.shared}
         return {name: name for name in (*self.shared, *self.passed)} | first
 
     def read(
