@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from contract.bounds import LIST, NOTHING, OBJECT, WORD
 from contract.errors import INVALID_VALUE, Invalid
 
 UNKNOWN = "unknown_field"  # type of the error; its context has the `name`
 FIELD = "field"  # type of an error whose context has the `field`, relative to where it is, `message` and `code`
 MAX_NAME = 256  # characters of a model's, sampler's, plan's or network's name
 MAX_IGNORED = 10_000  # characters of a text that is accepted and ignored
+IGNORED = "accepted and ignored"
+
+IgnoredText = Annotated[str | None, Field(max_length=MAX_IGNORED, description=IGNORED)]
+IgnoredValue = Annotated[Any, Field(description=IGNORED)]
 
 
 class StrictModel(BaseModel):
@@ -84,3 +98,11 @@ def at_most(count: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _kind(value: Any) -> str:
+    return WORD if isinstance(value, str) else NOTHING if value is None else LIST if isinstance(value, list) else OBJECT
+
+
+BY_KIND = Discriminator(_kind)
+"""Chooses among the tags of a union by the kind of a value."""
