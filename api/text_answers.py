@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from api.text_events import Begin, Delta, Event, Finish, TextDelta, Usage
+from api.text_events import Begin, Delta, Event, Finish, HeldBack, TextDelta, Usage
 from api.tool_calls import ToolCallParser
 from contract.text import TextJob
 from core.jobs.record import Job
@@ -70,12 +70,12 @@ class TextAnswers:
             logprobs = _beyond(piece.get("logprobs") or [], piece.get("token", 0), choice.logprobs)
             choice.characters += len(text)
             choice.logprobs += len(logprobs)
-            if choice.parser is not None:
-                deltas = choice.parser.feed(text) or ([Delta(index)] if logprobs else [])
-            else:
-                deltas = [TextDelta(index, text=text)] if text or logprobs else []
-            for k, delta in enumerate(deltas):
-                yield replace(delta, logprobs=logprobs) if logprobs and k == 0 else delta
+            if not text and not logprobs:
+                continue
+            deltas: list[Delta] = [TextDelta(index, text)] if choice.parser is None else choice.parser.feed(text)
+            if logprobs:
+                yield deltas.pop(0)._replace(logprobs=logprobs) if deltas else HeldBack(index, logprobs)
+            yield from deltas
 
     def _echo(self, index: int) -> str:
         """The prompt of this choice with `echo`, unless the choice's text begins with it; else nothing."""

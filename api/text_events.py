@@ -1,64 +1,63 @@
-"""Events of text answers: a request's answers are one sequence of them, whole or while they are generated.
+"""Events of text answers: the answers to a request are one sequence of them, whole or while they are generated.
 
-`text_answers.py` reads them from a job, `text_writers.py` writes them in the shapes of OpenAI's endpoints.
+`text_answers.py` reads them from a job, `text_writers.py` writes them in the shapes of OpenAI's endpoints. `choice` is
+the number of an answer, and `logprobs` are its tokens' log probabilities as a job's result has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-Logprobs = Sequence[dict[str, Any]]  # of tokens, as a job's result has them
+Logprobs = Sequence[dict[str, Any]] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The first event of a choice, which is one of the answers. `echo` is the prompt before its text."""
+class Begin(NamedTuple):
+    """The first event of a choice. `echo` is the prompt before its text."""
 
     choice: int
     echo: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """An addition to a choice, with log probabilities of its tokens; of no text yet if it is of no subclass."""
-
+class TextDelta(NamedTuple):
     choice: int
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta(Delta):
     text: str
+    logprobs: Logprobs = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallBegin(Delta):
+class CallBegin(NamedTuple):
     """The begin of a choice's tool call, counted from 0."""
 
+    choice: int
     call: int
     name: str
+    logprobs: Logprobs = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallDelta(Delta):
+class CallDelta(NamedTuple):
     """Arguments of the tool call that began last, as JSON text."""
 
+    choice: int
     call: int
     arguments: str
+    logprobs: Logprobs = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class HeldBack(NamedTuple):
+    """Tokens whose text may be a call's, and comes later."""
+
+    choice: int
+    logprobs: Logprobs
+
+
+class Finish(NamedTuple):
     """The last event of a choice. `reason` is OpenAI's: stop, length or tool_calls."""
 
     choice: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """The last event of complete answers: numbers of tokens."""
 
     prompt: int
@@ -66,12 +65,12 @@ class Usage:
     completion: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """The last event of answers that failed: the body of the error."""
 
     content: dict[str, Any]
 
 
-ChoiceEvent = Begin | Delta | Finish
+Delta = TextDelta | CallBegin | CallDelta
+ChoiceEvent = Begin | Delta | HeldBack | Finish
 Event = ChoiceEvent | Usage | Failure

@@ -10,19 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from api.text_events import (
-    Begin,
-    CallBegin,
-    CallDelta,
-    ChoiceEvent,
-    Delta,
-    Event,
-    Failure,
-    Finish,
-    Logprobs,
-    TextDelta,
-    Usage,
-)
+from api.text_events import Begin, CallBegin, CallDelta, ChoiceEvent, Event, Failure, Finish, TextDelta, Usage
 from contract.text import TextJob
 from core.jobs.record import Job
 
@@ -96,6 +84,20 @@ class _ChunkWriter(TextWriter):
 
     def _entry(self, event: ChoiceEvent) -> Json | None:
         """A chunk's entry for an event of a choice; None: there is none."""
+        if (content := self._content(event)) is None:
+            return None
+        logprobs = getattr(event, "logprobs", None)
+        return {
+            "index": event.choice,
+            **content,
+            "logprobs": self._logprobs(event.choice, logprobs) if logprobs else None,
+            "finish_reason": event.reason if isinstance(event, Finish) else None,
+        }
+
+    def _content(self, event: ChoiceEvent) -> Json | None:
+        raise NotImplementedError
+
+    def _logprobs(self, choice: int, logprobs: Sequence[Json]) -> Json:
         raise NotImplementedError
 
     def _whole_entry(self, entry: Json) -> Json:
@@ -108,40 +110,36 @@ class ChatWriter(_ChunkWriter):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def _entry(self, event: ChoiceEvent) -> Json:
-        delta: Json = {}
+    def _content(self, event: ChoiceEvent) -> Json:
         match event:
             case Begin():
-                delta = {"role": "assistant", "content": "", "refusal": None}
+                return {"delta": {"role": "assistant", "content": "", "refusal": None}}
             case TextDelta():
-                delta = {"content": event.text}
+                return {"delta": {"content": event.text}}
             case CallBegin():
                 function = {"name": event.name, "arguments": ""}
                 call = {"index": event.call, "id": self._call_id(event), "type": "function", "function": function}
-                delta = {"tool_calls": [call]}
+                return {"delta": {"tool_calls": [call]}}
             case CallDelta():
-                delta = {"tool_calls": [{"index": event.call, "function": {"arguments": event.arguments}}]}
-        return {
-            "index": event.choice,
-            "delta": delta,
-            "logprobs": _chat_logprobs(event.logprobs) if isinstance(event, Delta) and event.logprobs else None,
-            "finish_reason": event.reason if isinstance(event, Finish) else None,
-        }
+                return {"delta": {"tool_calls": [{"index": event.call, "function": {"arguments": event.arguments}}]}}
+        return {"delta": {}}
+
+    def _logprobs(self, choice: int, logprobs: Sequence[Json]) -> Json:
+        content = [
+            {**_token(entry), "top_logprobs": [_token(other) for other in _candidates(entry)] if entry["top"] else []}
+            for entry in logprobs
+        ]
+        return {"content": content, "refusal": None}
 
     def _whole_entry(self, entry: Json) -> Json:
-        message = {**entry["delta"], "annotations": []}
+        message = {**entry.pop("delta"), "annotations": []}
         calls: dict[int, Json] = {}
         for piece in message.pop("tool_calls", ()):
             index = piece.pop("index")
             calls[index] = _joined(calls.get(index), piece)
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": [*calls.values()]}
-        return {
-            "index": entry["index"],
-            "message": message,
-            "logprobs": entry["logprobs"],
-            "finish_reason": entry["finish_reason"],
-        }
+        return {"index": entry.pop("index"), "message": message, **entry}
 
 
 class CompletionWriter(_ChunkWriter):
@@ -154,23 +152,26 @@ class CompletionWriter(_ChunkWriter):
         super().__init__(job, usage=usage)
         self._offsets: dict[int, _Offsets] = {}  # by choice
 
-    def _entry(self, event: ChoiceEvent) -> Json | None:
-        text = ""
-        logprobs: Json | None = None
-        reason: str | None = None
-        match event:
-            case Begin():
-                self._offsets[event.choice] = _Offsets(len(event.echo))
-                if not event.echo:
-                    return None
-                text = event.echo
-            case TextDelta():
-                text = event.text
-                if event.logprobs:
-                    logprobs = _completion_logprobs(event.logprobs, self._offsets[event.choice])
-            case Finish():
-                reason = event.reason
-        return {"index": event.choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _content(self, event: ChoiceEvent) -> Json | None:
+        if isinstance(event, Begin):
+            self._offsets[event.choice] = _Offsets(len(event.echo))
+            return {"text": event.echo} if event.echo else None
+        return {"text": event.text if isinstance(event, TextDelta) else ""}
+
+    def _logprobs(self, choice: int, logprobs: Sequence[Json]) -> Json:
+        candidates = [_candidates(entry) for entry in logprobs]
+        names = [_names(entry, others) for entry, others in zip(logprobs, candidates, strict=True)]
+        return {
+            "tokens": [entry_names[_key(entry)] for entry, entry_names in zip(logprobs, names, strict=True)],
+            "token_logprobs": [entry["logprob"] for entry in logprobs],
+            "top_logprobs": [
+                None  # of a prompt's first token, which nothing predicts
+                if entry["logprob"] is None
+                else {entry_names[_key(other)]: other["logprob"] for other in others}
+                for entry, others, entry_names in zip(logprobs, candidates, names, strict=True)
+            ],
+            "text_offset": [self._offsets[choice].add(entry) for entry in logprobs],
+        }
 
 
 class ResponseWriter(TextWriter):
@@ -181,6 +182,7 @@ class ResponseWriter(TextWriter):
     def __init__(self, job: Job, *, usage: bool = False) -> None:
         super().__init__(job, usage=usage)
         self._items: list[Json] = []
+        self._open: Json | None = None  # the last item, if more may be added to it
         self._cut = False  # whether the answer ended before its end
         self._usage: Json | None = None
         self._sent = 0  # events
@@ -202,7 +204,8 @@ class ResponseWriter(TextWriter):
                 states = ("created", "in_progress")
                 return [{"type": f"response.{state}", "response": self._response()} for state in states]
             case TextDelta():
-                begun = [] if self._open == "message" else self._end_item() + self._begin_message()
+                is_open = self._open is not None and self._open["type"] == "message"
+                begun = [] if is_open else self._end_item() + self._begin_message()
                 self._items[-1]["content"][0]["text"] += event.text
                 return [*begun, self._event("output_text.delta", content_index=0, delta=event.text, logprobs=[])]
             case CallBegin():
@@ -252,29 +255,24 @@ class ResponseWriter(TextWriter):
         }  # fmt: skip
         return {**response, "warnings": request.warnings} if request.warnings else response
 
-    @property
-    def _open(self) -> str | None:
-        """The type of the last item if more may be added to it."""
-        return self._items[-1]["type"] if self._items and self._items[-1]["status"] == "in_progress" else None
-
     def _begin_message(self) -> list[Json]:
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         added = self._begin_item("msg", {"type": "message", "role": "assistant", "content": []})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._items[-1]["content"] = [part]
         return [added, self._event("content_part.added", content_index=0, part=dict(part))]
 
     def _begin_item(self, prefix: str, item: Json) -> Json:
-        item = {"id": f"{prefix}_{self._id}_{len(self._items)}", "status": "in_progress", **item}
-        self._items.append(item)
-        return self._event("output_item.added", item=dict(item))
+        self._open = {"id": f"{prefix}_{self._id}_{len(self._items)}", "status": "in_progress", **item}
+        self._items.append(self._open)
+        return self._event("output_item.added", item=dict(self._open))
 
     def _end_item(self, status: str = "completed") -> list[Json]:
-        """The events that end the last item, if it is open."""
-        if (kind := self._open) is None:
+        """The events that end the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
             return []
-        item = self._items[-1]
         item["status"] = status
-        if kind == "message":
+        if item["type"] == "message":
             part = item["content"][0]
             events = [
                 self._event("output_text.done", content_index=0, text=part["text"], logprobs=[]),
@@ -315,29 +313,6 @@ def _usage(event: Usage) -> Json:
 
 
 # -- log probabilities -----------------------------------------------------------------------------------------------
-
-
-def _chat_logprobs(logprobs: Logprobs) -> Json:
-    content = [
-        {**_token(entry), "top_logprobs": [_token(other) for other in _candidates(entry)] if entry["top"] else []}
-        for entry in logprobs
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _completion_logprobs(logprobs: Logprobs, offsets: _Offsets) -> Json:
-    names = [_names(entry, _candidates(entry)) for entry in logprobs]
-    return {
-        "tokens": [entry_names[_key(entry)] for entry, entry_names in zip(logprobs, names, strict=True)],
-        "token_logprobs": [entry["logprob"] for entry in logprobs],
-        "top_logprobs": [
-            None  # of a prompt's first token, which nothing predicts
-            if entry["logprob"] is None
-            else {entry_names[_key(other)]: other["logprob"] for other in _candidates(entry)}
-            for entry, entry_names in zip(logprobs, names, strict=True)
-        ],
-        "text_offset": [offsets.add(entry) for entry in logprobs],
-    }
 
 
 class _Offsets:

@@ -191,14 +191,14 @@ class ToolCallParser:
             text = text.lstrip()
         if text:
             self._has_content = True
-            self._deltas.append(TextDelta(self.choice, text=text))
+            self._deltas.append(TextDelta(self.choice, text))
 
     def _begin(self, name: str) -> None:
-        self._deltas.append(CallBegin(self.choice, call=self.calls, name=name))
+        self._deltas.append(CallBegin(self.choice, self.calls, name))
         self.calls += 1
 
     def _argue(self, text: str) -> None:
-        self._deltas.append(CallDelta(self.choice, call=self.calls - 1, arguments=text))
+        self._deltas.append(CallDelta(self.choice, self.calls - 1, text))
 
 
 def _name(literal: str) -> str:

@@ -8,18 +8,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
 from contract.bounds import LIST, NOTHING, OBJECT, WORD
 from contract.errors import UNSUPPORTED
-from contract.messages import MAX_CALLS, MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, text_of
-from contract.strict import BY_KIND, IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
-from contract.text import (
-    MAX_LOGPROBS,
-    AnswerSchema,
-    ConversationBody,
-    FormatType,
-    SchemaName,
-    TextFields,
-    TextJob,
-    schema_text,
-)
+from contract.json_schema import AnswerSchema, FormatType, SchemaName, schema_text
+from contract.messages import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, Words, text_of
+from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
+from contract.text import BY_KIND, MAX_LOGPROBS, ConversationBody, TextFields, TextJob
 from contract.tools import MAX_TOOLS, NamedTool, Tool, tool_values
 
 _FUNCTIONS = "is of an older API; tools and tool_choice take its place"
@@ -73,15 +65,13 @@ class Message(StrictModel):
         description="developer is taken for system"
     )
     content: Annotated[
-        Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
+        Words
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)]
         | Annotated[None, Tag(NOTHING)],
         BY_KIND,
     ] = None
     name: IgnoredText = None
-    refusal: Annotated[str | None, Field(max_length=MAX_CHARACTERS, description="read where there is no content")] = (
-        None
-    )
+    refusal: Words | None = Field(default=None, description="read where there is no content")
     annotations: IgnoredValue = None
     parsed: IgnoredValue = None
     tool_calls: Annotated[
@@ -197,17 +187,14 @@ class ChatFields(TextFields, ConversationBody):
         """The job of this request. Raises `Invalid`."""
         conversation = Conversation()
         for message in self.messages:
-            if message.tool_call_id is not None:
-                conversation.add_result(message.tool_call_id, message.text, message.name)
-                continue
-            conversation.add(message.role, message.text)
+            conversation.add(message.role, message.text, message.tool_call_id, message.name)
             for call in message.tool_calls or ():
                 conversation.add_call(call.id, call.function)
         given, format = self.given, self.response_format
         unused = (name for name, usual in _WITHOUT_EFFECT.items() if given.get(name, usual) != usual)
         choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         return self._job(
-            messages=conversation.checked(),
+            messages=conversation.messages,
             **tool_values([tool.function for tool in self.tools or ()], choice, self.parallel_tool_calls),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

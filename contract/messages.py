@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, Tag, model_validator
 
-from contract.bounds import check_text
+from contract.bounds import WORD
 from contract.strict import MAX_NAME, IgnoredValue, StrictModel, field_error
-from contract.tools import MESSAGES, texts_in
 
 MAX_MESSAGES = 1000
 MAX_PARTS = 1000  # of a message
@@ -23,11 +22,14 @@ MAX_ARGUMENTS = 65_536  # characters of one call's in a message
 MAX_DEPTH = 56  # of these
 
 
+Words = Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
+
+
 class Part(StrictModel):
     """A part of a content; each shape has its names of `type`."""
 
-    text: str | None = Field(default=None, max_length=MAX_CHARACTERS)
-    refusal: str | None = Field(default=None, max_length=MAX_CHARACTERS, description="of the type refusal")
+    text: Words | None = None
+    refusal: Words | None = Field(default=None, description="of the type refusal")
     annotations: IgnoredValue = None
 
     @model_validator(mode="after")
@@ -71,9 +73,13 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}  # of called functions, by the call's id
 
-    def add(self, role: str, text: str) -> None:
-        """Add a message."""
-        self.messages.append({"role": "system" if role == "developer" else role, "content": text})
+    def add(self, role: str, text: str, call_id: str | None = None, name: str | None = None) -> None:
+        """Add a message: of a tool, the result of the call of this id, of a function of this name where it is known."""
+        message = {"role": "system" if role == "developer" else role, "content": text}
+        if call_id is not None:
+            known = name or self._names.get(call_id)
+            message |= {"tool_call_id": call_id, **({"name": known} if known else {})}
+        self.messages.append(message)
 
     def add_call(self, id: str, called: Called) -> None:
         """Add a call to the assistant's message at the end, or to a new one."""
@@ -83,17 +89,6 @@ class Conversation:
             {"id": id, "type": "function", "function": called.function()}
         )
         self._names[id] = called.name
-
-    def add_result(self, id: str, text: str, name: str | None = None) -> None:
-        """Add the result of a call."""
-        name = name or self._names.get(id)
-        self.messages.append({"role": "tool", "content": text, "tool_call_id": id, **({"name": name} if name else {})})
-
-    def checked(self) -> list[dict[str, Any]]:
-        """The messages. Raises `Invalid` for a text that no job may have."""
-        for text in texts_in(self.messages):
-            check_text(MESSAGES, text, MAX_CHARACTERS)
-        return self.messages
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -11,9 +11,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from contract.bounds import LIST, MAX_SEED, NOTHING, OBJECT, WORD
 from contract.errors import UNSUPPORTED, Invalid
-from contract.messages import MAX_CALLS, MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, text_of
-from contract.strict import BY_KIND, MAX_IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
-from contract.text import MAX_TEMPERATURE, AnswerSchema, ConversationBody, FormatType, SchemaName, TextJob, schema_text
+from contract.json_schema import AnswerSchema, FormatType, SchemaName, schema_text
+from contract.messages import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, Words, text_of
+from contract.strict import MAX_IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
+from contract.text import BY_KIND, MAX_TEMPERATURE, ConversationBody, TextJob
 from contract.tools import MAX_TOOLS, Function, FunctionName, tool_values
 
 _STATELESS = "no response is stored here: send the whole conversation as input, with store: false where a client has it"
@@ -34,11 +35,7 @@ class InputPart(Part):
     logprobs: IgnoredValue = None
 
 
-_Text = Annotated[
-    Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
-    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag(LIST)],
-    BY_KIND,
-]
+_Text = Annotated[Words | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag(LIST)], BY_KIND]
 
 
 class _Item(StrictModel):
@@ -164,11 +161,10 @@ class ResponseFields(ConversationBody):
     model_config = ConfigDict(title="ResponseRequest", json_schema_extra={"examples": _EXAMPLES})
 
     input: Annotated[
-        Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
-        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag(LIST)],
+        Words | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag(LIST)],
         BY_KIND,
     ] = Field(description="a text, or the whole conversation: messages, calls of functions and their results")
-    instructions: str | None = Field(default=None, max_length=MAX_CHARACTERS, description="a message of the system")
+    instructions: Words | None = Field(default=None, description="a message of the system")
     max_output_tokens: int | None = Field(default=None, ge=1, description="of the answer, at most")
     temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
@@ -223,10 +219,10 @@ class ResponseFields(ConversationBody):
             if isinstance(item, InputMessage):
                 conversation.add(item.role, text_of(item.content))
             elif isinstance(item, FunctionOutputItem):
-                conversation.add_result(item.call_id, text_of(item.output))
+                conversation.add("tool", text_of(item.output), item.call_id)
             elif isinstance(item, FunctionCallItem):
                 conversation.add_call(item.call_id, item)
-        messages = conversation.checked()
+        messages = conversation.messages
         if not messages:
             raise Invalid("input", "has no message")
         if len(messages) > MAX_MESSAGES or any(len(entry.get("tool_calls", ())) > MAX_CALLS for entry in messages):

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from contract.bounds import LIST, NOTHING, OBJECT, WORD
 from contract.errors import INVALID_VALUE, Invalid
 
 UNKNOWN = "unknown_field"  # type of the error; its context has the `name`
@@ -98,11 +88,3 @@ def at_most(count: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
-
-
-def _kind(value: Any) -> str:
-    return WORD if isinstance(value, str) else NOTHING if value is None else LIST if isinstance(value, list) else OBJECT
-
-
-BY_KIND = Discriminator(_kind)
-"""Chooses among the tags of a union by the kind of a value."""

@@ -11,23 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from contract.bodies import InBody, declarations, with_fields_of
-from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, WORD, check_text
+from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, OBJECT, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
 from contract.errors import UNSUPPORTED, Invalid
 from contract.field_names import RANDOM
-from contract.json_schema import check_json_schema
-from contract.messages import MAX_CHARACTERS
-from contract.strict import BY_KIND, IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, at_most, field_error
-from contract.tools import CALLS, PLAIN, TOOLS, texts_in
+from contract.messages import MAX_CHARACTERS, Words
+from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, at_most, field_error
+from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 131_072  # of a job: tokens of all prompts × answers × (1 + the likeliest)
 MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens per request
-MAX_KEYWORDS = 1000  # of a JSON schema, at its top
 MAX_METADATA = 16  # as in OpenAI's API
 MAX_STOPS = 4  # as in OpenAI's API
 MAX_STOP_CHARACTERS = 256
@@ -38,13 +36,18 @@ _COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
 _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 
+
+def _kind(value: Any) -> str:
+    return WORD if isinstance(value, str) else NOTHING if value is None else LIST if isinstance(value, list) else OBJECT
+
+
+BY_KIND = Discriminator(_kind)
+"""Chooses among the tags of a union by the kind of a value."""
+
 _StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
-    Annotated[_StopText, Tag(WORD)] | Annotated[list[_StopText], Field(max_length=MAX_STOPS), Tag(LIST)],
-    BY_KIND,
+    Annotated[_StopText, Tag(WORD)] | Annotated[list[_StopText], Field(max_length=MAX_STOPS), Tag(LIST)], BY_KIND
 ]
-
-
 _Word = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[_Word, _Word], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)]
 
@@ -183,7 +186,10 @@ class TextBody(StrictModel):
         raise NotImplementedError
 
     def _job(self, **values: Any) -> TextJob:
-        """The job of these fields, with those specific to this kind."""
+        """The job of these fields, with those specific to this kind. Raises `Invalid`."""
+        for field in (MESSAGES, TOOLS):
+            for text in texts_in(values.get(field)):
+                check_text(field, text, MAX_CHARACTERS)
         shared = {name: getattr(self, name, None) for name in declarations(TextJob)}
         values = {"warnings": [*self.warnings] or None, **shared, **values}
         return TextJob(**{name: value for name, value in values.items() if value is not None})
@@ -199,25 +205,6 @@ class ConversationBody(TextBody):
     safety_identifier: IgnoredText = None
     prompt_cache_options: IgnoredValue = None
     prompt_cache_retention: IgnoredText = None
-
-
-class AnswerSchema(StrictModel):
-    """The JSON schema that an answer fits."""
-
-    description: IgnoredText = None
-    strict: bool | None = Field(default=None, description=f"{IGNORED}: answers always fit the schema")
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema", max_length=MAX_KEYWORDS)
-
-
-SchemaName = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
-FormatType = Literal["text", "json_object", "json_schema"]
-
-
-def schema_text(type: FormatType, schema: AnswerSchema | None) -> str | None:
-    """The JSON schema for the answers, as text; None for any text. Raises `Invalid` for one beyond its bounds."""
-    if type == "json_schema":
-        return check_json_schema((schema and schema.json_schema) or {})
-    return '{"type":"object"}' if type == "json_object" else None
 
 
 @with_fields_of(TextJob)
@@ -244,16 +231,13 @@ class TextFields(TextBody):
             raise field_error("", 'must be an object of token ids, such as "70", and numbers from -100 to 100')
         return value
 
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-
     def _job(self, **values: Any) -> TextJob:
-        for stop in self.stops:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for stop in stops:
             if not stop:
                 raise Invalid("stop", "must not be empty")
             check_text("stop", stop, MAX_STOP_CHARACTERS)
-        return super()._job(**{"stop": self.stops or None, "logit_bias": self.logit_bias or None, **values})
+        return super()._job(**{"stop": stops or None, "logit_bias": self.logit_bias or None, **values})
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> TextFields:
@@ -279,8 +263,7 @@ class CompletionFields(TextFields):
     model_config = ConfigDict(title="CompletionRequest", json_schema_extra={"examples": _COMPLETIONS})
 
     prompt: Annotated[
-        Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
-        | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
+        Words | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
         BY_KIND,
     ] = Field(description="a text, texts, a list of token ids, or several of them")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")

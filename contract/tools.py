@@ -13,16 +13,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from contract.bounds import check_text
 from contract.errors import Invalid
 from contract.json_schema import FIELD as SCHEMA
-from contract.json_schema import check_json_schema
+from contract.json_schema import MAX_KEYWORDS, check_json_schema
 from contract.strict import StrictModel
 
 TOOLS, MESSAGES = "tools", "messages"
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOL_CHARACTERS = 262_144  # of all tools, as compact JSON
-MAX_KEYWORDS = 1000  # of a function's parameters, at their top
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
 HERMES, JSON, PLAIN, OTHER = "hermes", "json", "plain", "other"  # formats of calls
 
@@ -114,8 +112,6 @@ def tool_values(
             check_json_schema({"anyOf": schemas})
     except Invalid as error:
         raise Invalid(TOOLS, f"the schema of parameters {error.message}") from None
-    for text in texts_in(tools):
-        check_text(TOOLS, text, MAX_TOOL_CHARACTERS)
     parallel = parallel if name is None else False
     return {"tools": tools, "tools_required": required or None, "parallel_tool_calls": parallel}
 
