@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from pydantic import TypeAdapter
 
 from api.text_answers import TextAnswers
 from api.text_drafts import CHAT, COMPLETIONS, RESPONSES
-from api.text_events import Begin, CallBegin, CallDelta, Delta, Event, Failure, Finish, TextDelta, Usage
+from api.text_events import Begin, CallBegin, CallDelta, Delta, Event, Failure, Finish, HeldBack, TextDelta, Usage
 from api.text_writers import ChatWriter, CompletionWriter, ResponseWriter
 from contract.tools import CALLS, HERMES
 from tests.api.test_round_trips import ASK, chunks_of, job_of, result_of, whole_of
@@ -45,14 +44,14 @@ def choices(
         begun = 0
         for kind in draw(st.lists(st.sampled_from(["text", "none", *["call", "arguments"] * calls]), max_size=6)):
             if kind == "call":
-                sequence.append(CallBegin(index, draw(told), call=begun, name=draw(st.sampled_from("fg"))))
+                sequence.append(CallBegin(index, begun, draw(st.sampled_from("fg")), draw(told)))
                 begun += 1
             elif kind == "arguments" and sequence and isinstance(sequence[-1], CallBegin | CallDelta):
-                sequence.append(CallDelta(index, draw(told), call=begun - 1, arguments=draw(TEXT)))
+                sequence.append(CallDelta(index, begun - 1, draw(TEXT), draw(told)))
             elif kind == "text":
-                sequence.append(TextDelta(index, draw(told), text=draw(TEXT)))
+                sequence.append(TextDelta(index, draw(TEXT), draw(told)))
             elif logprobs and not echo:
-                sequence.append(Delta(index, draw(told)))
+                sequence.append(HeldBack(index, draw(told)))
         reason = draw(st.sampled_from(["stop", "length"]))
         sequences.append([*sequence, Finish(index, "tool_calls" if begun and reason == "stop" else reason)])
     begins = [Begin(index, draw(TEXT) if echo else "") for index in range(len(sequences))]
@@ -134,13 +133,13 @@ def joined(events: Sequence[Event]) -> list[Any]:
     parts: list[Any] = []
     for event in sorted(events, key=lambda event: getattr(event, "choice", 99)):
         text = getattr(event, "text", getattr(event, "arguments", None))
-        event = replace(event, logprobs=None) if isinstance(event, Delta) else event
+        event = event._replace(logprobs=None) if isinstance(event, Delta | HeldBack) else event
         key = (type(event), getattr(event, "choice", None), getattr(event, "call", None))
         if text is None or not parts or parts[-1][0] != key:
             parts.append([key, event if text is None else ""])
         if text is not None:
             parts[-1][1] += text
-    return [part for part in parts if part[1] != "" and part[0][0] is not Delta]
+    return [part for part in parts if part[1] != "" and part[0][0] is not HeldBack]
 
 
 @given(st.lists(st.lists(TEXT | st.just(CALL), max_size=4), min_size=1, max_size=3), st.booleans(), st.data())
@@ -167,7 +166,7 @@ def test_reports_in_any_pieces_tell_what_the_result_tells(
     events += answers.result(result)
     whole = [*TextAnswers(job).result(result)]
     assert joined(events) == joined(whole)
-    told = [len(event.logprobs or ()) for event in events if isinstance(event, Delta)]
+    told = [len(event.logprobs or ()) for event in events if isinstance(event, Delta | HeldBack)]
     assert sum(told) == len(entries) * len(texts)
     assert (
         isinstance(events[-1], Usage)
