@@ -59,6 +59,22 @@ def choices(
     return [*begins, *(sequences[k].pop(0) for k in order), draw(USAGE)]
 
 
+def content(events: Sequence[Event], choice: int) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of a choice, by its events alone."""
+    text, calls = "", []
+    for event in events:
+        match event:
+            case Begin(index, echo) if index == choice:
+                text += echo
+            case TextDelta(index, more) if index == choice:
+                text += more
+            case CallBegin(index, _, name) if index == choice:
+                calls.append((name, ""))
+            case CallDelta(index, call, arguments) if index == choice:
+                calls[call] = (calls[call][0], calls[call][1] + arguments)
+    return text, calls
+
+
 @given(choices(3, calls=True))
 def test_the_chunks_of_a_chat_join_to_the_whole(events: list[Event]) -> None:
     """As OpenAI's client joins them."""
@@ -76,6 +92,7 @@ def test_the_chunks_of_a_chat_join_to_the_whole(events: list[Event]) -> None:
         assert (choice.message.content or "") == (message["content"] or "")
         told = [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
         assert told == [(call["id"], *call["function"].values()) for call in calls]
+        assert (message["content"] or "", [part[1:] for part in told]) == content(events, choice.index)
         assert choice.finish_reason == expected["finish_reason"]
         entries = [] if choice.logprobs is None else choice.logprobs.content or []
         assert [entry.to_dict() for entry in entries] == (expected["logprobs"] or {"content": []})["content"]
@@ -98,6 +115,7 @@ def test_the_chunks_of_a_completion_join_to_the_whole(events: list[Event], usage
     assert [{"index": k, **joined[k], "logprobs": joined[k]["logprobs"] or None} for k in sorted(joined)] == [
         {name: choice[name] for name in ("index", "text", "finish_reason", "logprobs")} for choice in whole["choices"]
     ]
+    assert [choice["text"] for choice in whole["choices"]] == [content(events, k)[0] for k in sorted(joined)]
     assert [chunk["usage"] for chunk in chunks if "usage" in chunk] == (
         [None] * (len(chunks) - 1) + [whole["usage"]] if usage else []
     )
@@ -118,6 +136,9 @@ def test_the_events_of_a_response_describe_the_whole(events: list[Event]) -> Non
     assert [each["item"] for each in sent if each["type"] == "response.output_item.done"] == whole["output"]
     added = [each["output_index"] for each in sent if each["type"] == "response.output_item.added"]
     assert added == [*range(len(whole["output"]))]
+    text = "".join(item["content"][0]["text"] for item in whole["output"] if item["type"] == "message")
+    calls = [(item["name"], item["arguments"]) for item in whole["output"] if item["type"] == "function_call"]
+    assert (text, calls) == content(events, 0)
     for item in whole["output"]:
         told = "".join(each["delta"] for each in sent if "delta" in each and each["item_id"] == item["id"])
         assert told == (item["content"][0]["text"] if item["type"] == "message" else item["arguments"])
