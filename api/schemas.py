@@ -99,8 +99,8 @@ _LIMITS = {
 }
 
 
-Rules = Mapping[str, tuple[str | None, str]]
-"""What to say of a kind of error that only some requests have: the field, or None for where it is, and the words."""
+Rules = Mapping[str, str]
+"""What to say of a kind of error that only some requests have."""
 
 
 def read(
@@ -162,8 +162,7 @@ def _invalid(kind: type[BaseModel], first: ErrorDetails, rules: Rules) -> ApiErr
     """The answer to a body with this first error."""
     field = _field(first)
     if first["type"] in rules:
-        named, words = rules[first["type"]]
-        return invalid_field(named or field, words)
+        return invalid_field(field, rules[first["type"]])
     bounds = _bounds(kind, str(first["loc"][0])) if len(first["loc"]) == 1 else {}
     if first["type"] in ("greater_than_equal", "less_than_equal") and len(bounds) == 2:
         return invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))

@@ -1,14 +1,18 @@
 """POST /v1/chat/completions, /v1/completions and /v1/responses: OpenAI's endpoints for text, streaming and not.
 
-text_drafts.py parses the requests. A request that only the worker can reject returns as a failed job, and gets the same
-400.
+A body becomes a `TextJob` (`text_drafts.py`); the worker's reports and result become events (`text_answers.py`), and
+these the endpoint's answer, whole or streamed (`text_writers.py`). A request that only the worker can reject returns as
+a failed job, and gets the same 400.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
+import anyio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -17,28 +21,26 @@ from api.access import By, Caller
 from api.errors import job_error
 from api.events import EventStream
 from api.images import finished, left, wait
-from api.job_follower import job_lost
+from api.job_follower import job_lost, not_followed
 from api.rate_limits import enforce_rate_limit
 from api.service import Given, Service
 from api.submission import create, served
-from api.text_answers import response_size
-from api.text_stream import stream_answers
+from api.text_answers import TextAnswers, response_size
+from api.text_events import Failure
+from api.text_writers import TextWriter
 from contract.card import TextCard
+from contract.chat import ChatFields
 from contract.responses import ResponseFields
-from contract.text import ChatFields, CompletionFields
+from contract.text import CompletionFields
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["text"])
+_KINDS: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
+_post = partial(router.post, response_class=Response, responses={200: {"content": _KINDS}})
 
 
-@router.post(
-    text_drafts.CHAT,
-    summary="Answer a conversation",
-    response_class=Response,
-    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}},
-    openapi_extra=schemas.document(ChatFields),
-)
+@_post(text_drafts.CHAT, summary="Answer a conversation", openapi_extra=schemas.document(ChatFields))
 async def chat(request: Request, service: Given, caller: By) -> Response:
     """Answer a chat. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.CHAT)
@@ -50,23 +52,15 @@ async def chat_with(name: str, request: Request, service: Given, caller: By) -> 
     return await _answer(request, service, caller, text_drafts.CHAT, name)
 
 
-@router.post(
-    text_drafts.COMPLETIONS,
-    summary="Continue texts",
-    response_class=Response,
-    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}},
-    openapi_extra=schemas.document(CompletionFields),
-)
+@_post(text_drafts.COMPLETIONS, summary="Continue texts", openapi_extra=schemas.document(CompletionFields))
 async def complete(request: Request, service: Given, caller: By) -> Response:
     """Complete a text. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.COMPLETIONS)
 
 
-@router.post(
+@_post(
     text_drafts.RESPONSES,
     summary="Answer a conversation, as the Responses API",
-    response_class=Response,
-    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}},
     openapi_extra=schemas.document(ResponseFields),
 )
 async def respond(request: Request, service: Given, caller: By) -> Response:
@@ -83,7 +77,7 @@ async def _answer(
     text_request = await body.read_as(request, caller.id, read)
     card = await served(service, model or text_request.fields.model, TextCard)
     job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
-    answers = text_drafts.ANSWERS[endpoint](job)
+    writer = text_drafts.WRITERS[endpoint](job, usage=text_request.fields.usage_wanted)
     if text_request.fields.stream:
         # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.
         begun = await wait(service, job, request, _begun(service, job), stays=False)
@@ -91,11 +85,40 @@ async def _answer(
             raise left()
         if begun.state.final and begun.state is not JobState.SUCCEEDED:
             raise job_error(begun)
-        source = stream_answers(service, job, answers, usage=text_request.fields.usage_wanted)
-        return EventStream(source, lambda: service.follower.cancel(job))
+        return EventStream(_stream(service, job, writer), lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=False)
     result = ended.result or {}
-    return await body.run_parser(caller.id, response_size(job, result), lambda: JSONResponse(answers.whole(result)))
+    size = response_size(job, result)
+    return await body.run_parser(caller.id, size, lambda: JSONResponse(writer.whole(TextAnswers(job).result(result))))
+
+
+async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenerator[bytes]:
+    """Stream the answers while they are generated, without ids to resume by. If closed early the job is cancelled."""
+    ended: Job | None = None
+    answers = TextAnswers(job)
+    try:
+        async with aclosing(service.follower.until_end(job)) as reports:
+            async for report in reports:
+                for event in answers.progress(report.data):
+                    for chunk in writer.stream(event):
+                        yield chunk
+        ended = await service.follower.final_record(job)
+        if ended is not None and ended.state is JobState.SUCCEEDED:
+            result = ended.result or {}
+
+            def rest() -> list[bytes]:
+                return [chunk for event in answers.result(result) for chunk in writer.stream(event)]
+
+            chunks = await body.run_parser(job.owner, response_size(job, result), rest)
+        else:
+            error = not_followed(service.closing.is_set()) if ended is None else job_error(ended)
+            chunks = writer.stream(Failure(error.content))
+        for chunk in chunks:
+            yield chunk
+    finally:
+        if ended is None:
+            with anyio.CancelScope(shield=True):
+                await service.follower.cancel(job)
 
 
 async def _begun(service: Service, job: Job) -> Job | None:

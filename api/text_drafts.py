@@ -10,12 +10,12 @@ from typing import Any
 
 from api import schemas
 from api.errors import invalid_as_api_error
-from api.response_answers import ResponsesFormat
-from api.text_answers import AnswerFormat, ChatFormat, CompletionFormat
+from api.text_writers import ChatWriter, CompletionWriter, ResponseWriter, TextWriter
 from contract.bounds import PRIORITY
 from contract.card import TextCard
+from contract.chat import ChatFields
 from contract.responses import ResponseFields
-from contract.text import ChatFields, CompletionFields, TextFields, TextJob
+from contract.text import CompletionFields, TextBody, TextJob
 from core.jobs.record import JobDraft, new_id
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -27,16 +27,16 @@ _USUAL_TOKENS = 256  # estimated length of an answer without a limit
 class TextRequest:
     """A parsed request and its job."""
 
-    fields: TextFields | ResponseFields
+    fields: TextBody
     job: TextJob
 
 
-# The body and the response format of each endpoint.
-_BODIES: dict[str, type[ChatFields | CompletionFields | ResponseFields]] = {
+# The body and the writer of each endpoint.
+_BODIES: dict[str, type[TextBody]] = {
     CHAT: ChatFields, COMPLETIONS: CompletionFields, RESPONSES: ResponseFields,
 }  # fmt: skip
-ANSWERS: dict[str, type[AnswerFormat]] = {
-    CHAT: ChatFormat, COMPLETIONS: CompletionFormat, RESPONSES: ResponsesFormat,
+WRITERS: dict[str, type[TextWriter]] = {
+    CHAT: ChatWriter, COMPLETIONS: CompletionWriter, RESPONSES: ResponseWriter,
 }  # fmt: skip
 
 
@@ -70,15 +70,7 @@ def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]
 
 
 _RULES = {
-    "stream_options": ("stream_options", "is for streams alone; set stream to true"),
-    "top_logprobs": ("top_logprobs", "needs logprobs to be true"),
-    "max_completion_tokens": ("max_completion_tokens", "is another name of max_tokens; give one of them"),
-    "response_format": ("response_format", "must have a json_schema where its type is json_schema, and only there"),
-    "best_of": ("best_of", "must be equal to n"),
-    "logit_bias": ("logit_bias", 'must be an object of token ids, such as "70", and numbers from -100 to 100'),
-    "prompt": ("prompt", "must be a text, texts, token ids, or lists of token ids"),
-    "too_short": (None, "must not be empty"),
-    "string_pattern_mismatch": (None, "must be a name of letters, digits, - and _"),
-    "union_tag_not_found": (None, "must be text or a list"),
-    "union_tag_invalid": (None, "is of no type that is known here"),
+    "too_short": "must not be empty",
+    "string_pattern_mismatch": "must be a name of letters, digits, - and _",
+    "union_tag_invalid": "is of no type that is known here",
 }

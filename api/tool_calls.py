@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
+from api.text_events import CallBegin, CallDelta, Delta, TextDelta
 from contract.text import TextJob
 from contract.tools import CALLS, CallFormat
 
@@ -20,22 +20,6 @@ _IN_STRING, _OUTSIDE = re.compile(r'[\\"]'), re.compile(r'["{}\[\]]')  # charact
 _MAX_HEAD = 512  # characters of a call up to its arguments
 _MAX_HELD = 65_536  # of one in another order or form, which is read when it is whole
 _MAX_SPACE = 512  # of white space before a call, which is dropped
-
-
-@dataclass(slots=True)
-class Call:
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Delta:
-    """An addition: text of the answer, or of a call's arguments; `begins` with the call's name."""
-
-    content: str = ""
-    call: int | None = None
-    name: str | None = None
-    arguments: str = ""
 
 
 @dataclass(slots=True)
@@ -66,60 +50,64 @@ class _Json:
 
 @dataclass(slots=True)
 class ToolCallParser:
-    """One answer's text: what of it is content, and its calls. What is no call after all is content.
+    """A choice's text: what of it is content, and its calls. What is no call after all is content.
 
     With `single` all that follows the first call is dropped.
     """
 
     syntax: CallFormat
     single: bool = False
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    choice: int = 0
+    calls: int = 0  # so far
+    _has_content: bool = False
     _state: str = "text"  # then "head", "arguments" and "tail" of each call; or "rest", which has none
     _buffer: str = ""
     _before: str = ""  # white space and tag before a head
     _json: _Json = field(default_factory=_Json)
+    _deltas: list[Delta] = field(default_factory=list)  # not yet returned
 
     @classmethod
-    def of(cls, job: TextJob) -> ToolCallParser | None:
-        """The parser of a job's answers; None if they have no calls."""
+    def of(cls, job: TextJob, choice: int) -> ToolCallParser | None:
+        """The parser of a job's choice; None if it has no calls."""
         syntax = CALLS.get(job.tool_format or "") if job.tools else None
-        return None if syntax is None else cls(syntax, single=job.parallel_tool_calls is False)
+        return None if syntax is None else cls(syntax, job.parallel_tool_calls is False, choice)
 
     def feed(self, text: str) -> list[Delta]:
         """Add text; return what is known by now."""
         self._buffer += text
-        deltas: list[Delta] = []
-        while self._step(deltas):
+        while self._step():
             pass
-        return deltas
+        return self._take()
 
     def end(self) -> list[Delta]:
         """The end of the text: return what was held back."""
-        deltas: list[Delta] = []
-        if self._state == "head" and not self._whole(self._buffer, deltas):
-            self._tell(self._before + self._buffer, deltas)
+        if self._state == "head" and not self._whole(self._buffer):
+            self._tell(self._before + self._buffer)
         elif self._state in ("text", "rest") and (self._buffer.strip() or not self.calls):
-            self._tell(self._buffer, deltas)
+            self._tell(self._buffer)
         self._buffer = ""
+        return self._take()
+
+    def _take(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _step(self, deltas: list[Delta]) -> bool:
+    def _step(self) -> bool:
         """Read on as far as the state goes; returns whether there may be more to read."""
         if self.single and self.calls and self._state in ("text", "rest"):
             self._buffer = ""
         if not self._buffer:
             return False
-        return bool(getattr(self, f"_in_{self._state}")(deltas))
+        return bool(getattr(self, f"_in_{self._state}")())
 
-    def _in_text(self, deltas: list[Delta]) -> bool:
+    def _in_text(self) -> bool:
         if not self.syntax.tag:
             return self._in_json_text()
         before, tag, after = self._buffer.partition(self.syntax.tag)
         kept = 0 if tag else _beginning(before, self.syntax.tag)
         text = before[: len(before) - kept]
         words = max(len(text.rstrip()), len(text) - _MAX_SPACE)
-        self._tell(text[:words], deltas)
+        self._tell(text[:words])
         if tag:
             self._before, self._buffer, self._state = text[words:] + tag, after, "head"
         else:
@@ -135,28 +123,28 @@ class ToolCallParser:
             self._buffer = text
         return bool(text or far)
 
-    def _in_rest(self, deltas: list[Delta]) -> bool:
-        self._tell(self._buffer, deltas)
+    def _in_rest(self) -> bool:
+        self._tell(self._buffer)
         self._buffer = ""
         return False
 
-    def _in_head(self, deltas: list[Delta]) -> bool:
+    def _in_head(self) -> bool:
         if match := _HEAD.match(self._buffer[:_MAX_HEAD]):
-            self._begin(_name(match[1]), deltas)
+            self._begin(_name(match[1]))
             self._buffer, self._state, self._json = self._buffer[match.end() :], "arguments", _Json()
             return True
         most = self._most_held()
         if most and self.syntax.tag:
             call, end, after = self._buffer[:most].partition(self.syntax.end.strip())
             if end:
-                if not self._whole(call, deltas):
-                    self._tell(self._before + call + end, deltas)
+                if not self._whole(call):
+                    self._tell(self._before + call + end)
                 self._buffer, self._state = after + self._buffer[most:], "text"
                 return True
         if len(self._buffer) < most:
             return False
         if self.syntax.tag:
-            self._tell(self._before, deltas)
+            self._tell(self._before)
         self._state = "text" if self.syntax.tag else "rest"
         return True
 
@@ -167,16 +155,16 @@ class ToolCallParser:
             return 0
         return _MAX_HELD if self.syntax.tag or not start.startswith(_BEGINNINGS[:2]) else _MAX_HEAD
 
-    def _in_arguments(self, deltas: list[Delta]) -> bool:
+    def _in_arguments(self) -> bool:
         end = self._json.end(self._buffer)
         text = self._buffer[:end]
-        self._argue(text, deltas)
+        self._argue(text)
         self._buffer = self._buffer[len(text) :]
         if end is not None:
             self._state = "tail"
         return end is not None
 
-    def _in_tail(self, deltas: list[Delta]) -> bool:
+    def _in_tail(self) -> bool:
         sought = self.syntax.end.strip() or "}"
         _, end, after = self._buffer.partition(sought)
         self._buffer = after if end else self._buffer[-len(sought) :]
@@ -184,7 +172,7 @@ class ToolCallParser:
             self._state = "text"
         return bool(end)
 
-    def _whole(self, text: str, deltas: list[Delta]) -> bool:
+    def _whole(self, text: str) -> bool:
         """Read a call whose members come in another order or form. False: it is none."""
         try:
             value = json.loads(text)
@@ -194,34 +182,23 @@ class ToolCallParser:
         arguments = value.get("arguments", value.get("parameters"))
         if not isinstance(value.get("name"), str) or not isinstance(arguments, dict | str | None):
             return False
-        self._begin(_encodable(value["name"]), deltas)
-        self._argue(_encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {}), deltas)
+        self._begin(_encodable(value["name"]))
+        self._argue(_encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {}))
         return True
 
-    def _tell(self, text: str, deltas: list[Delta]) -> None:
-        if self.calls and not self.content:
+    def _tell(self, text: str) -> None:
+        if self.calls and not self._has_content:
             text = text.lstrip()
         if text:
-            self.content += text
-            deltas.append(Delta(content=text))
+            self._has_content = True
+            self._deltas.append(TextDelta(self.choice, text))
 
-    def _begin(self, name: str, deltas: list[Delta]) -> None:
-        deltas.append(Delta(call=len(self.calls), name=name))
-        self.calls.append(Call(name))
+    def _begin(self, name: str) -> None:
+        self._deltas.append(CallBegin(self.choice, self.calls, name))
+        self.calls += 1
 
-    def _argue(self, text: str, deltas: list[Delta]) -> None:
-        self.calls[-1].arguments += text
-        deltas.append(Delta(call=len(self.calls) - 1, arguments=text))
-
-
-def call_id(job: str, answer: int, call: int) -> str:
-    """The id of a call, the same each time that an answer is read."""
-    return f"call_{job.removeprefix('job_')}_{answer}_{call}"
-
-
-def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in OpenAI's shape."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _argue(self, text: str) -> None:
+        self._deltas.append(CallDelta(self.choice, self.calls - 1, text))
 
 
 def _name(literal: str) -> str:

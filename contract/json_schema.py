@@ -10,12 +10,16 @@ import json
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from contract.errors import Invalid
+from contract.strict import IGNORED, IgnoredText, StrictModel
 
 FIELD = "json_schema"
 MAX_CHARACTERS = 65_536  # of the schema as compact JSON
+MAX_KEYWORDS = 1000  # at its top
 MAX_DEPTH = 56  # objects and lists inside each other
 MAX_PROPERTIES = 2_000
 MAX_OPTIONAL = 500  # properties of one object that are not in its `required`: compiling is quadratic in them
@@ -36,6 +40,25 @@ MAX_MULTIPLE = 1_000  # multipleOf, without its decimal point: the automaton has
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _OPTIONS = "x-guidance"  # llguidance reads its own options in it, such as the pattern of white space
+
+
+class AnswerSchema(StrictModel):
+    """The JSON schema that an answer fits."""
+
+    description: IgnoredText = None
+    strict: bool | None = Field(default=None, description=f"{IGNORED}: answers always fit the schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema", max_length=MAX_KEYWORDS)
+
+
+SchemaName = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+FormatType = Literal["text", "json_object", "json_schema"]
+
+
+def schema_text(type: FormatType, schema: AnswerSchema | None) -> str | None:
+    """The JSON schema for the answers, as text; None for any text. Raises `Invalid` for one beyond its bounds."""
+    if type == "json_schema":
+        return check_json_schema((schema and schema.json_schema) or {})
+    return '{"type":"object"}' if type == "json_object" else None
 
 
 def check_json_schema(schema: dict[str, Any]) -> str:

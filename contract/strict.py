@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.errors import INVALID_VALUE, Invalid
@@ -14,6 +14,10 @@ UNKNOWN = "unknown_field"  # type of the error; its context has the `name`
 FIELD = "field"  # type of an error whose context has the `field`, relative to where it is, `message` and `code`
 MAX_NAME = 256  # characters of a model's, sampler's, plan's or network's name
 MAX_IGNORED = 10_000  # characters of a text that is accepted and ignored
+IGNORED = "accepted and ignored"
+
+IgnoredText = Annotated[str | None, Field(max_length=MAX_IGNORED, description=IGNORED)]
+IgnoredValue = Annotated[Any, Field(description=IGNORED)]
 
 
 class StrictModel(BaseModel):

@@ -13,7 +13,8 @@ from contract.bodies import check_bounds
 from contract.bounds import next_seed
 from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
-from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
+from contract.messages import MAX_CHARACTERS
+from contract.text import MAX_BIASED, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
 from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
 from llm import token_text, tool_calls

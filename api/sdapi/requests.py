@@ -14,13 +14,13 @@ from contract.card import MAX_PROMPT_CHARACTERS
 from contract.strict import MAX_NAME
 
 _RULES: schemas.Rules = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), (None, "must be a whole number")),
-    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), (None, "must be a number")),
-    **dict.fromkeys(("bool_type", "bool_parsing"), (None, "must be true or false")),
-    **dict.fromkeys(("dict_type", "model_type"), (None, "must be an object")),
-    "list_type": (None, "must be a list"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("dict_type", "model_type"), "must be an object"),
+    "list_type": "must be a list",
     # The model's bounds are checked later, with a message that says them.
-    **dict.fromkeys(("greater_than_equal", "less_than_equal", "greater_than"), (None, "is out of range")),
+    **dict.fromkeys(("greater_than_equal", "less_than_equal", "greater_than"), "is out of range"),
 }
 B = TypeVar("B", bound="SdapiBody")
 

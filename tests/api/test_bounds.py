@@ -17,8 +17,9 @@ from api.batches import BatchFields
 from api.errors import ApiError
 from api.inference import InferenceBody
 from api.predictions.routes import PredictionBody
+from contract.chat import ChatFields
 from contract.responses import ResponseFields
-from contract.text import ChatFields, CompletionFields
+from contract.text import CompletionFields
 from tests.api.world import Api, check_error, settings_of
 
 MODELS: list[type[BaseModel]] = [

@@ -8,17 +8,11 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from openai.types.responses import Response
 
 from api import text_drafts
-from api.response_answers import ResponsesFormat
 from api.text_drafts import CHAT, COMPLETIONS, RESPONSES
 from contract.tools import HERMES
-from core.jobs.record import Job
 from deployment.redis import RedisServer
-from tests.api.test_round_trips import job_of, result_of
 from tests.api.test_tools import TEMPLATES, TOOL, with_template
 from tests.api.world import Api, check_error, settings_of
 from tests.api.writing import TextWorker
@@ -128,30 +122,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_what_is_refused(api: Api, number: int) -> None:
     fields, param = BAD[number]
     check_error(api.post(RESPONSES, model=HERMES, **fields), 400, param)
-
-
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
-
-
-@given(st.lists(st.one_of(TEXT, st.just('<tool_call>\n{"name": "mood", "arguments": {"happy": true}}\n</tool_call>')),
-                max_size=5), st.sampled_from(["stop", "length"]))  # fmt: skip
-def test_events_make_what_is_answered_whole(parts: list[str], finish: str) -> None:
-    """By openai's own models; in pieces of any length, items of events are those of the response."""
-    job: Job = job_of(RESPONSES, {"input": "a", "tools": [FUNCTION]})
-    job.parameters["tool_format"] = HERMES
-    result = result_of(["".join(parts)])
-    result["choices"][0]["finish_reason"] = finish
-    whole = ResponsesFormat(job).whole(result)
-    Response.model_validate(whole)
-    answers = ResponsesFormat(job)
-    events = answers.beginning(0)
-    for part in parts:
-        events += answers.pieces(0, part, None)
-    events += answers.ending(0, finish)
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == whole["output"]
-    added = [event["output_index"] for event in events if event["type"] == "response.output_item.added"]
-    assert added == [*range(len(done))]
 
 
 def test_it_means_the_same_job_as_the_chat() -> None:

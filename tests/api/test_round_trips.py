@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
-from api.text_answers import ChatFormat, CompletionFormat
-from api.text_drafts import CHAT, COMPLETIONS, read
+from api.text_answers import TextAnswers
+from api.text_drafts import CHAT, COMPLETIONS, WRITERS, read
+from api.text_events import Event
+from api.text_writers import ChatWriter, CompletionWriter, TextWriter
 from contract.bounds import MAX_EXACT
 from contract.card import ImageLimits, TextOffer
 from contract.image_request import ImageRequest
@@ -175,18 +177,34 @@ def result_of(texts: list[str], logprobs: Sequence[dict[str, Any]] = ()) -> dict
     }  # fmt: skip
 
 
+def whole_of(path: str, job: Job, result: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request without `stream`."""
+    return WRITERS[path](job).whole(TextAnswers(job).result(result))
+
+
+def chunks_of(writer: TextWriter, events: Iterable[Event]) -> list[dict[str, Any]]:
+    """The content of each server-sent event, but the last one of chunks, which is no JSON."""
+    lines = b"".join(chunk for event in events for chunk in writer.stream(event)).decode().splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 @given(st.lists(PROMPT, min_size=1, max_size=3))
 def test_an_answers_message_is_taken_as_history(texts: list[str]) -> None:
     """As it was sent, and as OpenAI's client writes it down again, with and without what is null; streamed ones too."""
-    answers = ChatFormat(job_of(CHAT, {**ASK, "n": len(texts)}))
-    whole = answers.whole(result_of(texts))
+    job, result = job_of(CHAT, {**ASK, "n": len(texts)}), result_of(texts)
+    whole = whole_of(CHAT, job, result)
+    chunks = chunks_of(ChatWriter(job), TextAnswers(job).result(result))
     client = ChatCompletion.model_validate(whole)
     for k, text in enumerate(texts):
-        chunks = [answers.first(k), answers.piece(k, text, None), answers.last(k, "stop")]
-        deltas = [ChatCompletionChunk.model_validate(answers.chunk([chunk])).choices[0].delta for chunk in chunks]
+        deltas = [
+            choice.delta
+            for chunk in chunks
+            for choice in ChatCompletionChunk.model_validate(chunk).choices
+            if choice.index == k
+        ]
         streamed = {**deltas[0].model_dump(), "content": "".join(delta.content or "" for delta in deltas)}
         message = client.choices[k].message
         forms = [whole["choices"][k]["message"], message.model_dump(), message.to_dict(), streamed]
@@ -214,7 +232,7 @@ def test_the_messages_of_other_servers_are_taken_as_history(message: dict[str, A
 
 @given(st.lists(PROMPT, min_size=1, max_size=3), st.booleans())
 def test_a_completions_text_is_taken_as_a_prompt(texts: list[str], echo: bool) -> None:
-    whole = CompletionFormat(job_of(COMPLETIONS, {"prompt": texts, "echo": echo})).whole(result_of(texts))
+    whole = whole_of(COMPLETIONS, job_of(COMPLETIONS, {"prompt": texts, "echo": echo}), result_of(texts))
     answers = [choice.text for choice in Completion.model_validate(whole).choices]
     assert answers == [text * (1 + echo) for text in texts]
     assert read(COMPLETIONS, {"prompt": answers}).job.prompts == answers
@@ -237,13 +255,14 @@ def test_offsets_go_on_over_chunks(tokens: list[str], lengths: list[int], echo: 
             entries.append({"id": number, "token": token, "logprob": -1.0, "top": []})
     body = {"prompt": "two", "echo": echo}
     job = job_of(COMPLETIONS, body)
-    whole = CompletionFormat(job).whole(result_of(["".join(tokens)], entries))["choices"][0]["logprobs"]
-    streamed, answers, at = [], CompletionFormat(job), 0
+    whole = whole_of(COMPLETIONS, job, result_of(["".join(tokens)], entries))["choices"][0]["logprobs"]
+    offsets, answers, writer, at = [], TextAnswers(job), CompletionWriter(job), 0
     for length in lengths:
-        if piece := entries[at : at + length]:
-            streamed += answers.piece(0, "", piece)["logprobs"]["text_offset"]
+        piece = {"index": 0, "at": 0, "text": "", "token": at, "logprobs": entries[at : at + length]}
+        for chunk in chunks_of(writer, answers.progress({"pieces": [piece]})):
+            offsets += (chunk["choices"][0]["logprobs"] or {}).get("text_offset", [])
         at += length
-    assert streamed == whole["text_offset"][: len(streamed)]
+    assert offsets == whole["text_offset"][:at]
     text = ("two" if echo else "") + "".join(tokens)
     for name, offset in zip(whole["tokens"], whole["text_offset"], strict=True):
         assert name.startswith("bytes:") or text[offset:].startswith(name)
@@ -266,7 +285,7 @@ def test_the_drawn_token_is_told_among_the_likeliest_and_none_is_lost(
     told = {**entry(*drawn), "top": [*others, entry(*drawn)] if likely else others}
     result = result_of(["x"], [told])
     body = {"prompt": "a", "logprobs": 5}
-    logprobs = CompletionFormat(job_of(COMPLETIONS, body)).whole(result)["choices"][0]["logprobs"]
+    logprobs = whole_of(COMPLETIONS, job_of(COMPLETIONS, body), result)["choices"][0]["logprobs"]
     (name,), (likeliest,) = logprobs["tokens"], logprobs["top_logprobs"]
     assert likeliest[name] == told["logprob"]
     assert (
@@ -274,7 +293,7 @@ def test_the_drawn_token_is_told_among_the_likeliest_and_none_is_lost(
         if known
         else likeliest.keys() == {token["token"] for token in others} | {name}
     )
-    chat = ChatFormat(job_of(CHAT, {**ASK, "logprobs": True, "top_logprobs": 5})).whole(result)
+    chat = whole_of(CHAT, job_of(CHAT, {**ASK, "logprobs": True, "top_logprobs": 5}), result)
     (token,) = ChatCompletion.model_validate(chat).choices[0].logprobs.content or []  # type: ignore[union-attr]
     among = [(other.token, other.bytes, other.logprob) for other in token.top_logprobs]
     assert (token.token, token.bytes, token.logprob) in among or not told["top"]
@@ -282,9 +301,8 @@ def test_the_drawn_token_is_told_among_the_likeliest_and_none_is_lost(
 
 
 def test_warnings_come_once_with_an_answer() -> None:
-    body = {**ASK, "verbosity": "low"}
-    answers = ChatFormat(job_of(CHAT, body))
-    assert answers.whole(result_of(["x"]))["warnings"] == ["verbosity: has no effect"]
-    chunks = [answers.chunk([answers.first(0)]), answers.chunk([answers.piece(0, "x", None)])]
-    assert ["warnings" in chunk for chunk in chunks] == [True, False]
-    assert "warnings" not in ChatFormat(job_of(CHAT, ASK)).whole(result_of(["x"]))
+    job, result = job_of(CHAT, {**ASK, "verbosity": "low"}), result_of(["x"])
+    assert whole_of(CHAT, job, result)["warnings"] == ["verbosity: has no effect"]
+    chunks = chunks_of(ChatWriter(job), TextAnswers(job).result(result))
+    assert ["warnings" in chunk for chunk in chunks] == [True, False, False]
+    assert "warnings" not in whole_of(CHAT, job_of(CHAT, ASK), result)

@@ -18,8 +18,7 @@ from pydantic import BaseModel
 
 from api import text_drafts
 from api.errors import ApiError
-from api.text_answers import CompletionFormat
-from api.text_stream import _SentText
+from api.text_answers import TextAnswers
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from llm import tiny
@@ -530,15 +529,13 @@ def test_large_answers_are_written_beside_the_event_loop(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     model, threads = stage.small(), []
-    owner: Any = _SentText if stream else CompletionFormat
-    name = "rest" if stream else "whole"
-    write = getattr(owner, name)
+    read = TextAnswers.result
 
     def noted(self: Any, result: dict[str, Any]) -> Any:
         threads.append(threading.current_thread().name)
-        return write(self, result)
+        return read(self, result)
 
-    monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr(TextAnswers, "result", noted)
     for length in (2, 400):
         answer: Any = client.completions.create(
             model=model.name, prompt=[[7] * length], echo=True, logprobs=5, max_tokens=0, stream=stream

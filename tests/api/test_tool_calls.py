@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.text_events import CallBegin, CallDelta, TextDelta
 from api.tool_calls import ToolCallParser
 from contract.tools import CALLS, HERMES, JSON
 
@@ -21,15 +22,16 @@ def read(format: str, pieces: list[str], single: bool = False) -> Read:
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.end()
     content, calls = "", []
     for delta in deltas:
-        if delta.call is None:
-            content += delta.content
-        elif delta.name is not None:
-            assert delta.call == len(calls)
-            calls.append((delta.name, ""))
-        else:
-            name, arguments = calls[delta.call]
-            calls[delta.call] = (name, arguments + delta.arguments)
-    assert (content, calls) == (parser.content, [(call.name, call.arguments) for call in parser.calls])
+        match delta:
+            case TextDelta():
+                content += delta.text
+            case CallBegin():
+                assert delta.call == len(calls)
+                calls.append((delta.name, ""))
+            case CallDelta():
+                name, arguments = calls[delta.call]
+                calls[delta.call] = (name, arguments + delta.arguments)
+    assert parser.calls == len(calls)
     return content, calls
 
 
@@ -133,7 +135,7 @@ def test_little_of_a_text_without_an_end_is_held_back(format: str, text: str, mo
     parser.feed(CALLS[format].tag + text)
     longest = told = 0
     for _ in range(20_000):
-        told += sum(len(delta.content + delta.arguments) for delta in parser.feed(more))
+        told += sum(len(getattr(delta, "text", "") + getattr(delta, "arguments", "")) for delta in parser.feed(more))
         longest = max(longest, len(parser._buffer))
     whole = text.startswith('{"arguments"') or (format == HERMES and text in ('{"name": "f', "{", " "))
     assert longest <= (66_000 if whole else 600) and told > 14_000

@@ -13,15 +13,16 @@ import pytest
 
 from api import text_drafts
 from api.errors import ApiError
-from api.text_answers import ChatFormat
+from api.text_answers import TextAnswers
 from api.text_drafts import CHAT
+from api.text_writers import ChatWriter
 from contract.card import TextOffer
-from contract.text import ChatFields
+from contract.chat import ChatFields
 from contract.tools import HERMES, JSON, PLAIN, CallFormat
 from core.jobs.record import Job
 from deployment.redis import RedisServer
 from llm.load import TextModel
-from tests.api.test_round_trips import job_of, result_of
+from tests.api.test_round_trips import chunks_of, job_of, result_of, whole_of
 from tests.api.world import Api, check_error, settings_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
@@ -205,9 +206,10 @@ def answers(text: str, format: str, finish: str = "stop", **fields: Any) -> tupl
     job = replace(job, parameters={**job.parameters, "tool_format": format})
     result = result_of([text])
     result["choices"][0]["finish_reason"] = finish
-    answer = ChatFormat(job)
-    chunks = [choice for character in text for choice in answer.pieces(0, character, None)] + answer.ending(0, finish)
-    return ChatFormat(job).whole(result)["choices"][0], chunks
+    events, writer = TextAnswers(job), ChatWriter(job)
+    pieces = [{"index": 0, "at": at, "text": character} for at, character in enumerate(text)]
+    chunks = chunks_of(writer, [*events.progress({"pieces": pieces}), *events.result(result)])
+    return whole_of(CHAT, job, result)["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
 def call_text(format: CallFormat, name: str, arguments: str) -> str:
@@ -240,7 +242,7 @@ def test_a_chat_without_tools_is_not_searched_for_calls() -> None:
     job = text_drafts.read(CHAT, {**ASK, "tools": [TOOL], "tool_choice": "none"}).job
     assert job.tools is None
     text = '{"name": "mood", "parameters": {}}'
-    whole = ChatFormat(job_of(CHAT, ASK)).whole(result_of([text]))["choices"][0]
+    whole = whole_of(CHAT, job_of(CHAT, ASK), result_of([text]))["choices"][0]
     assert whole["message"]["content"] == text and whole["finish_reason"] == "stop"
 
 

@@ -15,11 +15,12 @@ from api import schemas
 from api.errors import ApiError
 from contract.bounds import MAX_EXACT, MAX_SEED
 from contract.card import MAX_IMAGES, ImageOffer
+from contract.chat import ChatFields
 from contract.errors import Invalid
 from contract.field_names import OTHER_NAMES
 from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest
-from contract.text import ChatFields, CompletionFields
+from contract.text import CompletionFields
 from pipeline.sizes import sizes
 
 OFFER = ImageOffer(sizes(64, 16), ("euler", "lcm"), (64, 64))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import create_model
 
 from contract import json_schema
+from contract.chat import ChatFields
 from contract.errors import Invalid
 from contract.json_schema import check_json_schema
-from contract.text import ChatFields
 from tests.schemas import heavy, hostile
 
 

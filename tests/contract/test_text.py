@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from contract.card import TextOffer
+from contract.chat import ChatFields
 from contract.errors import Invalid
-from contract.text import ChatFields, CompletionFields, TextJob
+from contract.text import CompletionFields, TextJob
 from llm.parameters import TextParameters
 
 CHAT: dict[str, Any] = {"messages": [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]}
