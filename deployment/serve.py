@@ -17,7 +17,7 @@ from pathlib import Path
 from core.config import Settings
 from core.logs import informs
 from deployment.address import is_private, listen, url
-from deployment.children import Backoff, ChildProcess, child_environment, reason
+from deployment.children import Backoff, ChildProcess, child_environment, end_all, reason
 from deployment.devices import worker_environments
 from deployment.redis import RedisError, RedisServer
 from deployment.screen import StatusDisplay
@@ -253,32 +253,12 @@ class _Stack:
         # A part that ended by itself has said why, and that should be the last line.
         say = self._screen.show_activity if self._stop.asked else lambda text: self._screen.settle()
         say("stopping the API")
-        self._end_children(self._apis, _API_STOP_S, urges=0)
+        end_all(self._apis, self._stop, self._hear, _API_STOP_S, urges=0)
         say("the worker finishes what it has begun (Ctrl-C: hands it back)")
-        self._end_children(self._workers, self._settings.drain_s + _HAND_BACK_S, urges=1)
+        end_all(self._workers, self._stop, self._hear, self._settings.drain_s + _HAND_BACK_S, urges=1)
         if self._redis is not None:
             say("stopping Redis")
             self._redis.stop()
-
-    def _end_children(self, children: Sequence[ChildProcess], patience_s: float, *, urges: int) -> None:
-        """Send SIGTERM; again at each of so many further stop signals; then, or after that time, SIGKILL."""
-        until, passed_on = time.monotonic() + patience_s, 0
-        for child in children:
-            child.terminate()
-        while (
-            any(child.code is None for child in children)
-            and time.monotonic() < until
-            and self._stop.urged <= urges
-        ):  # fmt: skip
-            if self._stop.urged > passed_on:
-                passed_on = self._stop.urged
-                for child in children:
-                    child.terminate()
-            self._hear()
-            time.sleep(_LOOK_S)
-        for child in children:
-            child.kill()
-        self._hear()
 
 
 def _code(child: ChildProcess) -> int | None:
