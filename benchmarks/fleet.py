@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 from benchmarks.harness import command, record
 from benchmarks.harness.record import BenchError
-from benchmarks.harness.service import percentile, until
+from benchmarks.harness.service import cpu_s, percentile, until
 from contract.plan import RESNET
 from core.config import Settings
 from deployment.address import listen, url
@@ -175,18 +174,7 @@ class Host:
         """CPU seconds so far by kind of process."""
         redis = self.redis.process.pid if self.redis.process is not None else 0
         kinds = {"workers": [w.pid for w in self.workers], "apis": [a.pid for a in self.apis], "redis": [redis]}
-        return {kind: sum(map(_cpu_s, pids)) for kind, pids in kinds.items()}
-
-
-def _cpu_s(pid: int) -> float:
-    import psutil
-
-    process, total = psutil.Process(pid), 0.0
-    for each in (process, *process.children(recursive=True)):  # those that encode files are a worker's
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = each.cpu_times()
-            total += times.user + times.system
-    return total
+        return {kind: cpu_s(pids) for kind, pids in kinds.items()}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness.record import BenchError
@@ -68,6 +68,21 @@ def until(condition: Callable[[], bool], limit_s: float, every_s: float = 0.05) 
             return False
         time.sleep(every_s)
     return True
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU seconds so far of these processes and of those that they started."""
+    import psutil
+
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = each.cpu_times()
+                    total += times.user + times.system
+    return total
 
 
 def percentile(values: Sequence[float], q: float) -> float:
