@@ -87,6 +87,27 @@ def _unusable(folder: Path, error: OSError) -> DataError:
     return DataError(f"--data: {error.filename or folder} cannot be used ({error.strerror})")
 
 
+def apis_and_workers(
+    settings: Settings, listener: socket.socket, devices: Sequence[str] | None, logs: Path, *, verbose: bool = False
+) -> tuple[list[ChildProcess], list[ChildProcess]]:
+    """The processes of these settings' APIs, which accept from `listener`, and of a worker for each device."""
+    # -P: modules in the folder where serve was started must not shadow ours.
+    command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
+    environment, descriptor = child_environment(settings), listener.fileno()
+
+    def log(name: str) -> Path:
+        return logs / f"{name.lower().replace(' ', '-')}.log"
+
+    names = ["API"] if settings.apis == 1 else [f"API {number}" for number in range(1, settings.apis + 1)]
+    api = [*command, "api", "--fd", str(descriptor)]
+    apis = [ChildProcess(name, api, environment, log(name), descriptors=(descriptor,)) for name in names]
+    workers = [
+        ChildProcess(name, [*command, "worker"], own, log(name), niceness=NICENESS)
+        for name, own in worker_environments(settings, environment, devices)
+    ]
+    return apis, workers
+
+
 @dataclass(eq=False)
 class _Part:
     """A child and its restart state."""
@@ -108,23 +129,8 @@ class _Stack:
             self._redis = RedisServer(settings.data_dir / "redis", REDIS_OPTIONS, tied=True)
             settings = settings.model_copy(update={"redis_url": self._redis.url})
         self._settings = settings
-        # -P: modules in the folder where serve was started must not shadow ours.
-        command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
-        environment, logs = child_environment(settings), settings.data_dir / "logs"
-        descriptor = listener.fileno()
-        numbers = range(1, settings.apis + 1)
-        self._apis = [
-            ChildProcess(
-                name := "API" if settings.apis == 1 else f"API {number}",
-                [*command, "api", "--fd", str(descriptor)], environment, logs / f"{_file_name(name)}.log",
-                descriptors=(descriptor,),
-            )
-            for number in numbers
-        ]  # fmt: skip
-        self._workers = [
-            ChildProcess(name, [*command, "worker"], own, logs / f"{_file_name(name)}.log", niceness=NICENESS)
-            for name, own in worker_environments(settings, environment, devices)
-        ]
+        logs = settings.data_dir / "logs"
+        self._apis, self._workers = apis_and_workers(settings, listener, devices, logs, verbose=verbose)
         self._parts = [
             *(_Part(worker.name, partial(self._start_worker, worker), partial(_code, worker))
               for worker in self._workers),
@@ -263,7 +269,3 @@ class _Stack:
 
 def _code(child: ChildProcess) -> int | None:
     return child.code
-
-
-def _file_name(name: str) -> str:
-    return name.lower().replace(" ", "-")
