@@ -69,10 +69,10 @@ def _measured(name: str, run: TrainingRun) -> str:
     """The judge's figures of a model, or which command measures it."""
     source, path = _SOURCES.get(name, name), run.work / "judge" / "figures.json"
     figures = json.loads(path.read_text(encoding="utf-8")).get(source) if path.exists() else None
-    command = f"python -m training.judge --only {source}"
+    command = f"training.judge --only {source}"
     if not figures:
-        return f"Not measured yet: `{command}`."
-    note = f"By `{command}` when the model was made; no commit is recorded."
+        return f"Not measured yet: `python -m {command}`."
+    note = f"By `python -m {command}` when the model was made; no commit is recorded."
     columns = ["clip_prefers_caption"] if name in _SOURCES else None
     return f"{note}{_tables(figures, columns)}"
 
