@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import os
@@ -28,14 +27,14 @@ from typing import Any
 
 from benchmarks.harness import command, record
 from benchmarks.harness.record import BenchError
-from benchmarks.harness.service import percentile, until
+from benchmarks.harness.service import cpu_s, percentile, until
 from contract.plan import RESNET
 from core.config import Settings
 from deployment.address import listen, url
 from deployment.children import ChildProcess
-from deployment.devices import visible_gpus, worker_environments
+from deployment.devices import visible_gpus
 from deployment.redis import RedisServer
-from deployment.serve import NICENESS, REDIS_OPTIONS
+from deployment.serve import REDIS_OPTIONS, apis_and_workers
 from pipeline.checkpoints import sdxl, tiny
 
 _HALF = {"deepcache": {"interval": 2, "depth": RESNET}}
@@ -47,7 +46,6 @@ PLANS: dict[str, dict[str, Any]] = {
 PLANS["4-steps-png"] = {**PLANS["4-steps"], "output_format": "png"}
 """Fields of a request by plan: the rungs `int8`, `half` and `4-steps` of `benchmarks.engine`."""
 _RUNGS = {"full": "int8", "half": "half", "4-steps": "4-steps", "4-steps-png": "4-steps"}
-_IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]
 _CLIENTS = 2  # processes of clients per GPU
 _START_S, _SETTLE_S, _STOP_S, _ANSWER_S = 420.0, 240.0, 60.0, 120.0
 _LOOK_S, _IDLE = 2.0, 0.15  # of one core, below which a worker records no more graphs
@@ -102,25 +100,11 @@ class Host:
             model=options.model, precision=options.precision, device=options.device, data_dir=folder,
             redis_url=self.redis.url, text_model="off", max_queued=100_000, cache_dir=folder / "cache",
             artifacts_url=f"file://{folder}/artifacts", threads=options.threads, image_jobs=options.image_jobs,
+            apis=options.apis,
         )  # fmt: skip
         if options.tiny:
             settings = settings.model_copy(update={"kernels": False, "compile": False})
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-        names = settings.model_fields_set
-        variables |= {f"DIPTYCH_{name.upper()}": str(getattr(settings, name)) for name in names}
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_IMPORTS), os.environ.get("PYTHONPATH"))))
-        base, descriptor = [sys.executable, "-P", "-m", "cli"], self._listener.fileno()
-        self.apis = [
-            ChildProcess(
-                f"API {number}", [*base, "api", "--fd", str(descriptor)], variables, folder / f"api{number}.log",
-                descriptors=(descriptor,),
-            )
-            for number in range(options.apis)
-        ]  # fmt: skip
-        self.workers = [
-            ChildProcess(name, [*base, "worker"], environment, folder / f"{name}.log", niceness=NICENESS)
-            for name, environment in worker_environments(settings, variables, devices)
-        ]
+        self.apis, self.workers = apis_and_workers(settings, self._listener, devices, folder)
 
     def __enter__(self) -> Host:
         self.redis.start()
@@ -175,18 +159,7 @@ class Host:
         """CPU seconds so far by kind of process."""
         redis = self.redis.process.pid if self.redis.process is not None else 0
         kinds = {"workers": [w.pid for w in self.workers], "apis": [a.pid for a in self.apis], "redis": [redis]}
-        return {kind: sum(map(_cpu_s, pids)) for kind, pids in kinds.items()}
-
-
-def _cpu_s(pid: int) -> float:
-    import psutil
-
-    process, total = psutil.Process(pid), 0.0
-    for each in (process, *process.children(recursive=True)):  # those that encode files are a worker's
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = each.cpu_times()
-            total += times.user + times.system
-    return total
+        return {kind: cpu_s(pids) for kind, pids in kinds.items()}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.harness.markdown import Result, Table, Text, cell, recorded
 from benchmarks.quality_tables import score_ratio
-from benchmarks.tables import control
 
 Rows = Iterable[Mapping[str, Any]]
 CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # as in `diptych evaluate compare`: maximum change of the CLIP score
@@ -157,11 +156,11 @@ TABLES: dict[str, Table | Text] = {
         ("in the products, throughput", "{inside[ms]:.1f} ms, {inside[ratio]:.1%}"),
         ("behind the products, throughput", "{behind[ms]:.1f} ms, {behind[ratio]:.1%}"), ("bits as alone", "{equal}")),
         _loras, "{model} in {precision}, {loras} different LoRAs in {rows} rows; median of {rounds}."),
-    "h200-control": control("h200/control"),
     **{name: recorded(file, name) for file, names in {
         "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
         "history/text": ("h200-text-steps", "h200-text-engine", "h200-text-rates"),
-        "history/threads": ("h200-threads",), "history/emoji-xl": ("h200-fidelity",),
+        "history/h200-control": ("h200-control",), "history/threads": ("h200-threads",),
+        "history/emoji-xl": ("h200-fidelity",),
         "history/service": ("h200-starts", "h200-service"),
     }.items() for name in names},
 }  # fmt: skip

@@ -51,7 +51,7 @@ from core.kernels.cuda.attention import attention, attention_reference
 from core.kernels.cuda.stream_kernel import StreamTile, choose, gated, gated_reference, stream, stream_reference
 from core.kernels.kv_cache import KVCache
 
-INT8, E4M3, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+INT8, BF16 = torch.int8, torch.bfloat16
 _AWAY = 200e6  # bytes of weights, several times the L2
 Run = Callable[..., Any]
 

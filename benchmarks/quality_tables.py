@@ -76,7 +76,8 @@ def _diversity(result: Result) -> Rows:
 
 
 TABLES: dict[str, Table | Text] = {
-    **{name: recorded(f"history/{name}", name) for name in ("layer-errors", "lora-load", "published")},
+    **{name: recorded(f"history/{name}", name) for name in (
+        "layer-errors", "lora-load", "published", "marks", "checker", "control")},
     "ways": Table(_WAYS, (
         ("run", "`{name}`"), ("how", "{told}"), ("images/s", "{speed:.2f}"), ("speed", "{ratio:.2f}×"),
         ("score", estimate("score", ".2f")), ("to fp32", "{score_change[0]:+.2%} ({score_change[1]:100*+.2f} to "

@@ -28,7 +28,6 @@ _BENCHES = {
     "text-emoji-lm": "text --text-model models/emoji-lm --text-draft models/emoji-lm-draft --turns 2",
     "text-llama-100m": "text --text-model random:llama-100m --turns 1 --requests 32",
     "cohost": "cohost",
-    "control": "control --threads 1",
     "simulate-h200": f"simulate --costs h200 --load {_LOADS}",
     "simulate-h200-deepcache": f"simulate --costs h200 --load {_LOADS} --deepcache 2",
     "simulate-h200-mixed": f"simulate --costs h200 --load 0.5,0.7,0.8,0.9 {_MIXED} --pictures 10000",
@@ -46,8 +45,6 @@ RUNS: dict[str, list[str]] = {
     "scheduling": ["-m", "benchmarks.scheduling"],
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
-    "marks": ["-m", "benchmarks.marks"],
-    "checker": ["-m", "benchmarks.checker", "--pictures", "20"],
 }  # fmt: skip
 OTHERS = ("agreement",)  # needs other packages
 NAMES = (*RUNS, *OTHERS)

@@ -7,7 +7,6 @@ requests that must be rejected; then flood.py submits far more jobs than the ser
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import statistics
 import tempfile
 import time
@@ -210,24 +209,13 @@ async def settled(serve: ChildProcess) -> None:
     """Wait until the worker, which has no jobs, is idle and has finished compiling."""
     import psutil
 
-    workers = [part for part in psutil.Process(serve.pid).children() if part.cmdline()[-1:] == ["worker"]]
+    parts = psutil.Process(serve.pid).children()
+    workers = [part.pid for part in parts if part.cmdline()[-1:] == ["worker"]]
     until, quiet = time.monotonic() + _SETTLE_S, 0
     while quiet < 3 and time.monotonic() < until:
-        before, at = _busy_s(workers), time.monotonic()
+        before, at = service.cpu_s(workers), time.monotonic()
         await asyncio.sleep(_LOOK_S)
-        quiet = quiet + 1 if (_busy_s(workers) - before) / (time.monotonic() - at) < _IDLE else 0
-
-
-def _busy_s(processes: Sequence[Any]) -> float:
-    import psutil
-
-    total = 0.0
-    for process in processes:
-        for child in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                times = child.cpu_times()
-                total += times.user + times.system
-    return total
+        quiet = quiet + 1 if (service.cpu_s(workers) - before) / (time.monotonic() - at) < _IDLE else 0
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

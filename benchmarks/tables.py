@@ -183,29 +183,6 @@ def _hostile(result: Result) -> Rows:
         yield {"kind": kind, "bodies": sum(statuses.values()), "answers": answers}
 
 
-def control(file: str) -> Table:
-    """The table of a step whose rows all have a control network, beside the step and the network by themselves."""
-    columns = (
-        ("step without, ms", "{plain_ms:.0f}"), ("network alone, ms", "{control_ms:.0f}"),
-        ("step with it, ms", "{mixed_ms:.0f}"),
-        ("sum of the first two / the third, by turn", "{ratio:.2f} ({spread[0]:.2f} to {spread[1]:.2f})"),
-    )  # fmt: skip
-    note = "{model} in {precision}, its edge ControlNet in {control_precision}, {rows} rows, {rounds} turns."
-    return Table((file,), columns, lambda result: [result], note)
-
-
-def _marks(result: Result) -> Rows:
-    for form, kinds in result["formats"].items():
-        for kind, figures in kinds.items():
-            extra = {f"more_{key}": figures[key] - kinds["off"][key] for key in ("ms", "bytes")}
-            yield {"format": form.upper(), "marks": kind, **figures, **extra}
-
-
-def _checkers(result: Result) -> Rows:
-    for name, figures in result["networks"].items():
-        yield {"network": name, **figures, "all": figures["prepare"] + figures["judge"]}
-
-
 # -- the simulator -----------------------------------------------------------------------------------------------------
 
 
@@ -303,15 +280,6 @@ TABLES = {
         "{requests:,} bodies. `/healthz` meanwhile: median {healthz_p50_ms:.1f} ms, p99 {healthz_p99_ms:.1f} ms, "
         "maximum {healthz_worst_ms:.0f} ms. Resident memory of the API: {rss_mib[0]:.0f} MiB at the start, "
         "{rss_mib[1]:.0f} MiB at the end."),
-    "control": control("control"),
-    "marks": Table(("marks",), (
-        ("format", "{format}"), ("`DIPTYCH_PROVENANCE`", "`{marks}`"), ("ms", "{ms:.1f}"), ("more", "{more_ms:.1f}"),
-        ("bytes", "{bytes:,}"), ("more", "{more_bytes:,}")), _marks,
-        "Medians of {pictures} pictures of {side}²; all {valid} signed files are valid to C2PA's library."),
-    "checker": Table(("checker",), (
-        ("network", "{network}"), ("fitted to it, ms", "{prepare:.1f}"), ("judged, ms", "{judge:.1f}"),
-        ("both, ms", "{all:.1f}")), _checkers,
-        "Medians of {pictures} pictures of {side}², in fp32: CPU time on one thread. Forwards also run on several."),
     "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
     "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
     "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from contract.errors import Invalid
+    from core.batching.engine import Engine
     from core.config import Settings
+    from llm.runner import TextRunner
     from workers.build import Runtime
 
 FOLDERS = ("lora_dir", "embeddings_dir", "control_dir", "depth_model", "ip_adapter_dir", "upscalers_dir")
@@ -209,3 +211,27 @@ def open_runtime(settings: Settings, console: Console, measure_s: float = 0.0) -
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def open_texts(settings: Settings, console: Console, measure_s: float = 0.0) -> Iterator[tuple[Engine, TextRunner]]:
+    """Context: the settings' text model on an engine of its own, built under a spinner. Raises `UsageError`."""
+    from core.batching.engine import Engine
+    from core.batching.runner import Lane
+    from pipeline.checkpoints.folder import ModelError
+    from workers.build import text_lane, text_runner
+
+    with contextlib.ExitStack() as stack:
+        with console.status("starting") as status:
+            try:
+                lane = text_lane(settings) or Lane("text")
+                stack.callback(lane.close)
+                runner = text_runner(settings, lane, status.update)
+            except ModelError as error:
+                raise UsageError(f"--text-model: {error}") from error
+            if runner is None:
+                raise UsageError("--text-model: not set, or the embedded one is not installed or does not load")
+            stack.callback(runner.close)
+            if measure_s:
+                runner.prepare(measure_s=measure_s)
+        yield stack.enter_context(Engine([runner])), runner

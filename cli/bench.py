@@ -56,7 +56,6 @@ def add(commands: Commands) -> None:
     _add_cohost(benches)
     _add_simulate(benches)
     _add_loras(benches)
-    _add_control(benches)
 
 
 @contextmanager
@@ -122,28 +121,6 @@ def _loras(options: argparse.Namespace) -> int:
     step = loras.LoraStep(options.rows, options.loras, options.rank, options.layers, options.rounds)
     with _opened(options) as settings:
         loras.run(settings, step, sdxl=options.sdxl, results=options.results)
-    return 0
-
-
-def _add_control(benches: Commands) -> None:
-    text = "a deep step whose rows all have a control network, against the step and the network by themselves"
-    parser = _parser(benches, "control", text, (("rows", 16, "of the step"), ("rounds", 20, "of all three")))
-    parser.add_argument("--control", default="edges", metavar="NAME", help="the network; default: %(default)s")
-    parser.add_argument("--control-dir", metavar="DIR", help="where it lies; default: the repository's, of emoji-xl")
-    parser.add_argument(
-        "--sdxl",
-        action="store_true",
-        help="networks in INT8 with random weights, of SDXL's shape on a GPU and of its widths on a CPU",
-    )
-    _end(parser, _control)
-
-
-def _control(options: argparse.Namespace) -> int:
-    from benchmarks import control
-
-    step = control.ControlStep(options.rows, options.rounds, options.control)
-    with _opened(options) as settings:
-        control.run(settings, step, sdxl=options.sdxl, results=options.results)
     return 0
 
 

@@ -18,6 +18,7 @@ from cli.arguments import (
     add_settings,
     check_range,
     model_errors,
+    open_texts,
     read_settings,
     wrong_option,
 )
@@ -261,20 +262,10 @@ def _author(
         return stack.enter_context(
             contextlib.closing(RemoteTextService(options.server, options.key, options.text_model))
         )
-    from core.batching.engine import Engine
-    from core.batching.runner import Lane
     from evaluation.captioning.text_sources import LocalTextEngine
-    from workers.build import text_lane, text_runner
 
-    with console.status("starting") as status:
-        lane = text_lane(settings) or Lane("text")
-        stack.callback(lane.close)
-        runner = text_runner(settings, lane, status.update)
-        if runner is None:
-            raise UsageError("--text-model: the embedded one does not load; the log says why")
-        stack.callback(runner.close)
-        runner.prepare(measure_s=0.5)
-    return LocalTextEngine(stack.enter_context(Engine([runner])), runner, 2 * settings.text_requests)
+    engine, runner = stack.enter_context(open_texts(settings, console, measure_s=0.5))
+    return LocalTextEngine(engine, runner, 2 * settings.text_requests)
 
 
 def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, rows: Sequence[int]) -> None:

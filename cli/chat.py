@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_command, add_settings, check_range, read_settings
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    UsageError,
+    add_command,
+    add_settings,
+    check_range,
+    open_texts,
+    read_settings,
+)
 from contract.precision import PRECISIONS
 from contract.printable import printable_lines
 
 if TYPE_CHECKING:
-    from core.config import Settings
+    from core.batching.engine import Engine
+    from llm.runner import TextRunner
 
 _ABOUT = """Without a TEXT it asks line by line until the end of its input; the conversation is remembered as far as the
 model's context allows. With a TEXT it answers that and ends.
 """
-_ANSWER_S = 600.0
+_ANSWER_S, _PATH = 600.0, "/v1/chat/completions"
 
 Messages = list[dict[str, str]]
 Reply = Callable[[Messages], Iterator[str]]
@@ -42,14 +51,16 @@ def add(commands: Commands) -> None:
 
 
 def _chat(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     check_range(options, "temperature", 0, 2)
     check_range(options, "max_tokens", 1)
     settings = read_settings(options)
     if options.url is not None:
         _talk(options, _through(options))
         return 0
-    with _Here(settings, options) as reply:
-        _talk(options, reply)
+    with open_texts(settings, Console(stderr=True)) as (engine, runner):
+        _talk(options, _here(options, engine, runner))
     return 0
 
 
@@ -81,60 +92,31 @@ def _lines() -> Iterator[str]:
             return
 
 
-class _Here:
-    """The model in this process, with an engine of its own."""
+def _here(options: argparse.Namespace, engine: Engine, runner: TextRunner) -> Reply:
+    """The model in this process."""
+    import queue
+    from itertools import count
 
-    def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
-        self._settings = settings
-        self._options = options
+    from contract.errors import Invalid
+    from contract.text import TextJob
+    from core.batching.request import Outcome, Request
+    from workers.text_handler import TextJobHandler
 
-    def __enter__(self) -> Reply:
-        from rich.console import Console
+    handler, numbers = TextJobHandler(runner), count(1)
 
-        from core.batching.engine import Engine
-        from core.batching.runner import Lane
-        from pipeline.checkpoints.folder import ModelError
-        from workers.build import text_runner
-        from workers.text_handler import TextJobHandler
-
-        self._lane = Lane("text")
-        try:
-            with Console(stderr=True).status("starting") as status:
-                runner = text_runner(self._settings, self._lane, status.update)
-        except ModelError as error:
-            raise UsageError(f"--text-model: {error}") from error
-        if runner is None:
-            raise UsageError("--text-model: not set, and models/emoji-lm is not installed")
-        self._engine = Engine([runner])
-        self._panel = TextJobHandler(runner)
-        self._count = 0
-        return self._reply
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
-        self._lane.close()
-
-    def _reply(self, messages: Messages) -> Iterator[str]:
-        import queue
-
-        from contract.errors import Invalid
-        from contract.text import TextJob
-        from core.batching.request import Outcome, Request
-
+    def reply(messages: Messages) -> Iterator[str]:
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
         def hear(_: Request, outcome: Outcome) -> None:
             if outcome.token is not None:
                 pieces.put(outcome.token.text)
 
-        options = self._options
         try:
             job = TextJob(
                 messages=messages, temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
             )
-            (requests,) = self._panel.requests(job)
-            self._count += 1
-            future = self._engine.submit(Request(f"chat-{self._count}", "text", requests, listener=hear))
+            (parameters,) = handler.requests(job)
+            future = engine.submit(Request(f"chat-{next(numbers)}", "text", parameters, listener=hear))
         except Invalid as error:
             raise UsageError(str(error)) from error
         # The engine resolves a future after its listener was told everything.
@@ -143,46 +125,23 @@ class _Here:
             yield piece
         future.result()
 
-
-def _through(options: argparse.Namespace) -> Reply:
-    """The model behind a service's address."""
-    address = options.url.rstrip("/") + "/v1/chat/completions"
-
-    def reply(messages: Messages) -> Iterator[str]:
-        import urllib.error
-        import urllib.request
-
-        body: dict[str, Any] = {"messages": messages, "temperature": options.temperature, "stream": True}
-        body |= {name: value for name in ("max_tokens", "seed") if (value := getattr(options, name)) is not None}
-        headers = {"Content-Type": "application/json"}
-        if options.key:
-            headers["Authorization"] = f"Bearer {options.key}"
-        try:
-            request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-                yield from _pieces(line.decode("utf-8").rstrip("\r\n") for line in answer)
-        except urllib.error.HTTPError as error:
-            raise CommandFailed(_message(error.read())) from error
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--url: nothing answers at {address} ({error})") from error
-
     return reply
 
 
-def _pieces(lines: Iterator[str]) -> Iterator[str]:
-    for line in lines:
-        data = line.removeprefix("data: ")
-        if data in ("", "[DONE]"):
-            continue
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise CommandFailed(str(chunk["error"]["message"]))
-        for choice in chunk["choices"]:
-            yield choice["delta"].get("content") or ""
+def _through(options: argparse.Namespace) -> Reply:
+    """The model behind a service's address."""
+    from evaluation.service import ServiceClient, SourceError
 
+    def reply(messages: Messages) -> Iterator[str]:
+        body: dict[str, Any] = {"messages": messages, "temperature": options.temperature, "stream": True}
+        body |= {name: value for name in ("max_tokens", "seed") if (value := getattr(options, name)) is not None}
+        try:
+            for event in ServiceClient(options.url, options.key).stream(_PATH, body, timeout_s=_ANSWER_S):
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+        except SourceError as error:
+            if error.reason is not None:
+                raise CommandFailed(error.reason) from error
+            raise UsageError(f"--url: nothing answers at {options.url.rstrip('/')}{_PATH} ({error})") from error
 
-def _message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return "the service refused, and did not say why"
+    return reply

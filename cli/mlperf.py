@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli import drawing
-from cli.arguments import CommandFailed, Commands, UsageError, add_command, add_model, model_errors, read_settings
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    UsageError,
+    add_command,
+    add_model,
+    model_errors,
+    open_texts,
+    read_settings,
+)
 from cli.request import SHARED, destination
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 
@@ -156,11 +165,8 @@ def _written(
     test: LoadGenSettings, options: argparse.Namespace, settings: Settings, rows: Sequence[Caption], console: Console
 ) -> Result:
     """LoadGen's test of the text model: greedy answers to each caption as a chat's first message."""
-    from core.batching.engine import Engine
-    from core.batching.runner import Lane
     from evaluation import loadgen
     from evaluation.loadgen_tasks import RemoteTexts, TextTask
-    from workers.build import text_runner
     from workers.text_handler import TextJobHandler
 
     prompts = [caption.text for caption in rows]
@@ -174,14 +180,7 @@ def _written(
             remote = RemoteTexts(options.server, short, prompts, max_tokens=options.max_tokens)
             task = stack.enter_context(contextlib.closing(remote))
         else:
-            with console.status("starting") as status:
-                lane = Lane("device")
-                stack.callback(lane.close)
-                runner = text_runner(settings, lane, status.update)
-                assert runner is not None
-                stack.callback(runner.close)
-                runner.prepare(measure_s=1.0)
-            engine = stack.enter_context(Engine([runner]))
+            engine, runner = stack.enter_context(open_texts(settings, console, measure_s=1.0))
             task = TextTask(engine, TextJobHandler(runner), prompts, max_tokens=options.max_tokens)
         for future in [task.submit(index, lambda: None) for index in range(min(8, len(task)))]:
             future.result()  # warm-up, and checks that it works

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cli.arguments import (
     Commands,
@@ -104,8 +104,6 @@ def _quantize(options: argparse.Namespace) -> int:
         return _quantize_control(options, _prompts(options))
     if options.out is None:
         return _into_cache(options)
-    if options.sensitivity:
-        return _sensitivity(options, _prompts(options))
     return _into_folder(options, _prompts(options))
 
 
@@ -127,16 +125,10 @@ def _check_layerwise(options: argparse.Namespace) -> None:
 
 def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
     """Quantize into a model's own folder, where `--precision int8` finds the variant; return the exit code."""
-    values: dict[str, object] = {
-        "limit": limit,
-        "variant": variant,
-        "threads": threads,
-        "prompts": None,
-        "alpha": None,
-        "control": None,
-    }
-    values |= dict.fromkeys(("plain", "scales_only", "search", "sensitivity", "gptq"), False) | {"keep": None}
-    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, **values)
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    options = parser.parse_args(["quantize"])
+    vars(options).update(model=str(folder), out=folder, scheme=scheme, variant=variant, limit=limit, threads=threads)
     return _into_folder(options, _prompts(options))
 
 
@@ -187,37 +179,27 @@ def _into_cache(options: argparse.Namespace) -> int:
 
 
 def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
+    """Write the variant, or print what 8 bits in each layer cost."""
     settings = read_settings(options)
     with _quantizing(options.scheme, options.out, len(prompts)) as tell:
-        from pipeline.quantization.quantized import Layerwise, make
+        from pipeline.quantization import quantized, sensitivity
         from workers.devices import kernels
 
         model = _unquantized(settings)
-        reports = make(
-            model, prompts, options.out, scheme=options.scheme,
-            alpha=options.alpha, plain=options.plain,
-            layerwise=Layerwise(options.search, options.keep, options.gptq),
-            weights=not options.scales_only, kernels=kernels(settings, model)[0], tell=tell,
-        )  # fmt: skip
+        shared: dict[str, Any] = {
+            "scheme": options.scheme, "alpha": options.alpha, "plain": options.plain,
+            "layerwise": quantized.Layerwise(options.search, options.keep, options.gptq),
+            "kernels": kernels(settings, model)[0], "tell": tell,
+        }  # fmt: skip
+        if options.sensitivity:
+            table, reports = sensitivity.report(model, prompts, options.out, **shared), {}
+        else:
+            table = None
+            reports = quantized.make(model, prompts, options.out, weights=not options.scales_only, **shared)
+    if table is not None:
+        print(table)
     for part, (report, size_bytes) in reports.items():
         _print(part, options.scheme, report, size_bytes)
-    return 0
-
-
-def _sensitivity(options: argparse.Namespace, prompts: list[str]) -> int:
-    """Print what 8 bits in each layer cost."""
-    settings = read_settings(options)
-    with _quantizing(options.scheme, options.out, len(prompts)) as tell:
-        from pipeline.quantization.quantized import Layerwise
-        from pipeline.quantization.sensitivity import report
-        from workers.devices import kernels
-
-        model = _unquantized(settings)
-        result = report(
-            model, prompts, options.out, scheme=options.scheme, alpha=options.alpha, plain=options.plain,
-            layerwise=Layerwise(options.search, options.keep), kernels=kernels(settings, model)[0], tell=tell,
-        )  # fmt: skip
-    print(result)
     return 0
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.config import Settings
 from deployment.launch import launched
+from deployment.signals import StopSignals
 
 ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # start of module paths
 
+_LOOK_S = 0.05
 _LOG_BYTES = 16 * 2**20
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _LONG_LIFE_S = 60.0
@@ -145,3 +148,29 @@ def reason(code: int) -> str:
         except ValueError:
             return f"killed by signal {-code}"
     return f"exit code {code}"
+
+
+def end_all(
+    children: Sequence[ChildProcess],
+    stop: StopSignals,
+    hear: Callable[[], None],
+    patience_s: float,
+    *,
+    urges: float = math.inf,
+) -> None:
+    """Send SIGTERM to all at once, and again at each of so many further stop signals; then, or after that time,
+    SIGKILL. `hear` is called meanwhile.
+    """
+    until, passed_on = time.monotonic() + patience_s, 0
+    for child in children:
+        child.terminate()
+    while any(child.code is None for child in children) and time.monotonic() < until and stop.urged <= urges:
+        if stop.urged > passed_on:
+            passed_on = stop.urged
+            for child in children:
+                child.terminate()
+        hear()
+        time.sleep(_LOOK_S)
+    for child in children:
+        child.kill()
+    hear()

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from core.config import Settings
-from deployment.children import Backoff, ChildProcess, child_environment, reason
+from deployment.children import Backoff, ChildProcess, child_environment, end_all, reason
 from deployment.screen import StatusDisplay
 from deployment.signals import StopSignals
 
@@ -134,7 +134,8 @@ def serve_each(
                 time.sleep(_LOOK_S)
             return code or stop.exit_code
         finally:
-            _end([child for child, _ in parts], stop, screen, settings.drain_s + _HAND_BACK_S)
+            children = [child for child, _ in parts]
+            end_all(children, stop, lambda: _hear(children, screen), settings.drain_s + _HAND_BACK_S)
 
 
 def worker_environments(
@@ -156,7 +157,7 @@ def worker_environments(
 
 def _look(child: ChildProcess, backoff: Backoff, screen: StatusDisplay) -> int:
     """Print its output, and restart it when due; `_UNUSABLE` if it can never work."""
-    _hear(child, screen)
+    _hear([child], screen)
     now = time.monotonic()
     if backoff.due is not None:
         if now >= backoff.due:
@@ -170,24 +171,7 @@ def _look(child: ChildProcess, backoff: Backoff, screen: StatusDisplay) -> int:
     return 0
 
 
-def _hear(child: ChildProcess, screen: StatusDisplay) -> None:
-    for line in child.lines() if child.process is not None else ():
-        screen.line(f"{child.name}: {line}")
-
-
-def _end(children: Sequence[ChildProcess], stop: StopSignals, screen: StatusDisplay, patience_s: float) -> None:
-    """Send SIGTERM to all at once; pass on each further stop signal; kill what is left after `patience_s`."""
-    until, passed_on = time.monotonic() + patience_s, stop.urged
+def _hear(children: Sequence[ChildProcess], screen: StatusDisplay) -> None:
     for child in children:
-        child.terminate()
-    while any(child.code is None for child in children) and time.monotonic() < until:
-        if stop.urged > passed_on:
-            passed_on = stop.urged
-            for child in children:
-                child.terminate()
-        for child in children:
-            _hear(child, screen)
-        time.sleep(_LOOK_S)
-    for child in children:
-        child.kill()
-        _hear(child, screen)
+        for line in child.lines() if child.process is not None else ():
+            screen.line(f"{child.name}: {line}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from core.config import Settings
 from core.logs import informs
 from deployment.address import is_private, listen, url
-from deployment.children import Backoff, ChildProcess, child_environment, reason
+from deployment.children import Backoff, ChildProcess, child_environment, end_all, reason
 from deployment.devices import worker_environments
 from deployment.redis import RedisError, RedisServer
 from deployment.screen import StatusDisplay
@@ -87,6 +87,27 @@ def _unusable(folder: Path, error: OSError) -> DataError:
     return DataError(f"--data: {error.filename or folder} cannot be used ({error.strerror})")
 
 
+def apis_and_workers(
+    settings: Settings, listener: socket.socket, devices: Sequence[str] | None, logs: Path, *, verbose: bool = False
+) -> tuple[list[ChildProcess], list[ChildProcess]]:
+    """The processes of these settings' APIs, which accept from `listener`, and of a worker for each device."""
+    # -P: modules in the folder where serve was started must not shadow ours.
+    command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
+    environment, descriptor = child_environment(settings), listener.fileno()
+
+    def log(name: str) -> Path:
+        return logs / f"{name.lower().replace(' ', '-')}.log"
+
+    names = ["API"] if settings.apis == 1 else [f"API {number}" for number in range(1, settings.apis + 1)]
+    api = [*command, "api", "--fd", str(descriptor)]
+    apis = [ChildProcess(name, api, environment, log(name), descriptors=(descriptor,)) for name in names]
+    workers = [
+        ChildProcess(name, [*command, "worker"], own, log(name), niceness=NICENESS)
+        for name, own in worker_environments(settings, environment, devices)
+    ]
+    return apis, workers
+
+
 @dataclass(eq=False)
 class _Part:
     """A child and its restart state."""
@@ -108,23 +129,8 @@ class _Stack:
             self._redis = RedisServer(settings.data_dir / "redis", REDIS_OPTIONS, tied=True)
             settings = settings.model_copy(update={"redis_url": self._redis.url})
         self._settings = settings
-        # -P: modules in the folder where serve was started must not shadow ours.
-        command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
-        environment, logs = child_environment(settings), settings.data_dir / "logs"
-        descriptor = listener.fileno()
-        numbers = range(1, settings.apis + 1)
-        self._apis = [
-            ChildProcess(
-                name := "API" if settings.apis == 1 else f"API {number}",
-                [*command, "api", "--fd", str(descriptor)], environment, logs / f"{_file_name(name)}.log",
-                descriptors=(descriptor,),
-            )
-            for number in numbers
-        ]  # fmt: skip
-        self._workers = [
-            ChildProcess(name, [*command, "worker"], own, logs / f"{_file_name(name)}.log", niceness=NICENESS)
-            for name, own in worker_environments(settings, environment, devices)
-        ]
+        logs = settings.data_dir / "logs"
+        self._apis, self._workers = apis_and_workers(settings, listener, devices, logs, verbose=verbose)
         self._parts = [
             *(_Part(worker.name, partial(self._start_worker, worker), partial(_code, worker))
               for worker in self._workers),
@@ -253,37 +259,13 @@ class _Stack:
         # A part that ended by itself has said why, and that should be the last line.
         say = self._screen.show_activity if self._stop.asked else lambda text: self._screen.settle()
         say("stopping the API")
-        self._end_children(self._apis, _API_STOP_S, urges=0)
+        end_all(self._apis, self._stop, self._hear, _API_STOP_S, urges=0)
         say("the worker finishes what it has begun (Ctrl-C: hands it back)")
-        self._end_children(self._workers, self._settings.drain_s + _HAND_BACK_S, urges=1)
+        end_all(self._workers, self._stop, self._hear, self._settings.drain_s + _HAND_BACK_S, urges=1)
         if self._redis is not None:
             say("stopping Redis")
             self._redis.stop()
 
-    def _end_children(self, children: Sequence[ChildProcess], patience_s: float, *, urges: int) -> None:
-        """Send SIGTERM; again at each of so many further stop signals; then, or after that time, SIGKILL."""
-        until, passed_on = time.monotonic() + patience_s, 0
-        for child in children:
-            child.terminate()
-        while (
-            any(child.code is None for child in children)
-            and time.monotonic() < until
-            and self._stop.urged <= urges
-        ):  # fmt: skip
-            if self._stop.urged > passed_on:
-                passed_on = self._stop.urged
-                for child in children:
-                    child.terminate()
-            self._hear()
-            time.sleep(_LOOK_S)
-        for child in children:
-            child.kill()
-        self._hear()
-
 
 def _code(child: ChildProcess) -> int | None:
     return child.code
-
-
-def _file_name(name: str) -> str:
-    return name.lower().replace(" ", "-")

@@ -20,12 +20,12 @@ _ANSWER_S = 3600.0  # a request may wait in a long queue
 class SourceError(RuntimeError):
     """An unusable source, or a rejected request. The message is the source's own.
 
-    `field` is the invalid request field, if the source names it.
+    `field` is the invalid request field, if the source names it; `reason` are the words of a service that answered.
     """
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, reason: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field, self.reason = field, reason
 
 
 class ServiceClient:
@@ -81,18 +81,20 @@ class ServiceClient:
             pause_s = min(2 * pause_s, _WAIT_S[1])
         raise AssertionError
 
-    def stream(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, fields: dict[str, Any], *, timeout_s: float = _ANSWER_S) -> Iterator[dict[str, Any]]:
         """The events of a streamed response, without retries. Raises `SourceError`."""
         try:
-            with self._open(path, fields) as answer:
+            with self._open(path, fields, timeout_s=timeout_s) as answer:
                 for line in answer:
                     if line.startswith(b"data: {"):
                         event = json.loads(line[len(b"data: ") :])
                         if event.get("error"):
-                            raise SourceError(f"the service ended the text: {event['error'].get('message')}")
+                            reason = str(event["error"].get("message"))
+                            raise SourceError(f"the service ended the text: {reason}", reason=reason)
                         yield event
         except urllib.error.HTTPError as error:
-            raise SourceError(f"the service answered {error.code}: {_said(error)[0]}") from None
+            reason, _ = _said(error)
+            raise SourceError(f"the service answered {error.code}: {reason}", reason=reason) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise SourceError(f"the service does not answer ({getattr(error, 'reason', error)})") from None
 

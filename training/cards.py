@@ -67,22 +67,14 @@ def _trained(stage: str, run: TrainingRun) -> str:
 
 def _measured(name: str, run: TrainingRun) -> str:
     """The judge's figures of a model, or which command measures it."""
-    if name == "emoji-xl-ip-adapters":
-        command, figures = "judge_image_prompts", _figures(run, "image-prompts")
-    else:
-        source = _SOURCES.get(name, name)
-        command, figures = f"judge --only {source}", _figures(run, "figures").get(source, {})
+    source, path = _SOURCES.get(name, name), run.work / "judge" / "figures.json"
+    figures = json.loads(path.read_text(encoding="utf-8")).get(source) if path.exists() else None
+    command = f"training.judge --only {source}"
     if not figures:
-        return f"Not measured yet: `python -m training.{command}`."
-    note = f"By `python -m training.{command}` when the model was made; no commit is recorded."
+        return f"Not measured yet: `python -m {command}`."
+    note = f"By `python -m {command}` when the model was made; no commit is recorded."
     columns = ["clip_prefers_caption"] if name in _SOURCES else None
     return f"{note}{_tables(figures, columns)}"
-
-
-def _figures(run: TrainingRun, name: str) -> dict[str, Any]:
-    path = run.work / "judge" / f"{name}.json"
-    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return figures
 
 
 def _tables(figures: dict[str, Any], columns: list[str] | None) -> str:

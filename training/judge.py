@@ -1,7 +1,8 @@
 """Stage `judge`: measures the exported models, by stock diffusers and transformers; writes `judge/figures.json`.
 
 Images are checked by `evaluation.scenes`: emoji-xl's and its student's of scenes of families that training saw or never
-saw, emoji-z's of single emoji. Texts: see `judge_text`. Uses only the exported folders and the data.
+saw, emoji-z's of single emoji; those of emoji-xl with its IP-Adapter of one thing each in a colour that training never
+saw of it. Texts: see `judge_text`. Uses only the exported folders and the data.
 """
 
 from __future__ import annotations
@@ -12,25 +13,48 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
+from evaluation import bootstrap
 from evaluation.clip import Clip
+from evaluation.pixels import Pixels
 from evaluation.scenes.judge import SceneJudge
 from evaluation.scenes.subjects import article
 from pipeline.checkpoints.tiny_zimage import STEPS
 from training import captions, judge_text, sheet
+from training.ip_adapter import FOLDER, NAME, PLAIN
+from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
 from training.scene_prompts import groups
 from training.stock import SEED, StockPipeline
 from training.stream import World
 
 TURBO_STEPS = 4
-_SHOWN = 64
+_SHOWN, _SHOWN_PROMPTS = 64, 8
 
 Draw = Callable[[Sequence[str]], Sequence[Any]]
 """Draws images, uint8 [H, W, 3], of texts."""
+DrawLike = Callable[[Sequence[str], Sequence[Image.Image], float], list[Pixels]]
+"""Draws images of texts, of image prompts, and of their strength."""
+
+
+class Source(NamedTuple):
+    """A source of images: captions or the plain text, and which image prompt (so many further) how strongly."""
+
+    captions: bool
+    shift: int = 0
+    strength: float = 0.0
+
+
+SOURCES = {
+    "nothing": Source(False),
+    "text": Source(True),
+    "image": Source(False, strength=1.0),
+    "text_and_other_image": Source(True, shift=1, strength=0.5),
+}
+"""By name; images of the last are checked against the text and the image prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +126,47 @@ def _single(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
     return {"prompts": len(texts), "steps": STEPS, "guidance_scale": 0.0, **figures}
 
 
+def judge_image_prompts(run: TrainingRun, count: int, draw: DrawLike) -> dict[str, bootstrap.Interval]:
+    """Shares by source of images that show the subject, and it in its colour, with Wilson's intervals, of `count`
+    prompts. A contact sheet goes into the judge's folder.
+    """
+    world, scorer = World.read(run), scene_judge(run)
+    prompts = world.composer.prompts("colour", count, size=(run.size, run.size))
+    prompt_images = images_of(Renderer(world.images, run.device), [prompt.scene for prompt in prompts])
+    texts = [prompt.caption for prompt in prompts]
+    figures: dict[str, Any] = {}
+    rows: list[Image.Image] = prompt_images[:_SHOWN_PROMPTS]
+
+    def shares(images: Sequence[Pixels], prompts: Sequence[str]) -> dict[str, bootstrap.Interval]:
+        verdicts = [scorer.verdict(*pair) for pair in zip(images, prompts, strict=True)]
+        parts = {"subject": [v.subject for v in verdicts], "subject_in_colour": [v.right for v in verdicts]}
+        return {name: bootstrap.share(sum(right), len(right)) for name, right in parts.items()}
+
+    for name, source in SOURCES.items():
+        shifted = prompt_images[source.shift :] + prompt_images[: source.shift]
+        images = draw(texts if source.captions else [PLAIN] * len(texts), shifted, source.strength)
+        figures[name] = shares(images, texts)
+        if source.shift:
+            figures[f"{name}_as_the_image"] = shares(images, texts[source.shift :] + texts[: source.shift])
+        rows += [Image.fromarray(image) for image in images[:_SHOWN_PROMPTS]]
+    columns = min(_SHOWN_PROMPTS, len(texts))
+    titles = texts[:columns] + [name.replace("_", " ") for name in SOURCES for _ in range(columns)]
+    sheet.save(run.folder("judge") / "image-prompts.png", rows, titles, columns=columns)
+    return figures
+
+
+def _image_prompts(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
+    pipeline = StockPipeline(run, "emoji-xl", sizes.steps, sizes.guidance)
+    pipeline.adapt(run, FOLDER, NAME)
+    figures = judge_image_prompts(run, sizes.prompts, pipeline.draw)
+    return {"prompts": sizes.prompts, "steps": sizes.steps, "guidance_scale": sizes.guidance, **figures}
+
+
 MODELS: dict[str, Callable[[TrainingRun, SampleSizes], dict[str, Any]]] = {
     "emoji-xl": lambda run, sizes: _scenes(run, sizes, "emoji-xl", sizes.steps, sizes.guidance),
     "emoji-xl-turbo": lambda run, sizes: _scenes(run, sizes, "emoji-xl-turbo", TURBO_STEPS, 1.0),
     "emoji-z": _single,
+    FOLDER: _image_prompts,
     "emoji-lm": lambda run, sizes: judge_text.judge_lm(run, sizes.expansions),
     "emoji-lm-draft": lambda run, sizes: judge_text.judge_draft(run, sizes.expansions),
 }

@@ -32,9 +32,8 @@ def save(
     names: Sequence[str] = (),
     columns: int = 8,
     cell: int = 128,
-    group: int = 1,
 ) -> None:
-    """Write a PNG of square cells, `group` of them touching, in 256 colours to be small.
+    """Write a PNG of square cells, in 256 colours to be small.
 
     `texts` stand below the images, cut to two lines; `names` before the rows. Raises ValueError where counts differ.
     """
@@ -44,12 +43,12 @@ def save(
     font = ImageFont.load_default(11)
     margin = 10 + round(max(map(font.getlength, names))) if names else 0
     cell_height = cell + GAP + (_LINES * _LINE if texts else 0)
-    width = margin + columns * cell + (math.ceil(columns / group) - 1) * GAP
+    width = margin + columns * (cell + GAP) - GAP
     grid = Image.new("RGB", (width, rows * cell_height - GAP), "white")
     pen = ImageDraw.Draw(grid)
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
-        x, y = margin + column * cell + column // group * GAP, row * cell_height
+        x, y = margin + column * (cell + GAP), row * cell_height
         grid.paste(pictures.on_white(image).resize((cell, cell), Image.Resampling.LANCZOS), (x, y))
         for line, words in enumerate(_wrapped(texts[number], font, cell)[:_LINES] if texts else ()):
             pen.text((x, y + cell + line * _LINE), words, fill=(40, 40, 40), font=font)

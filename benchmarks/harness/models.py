@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from contract.precision import Scheme
-from core.quant.convert import Recipe, swap_
+from core.quant.convert import swap_
 from core.quant.linear import Int8Conv2d, Int8Linear
 from pipeline.checkpoints import sdxl
 from pipeline.checkpoints.load import ImageModel, load
@@ -38,10 +38,10 @@ WIDTHS: dict[str, Any] = {
 }  # fmt: skip
 """Arguments of a UNet of SDXL's widths, with few transformer blocks."""
 WHOLE = {**WIDTHS, "transformer_layers_per_block": (1, 2, 10)}  # SDXL's own
-TINY_TEXT = {  # reads what the tiny model's text encoders make
-    "cross_attention_dim": 32, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
+SMALL = {  # for rehearsals: reads what the tiny model's text encoders make
+    **WIDTHS, "block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 32,
+    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
 }  # fmt: skip
-SMALL = {**WIDTHS, **TINY_TEXT, "block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2)}  # for rehearsals
 
 
 def model(name: str = sdxl.NAME, device: str = "cuda", *, tiny_vae: str = "") -> ImageModel:
@@ -122,17 +122,13 @@ def random_unet(widths: Mapping[str, Any], device: torch.device) -> Any:
     unet.eval().requires_grad_(False)
     if device.type == "cuda":
         unet.to(torch.bfloat16)
-    quantize(unet, recipe.unet(unet))
-    return unet
-
-
-def quantize(network: nn.Module, rules: Recipe) -> None:
-    """Replace what this recipe quantizes by layers in INT8 with random scales."""
+    rules = recipe.unet(unet)
     scales, layers = dict[str, Tensor](), dict[str, nn.Module]()
-    for name, layer in network.named_modules():
+    for name, layer in unet.named_modules():
         if not isinstance(layer, nn.Linear | nn.Conv2d) or rules.rule(name).reason:
             continue
         channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
         by = scales.setdefault(rules.shares(name), (20 + 10 * torch.rand(channels)).to(layer.weight.device))
         layers[name] = Int8Linear.of(layer, by) if isinstance(layer, nn.Linear) else Int8Conv2d.of(layer, by)
-    swap_(network, layers)
+    swap_(unet, layers)
+    return unet

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness.record import BenchError
 from core.config import Settings
-from deployment.children import ChildProcess
+from deployment.children import ChildProcess, child_environment
 from deployment.redis import RedisServer, free_port
 
-_IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]  # where imports of our modules begin
 _START_S, _STOP_S = 600.0, 60.0
 
 
 @contextlib.contextmanager
 def running(settings: Settings, folder: Path) -> Iterator[tuple[str, str, ChildProcess, float]]:
-    """Context: the service with the settings that are set, ready; its URL, its Redis's, its process, and the seconds
+    """Context: the service with these settings, ready; its URL, its Redis's, its process, and the seconds
     until it was ready. Raises `BenchError`.
     """
     redis, url = RedisServer(folder / "redis", tied=True), f"http://127.0.0.1:{(port := free_port())}"
     overrides = {"redis_url": redis.url, "data_dir": folder, "host": "127.0.0.1", "port": port}
-    explicit = {field: getattr(settings, field) for field in settings.model_fields_set} | overrides
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    variables |= {f"DIPTYCH_{field.upper()}": str(value) for field, value in explicit.items() if value is not None}
-    command = [sys.executable, "-P", "-m", "cli", "serve"]
-    serve = ChildProcess("serve", command, variables | {"PYTHONPATH": str(_IMPORTS)}, folder / "serve.log")
+    environment = child_environment(settings.model_copy(update=overrides))
+    serve = ChildProcess("serve", [sys.executable, "-P", "-m", "cli", "serve"], environment, folder / "serve.log")
     redis.start()
     try:
         started = time.monotonic()
@@ -68,6 +63,21 @@ def until(condition: Callable[[], bool], limit_s: float, every_s: float = 0.05) 
             return False
         time.sleep(every_s)
     return True
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU seconds so far of these processes and of those that they started."""
+    import psutil
+
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = each.cpu_times()
+                    total += times.user + times.system
+    return total
 
 
 def percentile(values: Sequence[float], q: float) -> float:

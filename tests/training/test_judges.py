@@ -1,30 +1,24 @@
-"""The judges give full marks to right images and none to wrong ones; copies of training images are found out."""
+"""The judges give full marks to right images and none to wrong ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
-import pytest
-from PIL import Image
 
-from evaluation import captions
-from evaluation.clip import EMBEDDED
 from evaluation.pixels import Pixels
-from evaluation.run import EvaluationRun, RunWriter
 from evaluation.scenes import emoji
-from training import cards, ip_adapter, judge, judge_image_prompts, judge_text, nearest, phrases
+from training import cards, ip_adapter, judge, judge_text, phrases
 from training.render import Renderer, images_of
 from training.run import TrainingRun
 from training.shapes import SMOKE
 from training.stream import World
 
-COUNT, SCENES = 2, 12
+COUNT = 2
 
 
-def shown(run: TrainingRun, prompts: dict[str, str]) -> dict[str, Pixels]:
+def shown(run: TrainingRun) -> dict[str, Pixels]:
     """True images of captions."""
     world = World.read(run)
     found = world.composer.prompts("colour", COUNT, size=(run.size, run.size))
@@ -33,7 +27,7 @@ def shown(run: TrainingRun, prompts: dict[str, str]) -> dict[str, Pixels]:
 
 
 def test_shares_are_of_what_is_drawn_and_go_into_the_card(large: TrainingRun) -> None:
-    true = shown(large, {})
+    true = shown(large)
     known, folder = judge.scene_judge(large), large.folder("judge") / "emoji-xl"
     prompts = {"right": {text: text for text in true}, "nothing": {}}
     right = judge.judge_images(prompts, lambda texts: [true[text] for text in texts], known, folder)
@@ -58,48 +52,18 @@ def test_image_prompts_shares_are_of_what_is_shown(large: TrainingRun) -> None:
         assert isinstance(images, list)
         return [np.asarray(one) if strength else np.full((128, 128, 3), 255, np.uint8) for one in images]
 
-    found = judge_image_prompts.judge(large, COUNT, copied, {"steps": 4, "guidance_scale": 3.0})
+    found = judge.judge_image_prompts(large, COUNT, copied)
     for part in ("subject", "subject_in_colour"):
         assert found["nothing"][part].value == found["text"][part].value == 0
         assert found["image"][part].value == found["text_and_other_image_as_the_image"][part].value == 1
         assert found["text_and_other_image"][part].value < 1
     folder = large.folder("judge")
-    assert json.loads((folder / "image-prompts.json").read_text(encoding="utf-8")) == json.loads(json.dumps(found))
     assert (folder / "image-prompts.png").stat().st_size > 0
+    (folder / "figures.json").write_text(json.dumps({ip_adapter.FOLDER: {"steps": 4, **found}}))
     path = large.models / ip_adapter.FOLDER
     path.mkdir(parents=True)
     cards.write(path, large)
     assert f"| image | {cards.share(found['image']['subject'])} |" in (path / "README.md").read_text()
-
-
-def test_copies_are_nearer_to_training_than_true_images_are(large: TrainingRun, tmp_path: Path) -> None:
-    run = dataclasses.replace(large, models=EMBEDDED.parent)
-    world = World.read(run)
-    known = nearest.training_scenes(run, world, SCENES)
-    single = known[: len(world.rows) - run.held_out]
-    assert len(known) == len(single) + SCENES == len({layer.row for one in single for layer in one.layers}) + SCENES
-    assert known[len(single) + 5] == world.scene(5, (run.size, run.size))[0]
-    true = shown(run, {})
-    (tmp_path / "table.tsv").write_text("".join(["id\tcaption\n", *(f"{n}\t{text}\n" for n, text in enumerate(true))]))
-    wanted = captions.read(tmp_path / "table.tsv")
-    copies = images_of(Renderer(world.images), known[30 : 30 + COUNT])
-    for folder, images in (("true", map(Image.fromarray, true.values())), ("copies", iter(copies))):
-        (tmp_path / folder).mkdir()
-        for number, image in enumerate(images):
-            image.save(tmp_path / folder / f"{number}.png")
-    with RunWriter(tmp_path / "run", {}, wanted) as writer:
-        for caption in wanted:
-            png = (tmp_path / "copies" / f"{caption.id}.png").read_bytes()
-            writer.add(caption, caption.index, f"{caption.index}.png", png, session=0, seconds=0.0)
-    drawn = EvaluationRun.read(tmp_path / "run")
-    found = nearest.judge(run, drawn, tmp_path / "true", SCENES, limit=2)
-    assert found["samples"]["distance"][0] == pytest.approx(0, abs=1e-5) and found["training_pictures"] == len(known)
-    assert found["samples"]["most_psnr_db"] == 100 > found["true"]["most_psnr_db"]
-    assert found["less_than_true"][2] < 0 and found["share_nearer_than_true"][0] == 1
-    assert [one["nearest"] for one in found["shown"]] == [one.caption for one in known[30:32]]
-    with Image.open(run.folder("judge") / "nearest-run.png") as image:
-        left, right = (image.convert("RGB").crop((72 * n, 0, 72 * n + 72, 72)) for n in (0, 1))
-    assert left.tobytes() == right.tobytes(), "a copy beside its original"
 
 
 def test_held_out_chats_are_new_prompts(run: TrainingRun) -> None:
