@@ -148,9 +148,7 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
         assert near(alone["graphs"], alone["layers"])
 
 
-def test_padding_repeats_a_row_and_changes_no_picture(
-    prepared: Watching, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_repeats_a_row_and_changes_no_picture(prepared: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
     runner = prepared
     plan, seen = runner.backend.plan, list[tuple[str, int, list[torch.Tensor]]]()
@@ -344,9 +342,7 @@ def test_prompts_are_encoded_at_the_next_width_in_their_order(prepared: Watching
         assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
 
 
-def test_a_graph_that_cannot_be_recorded_costs_no_picture(
-    prepared: Watching, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_that_cannot_be_recorded_costs_no_picture(prepared: Watching, caplog: pytest.LogCaptureFixture) -> None:
     """As where memory runs out for the widest."""
     runner = runner_of("wide-heads", recorded=False)
     recordings = runner.backend.graphs

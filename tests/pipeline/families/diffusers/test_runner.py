@@ -77,7 +77,9 @@ def called(folder: object, parameters: ImageParameters, kind: type | None = None
     options = {**(parameters.pipeline_options or {}), **area, **more}
     generator = torch.Generator("cpu").manual_seed(parameters.seed)
     size = {"width": parameters.width, "height": parameters.height}
-    call = functools.partial(pipeline, prompt=parameters.prompt, num_inference_steps=parameters.steps, generator=generator)
+    call = functools.partial(
+        pipeline, prompt=parameters.prompt, num_inference_steps=parameters.steps, generator=generator
+    )
     with ThreadPoolExecutor(1) as thread:
         picture: Image.Image = thread.submit(call, **size, **options).result().images[0]
     return picture
