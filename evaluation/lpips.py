@@ -98,7 +98,7 @@ class ClipLayers(Clip):
         config = self._model.config.vision_config
         layers = [_library().NetLinLayer(config.hidden_size) for _ in range(config.num_hidden_layers)]
         for layer in layers:
-            nn.init.ones_(layer.model[-1].weight)  # type: ignore[arg-type]
+            nn.init.ones_(layer.model[-1].weight)
         network = _Layers(self._model.vision_model)
         self._measure = _measure(network, nn.ModuleList(layers), nn.Identity())
 
