@@ -105,3 +105,13 @@ def test_devices_come_with_work_and_go_without() -> None:
     assert usage.most_devices == 6
     assert usage.latencies[0] >= 30.0 and usage.latencies[-1] >= 30.0  # from none, both times
     assert usage.device_s < 6 * 400 and not math.isnan(sum(usage.latencies))
+
+
+def test_a_model_is_dropped_once_its_last_jobs_have_ended() -> None:
+    """Only then is another read in its place."""
+    slow = Stage(100, (0.0, 0.1, 0.15), 0.0, 0.02, (0, 1, 2))
+    residency = Residency(loaded=1, load_s=3.0)
+    usage = ModelFleet(1, places=8, residency=residency, unit_s=10.0).run(
+        [ModelJob(0.0, 0, (slow,)), ModelJob(4.0, 1, (SHORT,))]
+    )
+    assert usage.latencies[1] >= usage.latencies[0] - 4.0 + residency.load_s + SHORT.solo_s - 1e-6
