@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics.image.fid import FrechetInceptionDistance
 
 CHUNK = 1024  # rows of features in memory at once
 
@@ -33,6 +32,8 @@ class FrechetDistance:
     """
 
     def __init__(self, reference: Tensor | Gaussian) -> None:
+        from torchmetrics.image.fid import FrechetInceptionDistance  # which imports slowly
+
         self._width = reference.shape[1] if isinstance(reference, Tensor) else len(reference.mean)
         self._metric = FrechetInceptionDistance(_Given(self._width), reset_real_features=False)
         if isinstance(reference, Tensor):

@@ -4,12 +4,13 @@ people. Where its weights are not to be had: the same distance over a CLIP's lay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics.functional.image import lpips as library
 
 from evaluation.clip import EMBEDDED, Clip
 from evaluation.inception import WeightsError, digest_of_file, read_weights
@@ -42,19 +43,28 @@ class AlexNet(nn.Sequential):
         return features
 
 
-class _Measure(library._LPIPS):
-    """torchmetrics' LPIPS over a given network: its own constructor has torchvision download one."""
+@functools.cache
+def _library() -> Any:
+    from torchmetrics.functional.image import lpips  # which imports slowly
 
-    def __init__(self, network: nn.Module, layers: nn.ModuleList, scaling: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.L, self.spatial, self.resize = len(layers), False, None
-        self.scaling_layer = scaling  # type: ignore[assignment] # one of ImageNet's there
-        self.net = network  # type: ignore[assignment] # one of three networks there
-        self.lins = layers  # type: ignore[assignment] # there too, in truth
+    return lpips
+
+
+def _measure(network: nn.Module, layers: nn.ModuleList, scaling: nn.Module) -> nn.Module:
+    """Return torchmetrics' LPIPS over a given network: its own constructor has torchvision download one."""
+    kind = _library()._LPIPS
+    measure: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(measure)
+    for name, value in {
+        "L": len(layers), "spatial": False, "resize": None, "scaling_layer": scaling, "net": network, "lins": layers,
+    }.items():  # fmt: skip
+        setattr(measure, name, value)
+    return measure.eval().requires_grad_(False)
 
 
 def _learned() -> nn.ModuleList:
     """The weights of AlexNet's layers, which torchmetrics brings."""
+    library = _library()
     layers = nn.ModuleList(library.NetLinLayer(width, use_dropout=True) for width in _WIDTHS)
     tensors = read_weights(Path(library.__file__).with_name("lpips_models") / "alex.pth")  # of version 0.1
     layers.load_state_dict({name.removeprefix("lin"): value for name, value in tensors.items()})
@@ -86,11 +96,11 @@ class ClipLayers(Clip):
         super().__init__(source, device=device)
         self.figure = f"{self.name}-layers"
         config = self._model.config.vision_config
-        layers = [library.NetLinLayer(config.hidden_size) for _ in range(config.num_hidden_layers)]
+        layers = [_library().NetLinLayer(config.hidden_size) for _ in range(config.num_hidden_layers)]
         for layer in layers:
-            nn.init.ones_(layer.model[-1].weight)  # type: ignore[arg-type]
+            nn.init.ones_(layer.model[-1].weight)
         network = _Layers(self._model.vision_model)
-        self._measure = _Measure(network, nn.ModuleList(layers), nn.Identity()).eval().requires_grad_(False)
+        self._measure = _measure(network, nn.ModuleList(layers), nn.Identity())
 
     @torch.inference_mode()
     def between(self, left: Sequence[Pixels], right: Sequence[Pixels]) -> Tensor:
@@ -117,7 +127,7 @@ class Lpips:
         except RuntimeError as error:
             raise WeightsError(f"{weights}: is not torchvision's AlexNet ({error})") from None
         self.digest = digest_of_file(weights)
-        self._measure = _Measure(network, _learned(), library.ScalingLayer()).eval().requires_grad_(False)
+        self._measure = _measure(network, _learned(), _library().ScalingLayer())
 
     @torch.inference_mode()
     def __call__(self, a: Pixels, b: Pixels) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torchmetrics.image.kid import poly_kernel
 
 _BLOCK = 512
 _SIGMA, _SCALE = 10.0, 1000.0
@@ -28,6 +27,8 @@ def kid(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 
     Returns: [R] fp64. A pair of one picture with itself counts in no resample: that is what "unbiased" leaves out.
     """
+    from torchmetrics.image.kid import poly_kernel  # which imports slowly
+
     return _mmd(poly_kernel, x, y, counts, diagonal=False)
 
 

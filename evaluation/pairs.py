@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchmetrics.functional.image import peak_signal_noise_ratio
 
 from evaluation.pixels import Pixels
 
@@ -17,6 +16,8 @@ _WINDOW, _SIGMA, _K1, _K2, _LEVELS = 11, 1.5, 0.01, 0.03, 255.0
 
 def psnr(a: Pixels, b: Pixels) -> float:
     """10 log₁₀(255² / mean squared difference) in dB, at most 100. Raises ValueError for different sizes."""
+    from torchmetrics.functional.image import peak_signal_noise_ratio  # which imports slowly
+
     _same_size(a, b)
     x, y = (torch.tensor(picture, dtype=torch.float64) for picture in (a, b))
     return min(MOST_DB, float(peak_signal_noise_ratio(x, y, data_range=_LEVELS)))

@@ -5,8 +5,10 @@ The path is a checkout, without packages that only the tests need.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _DEADLINE_S = 300
+_IMPORTED = 3
 _LEAN = ROOT / "tests" / "lean"  # its sitecustomize.py hides them
 
 
@@ -42,3 +45,25 @@ def in_fork(run: Callable[[], object]) -> int:
         finally:
             os._exit(code)  # what pytest would do at the end is its parent's
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def imports(module: str, *packages: str) -> bool:
+    """Whether importing this module of ours, in a fork that `forget`s, imports one of these packages."""
+
+    def run() -> None:
+        forget(*packages)
+        importlib.import_module(module)
+        if {*packages} & {*sys.modules}:
+            os._exit(_IMPORTED)
+
+    code = in_fork(run)
+    assert code in (0, _IMPORTED), f"{module} cannot be imported anew"
+    return code == _IMPORTED
+
+
+def forget(*packages: str) -> None:
+    """In a fork: unload all our modules and these packages, to import them anew; what else is loaded costs nothing."""
+    ours = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ours | {*packages}:
+            del sys.modules[name]

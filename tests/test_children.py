@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests import children
-from tests.children import ROOT, in_fork, python_path
+from tests.children import ROOT, imports, in_fork, python_path
 
 NAMES = ("diffusers", "peft", "scipy", "tests.children")
 FOUND = f"import importlib.util as u; print(*(name for name in {NAMES} if u.find_spec(name)))"
@@ -33,3 +33,10 @@ def test_a_fork_tells_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
     monkeypatch.setattr(children, "_DEADLINE_S", 1)
     assert in_fork(lambda: time.sleep(60)) == -signal.SIGALRM
+
+
+def test_what_a_module_of_ours_imports_is_found() -> None:
+    """That it is loaded here says nothing."""
+    assert imports("core.config", "pydantic_settings") and not imports("core.threads", "pydantic_settings")
+    with pytest.raises(AssertionError, match=r"core\.gone cannot be imported"):
+        imports("core.gone", "pydantic_settings")

@@ -433,13 +433,14 @@ class ModelFleet:
                 heapq.heappush(free, (worker.in_hand, worker.number, worker))
 
     def _nearest(self, free: list[tuple[int, int, _Worker]], model: int) -> tuple[float, _Worker] | None:
-        """The worker with a free place that could run a job first, of those without the model, and its delay. It leaves
-        `free`, unless its entry there lies deeper: then it stands there twice, to no harm.
+        """The worker with a free place that could run a job first, and its delay; of those that neither have the model
+        nor are about to drop it. It leaves `free`, unless its entry there lies deeper: then it stands there twice, to
+        no harm.
         """
         loaded_at, skipped, chosen = self._loaded_at.get(model, {}), [], None
         while free:
             entry = heapq.heappop(free)
-            if entry[2] not in loaded_at:
+            if entry[2] not in loaded_at and model not in entry[2].leaving:
                 chosen = entry[0] * self._unit_s + self._delay_s(entry[2], model), entry[2]
                 break
             skipped.append(entry)

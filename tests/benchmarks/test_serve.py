@@ -1,30 +1,55 @@
-"""The benchmark through HTTP, on a real service with the tiny model: every figure is there, and is possible."""
+"""The benchmarks through HTTP, on a real service with the tiny model: every figure is there, and is possible."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks import flood, serve
-from benchmarks.harness import record
+from benchmarks import flood, serve, tenants
+from benchmarks.harness import record, service
 from core.config import Settings
+from deployment.redis import free_port
+
+SETTINGS = Settings(model="random:tiny", text_model="off", compile=False, kernels=False, threads=1)
 
 
+@pytest.fixture(scope="module")
+def metrics() -> int:
+    """The port of the worker's metrics."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def running(metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[object, ...]]:
+    """One service for all tests; the last leaves keys in it, without which nobody may draw any more."""
+    settings = SETTINGS.model_copy(update={"metrics": f"127.0.0.1:{metrics}", "max_queued": 1_000_000})
+    with service.running(settings, tmp_path_factory.mktemp("service")) as started:
+        yield started
+
+
+@pytest.fixture
+def shared(running: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks that start a service get that one."""
+    monkeypatch.setattr(service, "running", lambda *_: contextlib.nullcontext(running))
+    monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
+    monkeypatch.setattr(serve, "_IDLE", float("inf"))
+    monkeypatch.setattr(serve, "_LOOK_S", 0.1)
+
+
+@pytest.mark.usefixtures("shared")
 def test_every_figure_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"_CLIENTS": 3, "_IDLE": float("inf"), "_LOOK_S": 0.1}.items():
-        monkeypatch.setattr(serve, name, value)
+    monkeypatch.setattr(serve, "_CLIENTS", 3)
     for name in ("_HEALTH_EVERY_S", "_REFUSED_EVERY_S"):
         monkeypatch.setattr(serve, name, 0.01)
     monkeypatch.setattr(flood, "RATE_PER_S", 20.0)
     monkeypatch.setattr(flood, "SECONDS", 2.0)
-    monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
-    settings = Settings(model="random:tiny", text_model="off", compile=False, kernels=False, threads=1)
-    result = serve.run(settings, steps=1, pictures=6, results=tmp_path)
+    result = serve.run(SETTINGS, steps=1, pictures=6, results=tmp_path)
     assert result["ready_s"] > 0
     assert result["arrivals"] == 6 and result["steps"] == 1 and result["model"] == "random:tiny"
     assert result["precision"] == "fp32" and result["deepcache"] == "off"
@@ -45,3 +70,20 @@ def test_every_figure_is_measured(
 def test_no_arrivals_are_refused() -> None:
     with pytest.raises(record.BenchError, match="--pictures"):
         serve.run(Settings(), steps=1, pictures=0, results=None)
+
+
+@pytest.mark.usefixtures("shared")
+def test_every_phase_of_two_tenants_is_measured(metrics: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "_WARM", 2)
+    monkeypatch.setattr(tenants, "_WARM_PICTURES", 1)
+    monkeypatch.setattr(tenants, "free_port", lambda: metrics)
+    words = ["--device", "cpu", "--tiny", "--jobs", "100", "--pictures", "1", "--steps", "80"]
+    assert tenants.main([*words, "--results", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "tenants.json").read_text("utf-8"))
+    assert [result[phase]["pictures"] for phase in ("alone", "peer", "flood")] == [2, 1, 1]
+    assert all(result[phase]["p99_s"] >= result[phase]["p50_s"] > 0 for phase in ("alone", "peer", "flood"))
+    for phase in ("alone", "peer", "flood"):
+        assert 0 < result[phase]["in_engine_p50_s"] <= result[phase]["p99_s"]
+        assert result[phase]["rows"]["deep"] >= 1 and result[phase]["rows"]["vae"] >= 1
+    assert 0 < result["waiting_at_end"] < 100
+    assert result["flood_p50_ratio"] > 0

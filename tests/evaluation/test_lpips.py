@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmetrics.functional.image import lpips as theirs
 
 from evaluation.clip import EMBEDDED
 from evaluation.inception import WeightsError
@@ -35,6 +34,7 @@ def test_it_is_torchmetrics(
     side: tuple[int, int], amount: float, alexnet_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the network of the file where torchmetrics takes torchvision's, which the tests do without."""
+    from torchmetrics.functional.image import lpips as theirs
 
     def network(name: str, pretrained: bool = False) -> torch.nn.Sequential:
         assert name == "alexnet"

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -119,6 +118,8 @@ def test_a_row_is_drawn_as_if_it_were_alone() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 def test_draws_follow_the_distribution(seed: int) -> None:
     """Chi-square over the tokens of one seed."""
+    from scipy import stats
+
     n, p = 40_000, torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
     u = sample.uniform(np.full(n, seed, np.uint64), np.arange(n), sample.TOKEN)
     counts = torch.bincount(sample.draw((7 * p).expand(n, -1), u), minlength=6)
@@ -128,6 +129,8 @@ def test_draws_follow_the_distribution(seed: int) -> None:
 
 
 def test_numbers_are_uniform_and_of_one_another_independent() -> None:
+    from scipy import stats
+
     seeds, index = np.repeat(np.arange(200, dtype=np.uint64), 200), np.tile(np.arange(200), 200)
     drawn = [sample.uniform(seeds, index, purpose).numpy() for purpose in (sample.TOKEN, sample.DRAFT, sample.ACCEPT)]
     for u in drawn:

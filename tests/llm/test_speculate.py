@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from llm import sample
 from llm.speculate import (
@@ -72,6 +71,8 @@ def test_rejection_sampling_follows_the_target(kind: str) -> None:
 
 
 def fits(counts: torch.Tensor, expected: torch.Tensor) -> None:
+    from scipy import stats
+
     expected = expected.double() * (counts.sum() / expected.double().sum())
     assert stats.chisquare(counts.double(), expected).pvalue > 1e-4, (counts.tolist(), expected.tolist())
 

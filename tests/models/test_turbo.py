@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warm(tmp_path_factory.mktemp("cache"))
 
 
+@functools.cache
 def drawn(cache: Path, model: str, precision: str, steps: int | None = None, **options: Any) -> list[Any]:
     with build(Settings(model=model, precision=precision, cache_dir=cache)) as runtime:  # type: ignore[arg-type]
         own = runtime.images.model.defaults
@@ -54,12 +56,12 @@ def test_it_is_a_student_of_four_steps_without_guidance(cache: Path) -> None:
 
 def test_it_draws_what_emoji_xl_draws(cache: Path) -> None:
     """Its teacher was emoji-xl before its last training: the same things, in other shades."""
-    other = drawn(cache, "emoji-xl", "fp32")
+    other = drawn(cache, "emoji-xl", "fp32", 8)
     assert all(picture.std() > 30 for picture in other), "a flat picture would prove nothing"
-    for steps in (4, 1):
+    for steps in (None, 1):  # its own number, four, and the least
         student = drawn(cache, "emoji-xl-turbo", "fp32", steps)
         nearest = [int(np.argmax([psnr(one, theirs) for theirs in other])) for one in student]
-        assert nearest == list(range(len(CAPTIONS))), f"{steps} steps"
+        assert nearest == list(range(len(CAPTIONS))), f"{steps or 4} steps"
 
 
 def test_int8_and_the_tiny_decoder_are_near(cache: Path) -> None:

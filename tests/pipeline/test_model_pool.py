@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 import weakref
@@ -45,11 +46,13 @@ class Stage:
         before: Callable[[str], object] = lambda name: None,
         served: Iterable[str] = KINDS,
         sizes: Mapping[str, int] = MappingProxyType({}),
+        copies: bool = False,
         **options: Any,
     ) -> None:
         self.lane, self.capacity = Lane("device"), RequestCapacity(8)
         self.loads: Counter[str] = Counter()
         self.sizes = sizes
+        self.copies = copies  # of the weights, each time that a model is loaded
         self.attempts: Counter[str] = Counter()
         self.now = 0.0  # seconds that the pool's clock is ahead
         self.ticks: list[Tick] = []
@@ -68,7 +71,7 @@ class Stage:
         self.attempts[name] += 1
         self._before(name)
         self.loads[name] += 1
-        own = copy.deepcopy(model(KINDS[name]))
+        own = copy.deepcopy(model(KINDS[name])) if self.copies else model(KINDS[name])
         runner = ImageRunner(TorchBackend(own), lane=self.lane, capacity=self.capacity)
         return ReadFile(runner, own.digest, self.sizes.get(name, UNIT), name)
 
@@ -95,8 +98,10 @@ def stages() -> Iterator[Callable[..., Stage]]:
         stage.close()
 
 
+@functools.cache
 def alone(name: str, seed: int) -> bytes:
-    return solo(ImageRunner(TorchBackend(model(KINDS[name]))), wanted(seed)).png()
+    file: bytes = solo(ImageRunner(TorchBackend(model(KINDS[name]))), wanted(seed)).png()
+    return file
 
 
 @pytest.mark.parametrize("room", [4, 2])
@@ -172,7 +177,7 @@ def test_nobody_waits_for_ever_for_room(stages: Callable[..., Stage]) -> None:
 
 
 def test_what_is_evicted_is_freed(stages: Callable[..., Stage]) -> None:
-    stage = stages(2)
+    stage = stages(2, copies=True)
     stage.submit("second", 1).result(60)
     runner = stage.pool.resident("second")
     assert runner is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import provenance, record
+from tests.children import forget, in_fork
 
 
 @pytest.fixture
@@ -132,12 +134,7 @@ def test_a_record_says_all_and_a_dirty_one_warns(tree: Path, capsys: pytest.Capt
 
 
 # What the service's processes import; tests/benchmarks/test_ladder.py holds what one does that draws.
-_IMPORTED = """
-import json
-from benchmarks.harness import provenance
-import api.app, cli.serve, deployment.devices, deployment.serve, workers.boot, workers.serving_runtime
-print(json.dumps([sorted(provenance.loaded()), provenance.provenance(("models/emoji-clip",))["rooms"]]))
-"""
+_SERVICE = ("api.app", "cli.serve", "deployment.devices", "deployment.serve", "workers.boot", "workers.serving_runtime")
 
 
 def covered(name: str, rooms: Mapping[str, str]) -> bool:
@@ -149,12 +146,19 @@ def covered(name: str, rooms: Mapping[str, str]) -> bool:
     )
 
 
-def test_every_imported_module_belongs_to_a_recorded_room() -> None:
+def test_every_imported_module_belongs_to_a_recorded_room(tmp_path: Path) -> None:
     """To the result's own, which are taken from the process, and to the list for children that do not report."""
-    ran = subprocess.run(
-        [sys.executable, "-c", _IMPORTED], capture_output=True, text=True, check=True, cwd=provenance.ROOT
-    )
-    imported, rooms = json.loads(ran.stdout.splitlines()[-1])
+    file = tmp_path / "imported.json"
+
+    def look() -> None:
+        forget()
+        for name in _SERVICE:
+            importlib.import_module(name)
+        own = importlib.import_module("benchmarks.harness.provenance")
+        file.write_text(json.dumps([sorted(own.loaded()), own.provenance(("models/emoji-clip",))["rooms"]]))
+
+    assert in_fork(look) == 0
+    imported, rooms = json.loads(file.read_text())
     assert {"workers/boot.py", "api/app.py", "core/jobs/store.py"} <= {*imported}
     assert [name for name in imported if not covered(name, rooms)] == []
     assert rooms.keys() >= {"models/emoji-clip"}, "data that a benchmark names"

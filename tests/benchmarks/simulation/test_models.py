@@ -33,7 +33,7 @@ def test_it_agrees_with_the_fine_fleet(plan: str, gpus: int, load: float) -> Non
         guided=traffic.always(guided),
         deepcache=traffic.always(None if cached is None else DeepCache(cached.interval)),
     )
-    arrivals = traffic.jobs(0, 2500, load * capacity(H200, Device(), mix) * gpus, mix)
+    arrivals = traffic.jobs(0, 1200, load * capacity(H200, Device(), mix) * gpus, mix)
     fine = StepLevel(H200, Device(), gpus=gpus).run(arrivals)
     fleet = ModelFleet(gpus, places=32, residency=Residency(), unit_s=picture.least_s, first=(0,))
     coarse = fleet.run([ModelJob(job.arrival, 0, (picture,)) for job in arrivals])
@@ -43,7 +43,7 @@ def test_it_agrees_with_the_fine_fleet(plan: str, gpus: int, load: float) -> Non
     assert coarse.busy_s / coarse.ends == pytest.approx(fine.busy_s / max(fine.ended), rel=0.05)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     gpus=st.integers(1, 5),
@@ -105,3 +105,13 @@ def test_devices_come_with_work_and_go_without() -> None:
     assert usage.most_devices == 6
     assert usage.latencies[0] >= 30.0 and usage.latencies[-1] >= 30.0  # from none, both times
     assert usage.device_s < 6 * 400 and not math.isnan(sum(usage.latencies))
+
+
+def test_a_model_is_dropped_once_its_last_jobs_have_ended() -> None:
+    """Only then is another read in its place."""
+    slow = Stage(100, (0.0, 0.1, 0.15), 0.0, 0.02, (0, 1, 2))
+    residency = Residency(loaded=1, load_s=3.0)
+    usage = ModelFleet(1, places=8, residency=residency, unit_s=10.0).run(
+        [ModelJob(0.0, 0, (slow,)), ModelJob(4.0, 1, (SHORT,))]
+    )
+    assert usage.latencies[1] >= usage.latencies[0] - 4.0 + residency.load_s + SHORT.solo_s - 1e-6

@@ -155,7 +155,7 @@ asks = st.builds(
 curves = st.sampled_from([flat(), linear(), affine(1.0, 0.1), affine(1.0, 2.0)])
 
 
-@settings(FIXED, max_examples=60)
+@settings(FIXED, max_examples=40)
 @given(
     few=st.tuples(asks, st.integers(0, 5), st.integers(0, 40)),
     many=st.lists(st.tuples(st.integers(1, 3), asks, st.integers(0, 9)), min_size=1, max_size=40),
@@ -187,7 +187,7 @@ def test_a_tenant_with_one_request_has_its_share_beside_those_with_many(
     drive.verify_idle()
 
 
-@settings(FIXED, max_examples=40)
+@settings(FIXED, max_examples=25)
 @given(
     come=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 120), st.integers(0, 5)), min_size=2, max_size=16),
     limit=st.sampled_from([1, 2, 4]),
@@ -247,7 +247,7 @@ def test_who_takes_less_than_a_share_hardly_waits_for_a_flood(pauses: list[float
     assert max(visits(drive, NEAR_LINEAR(1), pauses)) <= 1.4 * ALONE_S
 
 
-@settings(FIXED, max_examples=20)
+@settings(FIXED, max_examples=10)
 @given(away_s=st.floats(0.0, 20.0), limit=st.sampled_from([1, 4, 16]), curve=st.sampled_from([NEAR_LINEAR, flat(0.1)]))
 def test_no_more_than_a_burst_is_saved_up(away_s: float, limit: int, curve: Cost) -> None:
     drive, _ = fake_drive(slots=64, limit=limit, costs={"": curve})
@@ -287,7 +287,7 @@ def test_leaving_and_coming_back_mints_no_credit() -> None:
     assert visitor_s <= device.charged["stays", False] - before["stays", False] + _BURST_S + 1.0
 
 
-@pytest.mark.parametrize("comers", [1, 5, 20])
+@pytest.mark.parametrize("comers", [1, 20])
 def test_many_who_come_back_together_cost_others_one_burst(comers: int) -> None:
     drive, runner = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
     for k in range(24):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,22 @@ def runner_of(shape: str, *, recorded: bool = True, **options: Any) -> Watching:
     return runner
 
 
+@pytest.fixture(scope="module")
+def prepared() -> Iterator[Callable[..., Watching]]:
+    """The one of each shape that has all graphs recorded, for tests that only draw with it."""
+    made = dict[str, Watching]()
+
+    def runner(shape: str = "wide-heads") -> Watching:
+        if shape not in made:
+            made[shape] = runner_of(shape)
+            RUNNERS.remove(made[shape])
+        return made[shape]
+
+    yield runner
+    for each in made.values():
+        each.close()
+
+
 # Mean levels from fp32 that bf16 may cost. Torch's own bf16 on a CPU costs these pictures 0.6 to 3.0; another order of
 # sums, in fp32 within a layer, may move that by a third, and no layer may add to it.
 BF16 = 4.0
@@ -88,9 +104,9 @@ WIDE, DEEP = SHAPES  # each has one of two values elsewhere than on a GPU, where
 @pytest.mark.parametrize(
     ("shape", "recorded"), [*itertools.product(SHAPES, (True, False))] if CUDA else [(DEEP, True), (WIDE, False)]
 )
-def test_pictures_equal_diffusers(shape: str, recorded: bool) -> None:
+def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Callable[..., Watching]) -> None:
     parameters = mixture(shape)
-    runner = runner_of(shape, recorded=recorded)
+    runner = prepared(shape) if recorded else runner_of(shape, recorded=False)
     for one, picture in zip(parameters, together(runner, parameters), strict=True):
         expected = stock_picture(shape, one)
         assert expected.std() > 10, "a flat picture would prove nothing"
@@ -103,10 +119,12 @@ def test_pictures_equal_diffusers(shape: str, recorded: bool) -> None:
 @pytest.mark.parametrize(
     ("shape", "depth"), [*itertools.product(SHAPES, DEPTHS)] if CUDA else [(DEEP, "block"), (WIDE, "resnet")]
 )
-def test_deepcache_is_the_requests_own_in_any_company(shape: str, depth: str) -> None:
+def test_deepcache_is_the_requests_own_in_any_company(
+    shape: str, depth: str, prepared: Callable[..., Watching]
+) -> None:
     cached = DeepCache(2, depth)
     parameters = [replace(one, deepcache=cached if index % 2 else None) for index, one in enumerate(mixture(shape))]
-    runner = runner_of(shape)
+    runner = prepared(shape)
     mixed = together(runner, parameters)
     torch_mixed = together(Watching(model(shape), max_rows=16), parameters)
     for one, picture, wanted in zip(parameters, mixed, torch_mixed, strict=True):
@@ -119,9 +137,11 @@ def test_deepcache_is_the_requests_own_in_any_company(shape: str, depth: str) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES if CUDA else [WIDE])
-def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(shape: str) -> None:
+def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
+    shape: str, prepared: Callable[..., Watching]
+) -> None:
     parameters = [replace(one, deepcache=DeepCache(2, "resnet")) for one in mixture(shape)]
-    runner, recording = runner_of(shape), runner_of(shape, recorded=False)
+    runner, recording = prepared(shape), runner_of(shape, recorded=False)
     never = runner_of(shape, recorded=False)
     never.recording.close()
     mixed, meanwhile, without = (together(one, parameters) for one in (runner, recording, never))
@@ -139,9 +159,11 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
         assert near(alone["graphs"], alone["layers"])
 
 
-def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_repeats_a_row_and_changes_no_picture(
+    prepared: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
-    runner = runner_of("wide-heads")
+    runner = prepared()
     plan, seen = runner.backend.plan, list[tuple[str, int, list[torch.Tensor]]]()
 
     def watched(group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
@@ -187,7 +209,7 @@ def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
     assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "it was timed"
 
 
-def test_longer_texts_have_graphs_of_their_own() -> None:
+def test_longer_texts_have_graphs_of_their_own(prepared: Callable[..., Watching]) -> None:
     runner = runner_of("wide-heads", recorded=False)
     side = runner.model.native
     one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
@@ -199,7 +221,7 @@ def test_longer_texts_have_graphs_of_their_own() -> None:
     assert not plan(group, 2).compiled
     assert np.abs(levels(solo(runner, long)) - before).max() <= 1, "replayed as launched one by one"
     for wanted in (one, longer):
-        assert np.abs(levels(solo(runner, wanted)) - levels(solo(runner_of("wide-heads"), wanted))).max() <= 1
+        assert np.abs(levels(solo(runner, wanted)) - levels(solo(prepared(), wanted))).max() <= 1
     assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "lengths share a curve"
 
 
@@ -319,8 +341,8 @@ def test_another_size_is_recorded_where_that_pays_and_pushes_nothing_out(
 
 
 @torch.inference_mode()
-def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
-    runner = runner_of("wide-heads")
+def test_prompts_are_encoded_at_the_next_width_in_their_order(prepared: Callable[..., Watching]) -> None:
+    runner = prepared()
     prompts = ["a red hat", "an old cat", "two boats on a lake"]  # of four rows the fourth is padding
     ids = [
         tokenizer(prompts, padding="max_length", max_length=tokenizer.model_max_length, return_tensors="pt").input_ids
@@ -333,7 +355,9 @@ def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
         assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
 
 
-def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_that_cannot_be_recorded_costs_no_picture(
+    prepared: Callable[..., Watching], caplog: pytest.LogCaptureFixture
+) -> None:
     """As where memory runs out for the widest."""
     runner = runner_of("wide-heads", recorded=False)
     recordings = runner.backend.graphs
@@ -352,11 +376,11 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCapt
     assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
     assert runner.backend.graphs.counts == (2, 3)
     assert first.fingerprint["executable"] == "layers" and solo(runner, one).png() == first.png()
-    assert near(first, solo(runner_of("wide-heads"), one))
+    assert near(first, solo(prepared(), one))
 
 
-def test_forwards_run_at_the_next_bucket() -> None:
-    runner = runner_of("wide-heads")
+def test_forwards_run_at_the_next_bucket(prepared: Callable[..., Watching]) -> None:
+    runner = prepared()
     side = runner.model.native
     one = ImageParameters("a red hat", 1, side, side, steps=2, guidance_scale=1.0)
     together(runner, [replace(one, seed=seed) for seed in range(3)])
@@ -383,9 +407,9 @@ def test_what_preparing_leaves_is_recorded_beside_traffic() -> None:
     assert recorded == wanted and not runner.backend.graphs.pending
 
 
-def test_what_is_wider_than_any_forward_costs_more() -> None:
+def test_what_is_wider_than_any_forward_costs_more(prepared: Callable[..., Watching]) -> None:
     """As the scheduler asks of all that waits."""
-    runner = runner_of("wide-heads")
+    runner = prepared()
     side = runner.model.native
     for phase, widest in (("deep", 16), ("vae", 4)):
         group = BatchGroup(phase, (side, side))

@@ -380,9 +380,9 @@ def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.
     with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
     assert plain < with_it - 3, "it would prove nothing"
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
-    together = mixed(served, fixed)
+    together, again = mixed(served, fixed), runner("int8", folder)
     for name in ("one", "both", "cached"):
-        assert together[name].png() == solo(runner("int8", folder), fixed[name]).png(), name
+        assert together[name].png() == solo(again, fixed[name]).png(), name
 
 
 def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
@@ -400,10 +400,9 @@ def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
     with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
     assert plain < with_it - 3, "it would prove nothing"
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items()}
-    together = mixed(served, fixed)
+    together, again = mixed(served, fixed), runner("int8", folder)
     for name in ("one", "both", "cached", "none"):
-        alone = runner("int8", folder if fixed[name].lora else None)
-        assert together[name].png() == solo(alone, fixed[name]).png(), name
+        assert together[name].png() == solo(again if fixed[name].lora else without, fixed[name]).png(), name
     assert together["one"].fingerprint["executable"] == "layers"
 
 

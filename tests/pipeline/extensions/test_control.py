@@ -117,11 +117,11 @@ def test_a_control_changes_the_picture(nets: dict[str, Any], folder: Path) -> No
 
 
 def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
-    return {"torch": {}, "programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
+    return {"programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
 
 
-@pytest.mark.parametrize("name", ["torch", "programs", "graphs"])
-def test_on_every_backend(name: str, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path) -> None:
+@pytest.mark.parametrize("name", ["programs", "graphs"])
+def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path) -> None:
     shape = RELEASED if name == "programs" else KERNELS
     runner = Watching(model(shape), lane=LANE, controls=folder, **backends(kernels)[name])
     asked = mixture(shape)

@@ -42,6 +42,11 @@ def make(model: ImageModel, out: Path, **options: Any) -> dict[str, Any]:
     return {part: json.loads((out / f"{part}-int8" / "quantization.json").read_text()) for part in made}
 
 
+@pytest.fixture(scope="module")
+def searched(model: ImageModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make(model, tmp_path_factory.mktemp("searched") / "out", layerwise=SEARCH)
+
+
 def tensors(folder: Path, unet: Path) -> dict[str, torch.Tensor]:
     return load(str(folder), precision="int8", unet=unet).denoiser.state_dict()  # type: ignore[no-any-return]
 
@@ -75,10 +80,11 @@ def test_scales_alone_load_as_the_weights_do(model: ImageModel, folder: Path, tm
     assert whole.keys() == scales.keys() and all(torch.equal(whole[name], scales[name]) for name in whole)
 
 
-def test_weights_that_gptq_rounded_are_stored_and_named(model: ImageModel, folder: Path, tmp_path: Path) -> None:
-    plain = make(model, tmp_path / "plain", layerwise=Layerwise(search=True))
+def test_weights_that_gptq_rounded_are_stored_and_named(
+    model: ImageModel, folder: Path, searched: dict[str, Any], tmp_path: Path
+) -> None:
     about = make(model, tmp_path / "gptq", layerwise=Layerwise(search=True, gptq=True))
-    assert about["unet"]["calibration"]["search"].keys() == plain["unet"]["calibration"]["search"].keys()
+    assert about["unet"]["calibration"]["search"].keys() == searched["unet"]["calibration"]["search"].keys()
     rounded = {*about["unet"]["calibration"]["gptq"]}
     assert rounded and rounded <= {*about["unet"]["layers"]}
     only = make(model, tmp_path / "only", layerwise=Layerwise(gptq=True))["unet"]["calibration"]
@@ -94,17 +100,18 @@ class Killed(BaseException):
     pass
 
 
-def test_a_search_that_was_stopped_goes_on_to_the_same_scales(model: ImageModel, tmp_path: Path) -> None:
+def test_a_search_that_was_stopped_goes_on_to_the_same_scales(
+    model: ImageModel, searched: dict[str, Any], tmp_path: Path
+) -> None:
     def kill(done: int) -> None:
         if done:
             raise Killed
 
-    whole = make(model, tmp_path / "whole", layerwise=SEARCH)
     with pytest.raises(Killed):
         make(model, tmp_path / "again", layerwise=SEARCH, tell=kill)
     told: list[int] = []
     again = make(model, tmp_path / "again", layerwise=SEARCH, tell=told.append)
-    assert told == [8, 10] and again == whole
+    assert told == [8, 10] and again == searched
     assert not [*(tmp_path / "again").glob(".*.statistics")]
 
 

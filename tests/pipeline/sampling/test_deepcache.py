@@ -168,13 +168,21 @@ def test_int8_pixels_do_not_depend_on_the_batch(int8: Path, kernels: ctypes.CDLL
             assert picture.png() == alone.png()
 
 
+SMALL = wanted(3, deepcache=DeepCache(interval=2), deterministic=True, width=32, height=32)
+
+
+@functools.cache
+def small_bytes() -> bytes:
+    """The file of it drawn alone."""
+    file: bytes = solo(Watching(model("tiny-heads"), lane=LANE), SMALL).png()
+    return file
+
+
 @settings(max_examples=10)
 @given(st.data())
 def test_a_deterministic_cached_picture_survives_companions_aborts_and_retries(data: st.DataObject) -> None:
     runner = Watching(model("tiny-heads"), lane=LANE, max_requests=6)
-    size = {"width": 32, "height": 32}
-    target = wanted(3, deepcache=DeepCache(interval=2), deterministic=True, **size)
-    expected = solo(Watching(model("tiny-heads"), lane=LANE), target).png()
+    target, expected, size = SMALL, small_bytes(), {"width": 32, "height": 32}
     crank = Crank(runner)
     for turn in range(data.draw(st.integers(3, 15))):
         match data.draw(st.sampled_from(["target", "companion", "abort", "fail", "nothing"])):

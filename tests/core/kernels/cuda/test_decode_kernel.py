@@ -41,9 +41,10 @@ CASES = [(*heads, kind) for n, heads in enumerate(HEADS) for kind in (KINDS if C
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "kind"), CASES)
 def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
-    lengths = [1, 16, 17, 256, 520]
+    # In parts of 256: three, or two in the interpreter, but for one kind of heads.
+    lengths = [1, 16, 17, 256, 520 if CUDA or kv_heads == 3 else 300]
     dtype = torch.bfloat16 if CUDA else torch.float32
-    cache = filled(lengths, kv_heads, d, dtype, kind, 768)
+    cache = filled(lengths, kv_heads, d, dtype, kind, lengths[-1] // 256 * 256 + 256)
     draw = torch.Generator(DEVICE).manual_seed(1)
     q = torch.randn(len(lengths), heads, d, generator=draw, device=DEVICE).to(dtype)
     layer = (*cache.layer(0), cache.table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from core.kernels.cuda.gemm_source import LOCATE, TYPES, GemmVariant, source
 from core.kernels.cuda.low_rank import ENTRY, pack
 from core.kernels.cuda.share_source import CHUNKS, RING, SHARERS
 from core.kernels.cuda.tiles import SHAPES, Tile
+from tests.core.quant.stage import CACHE
 
 COMPILER = shutil.which("g++")
 ROOM = 128  # ranks of a use in down(x)
@@ -209,12 +211,16 @@ def compiled() -> ctypes.CDLL:
         defines |= {entry: entry + suffix for entry in ("shares", "block")}
         text += "".join(f"#undef {name}\n#define {name} {value}\n" for name, value in defines.items())
         text += f"namespace variant{suffix} {{\n{TYPES}{LOCATE}{ROWS}{CHUNKS}{TENSOR_CORE}{THREADS}{RING}{BLOCK}\n}}\n"
-    with tempfile.TemporaryDirectory() as folder:
-        file, library = Path(folder) / "shares.cpp", Path(folder) / "shares.so"
-        file.write_text(text)
-        flags = ["-O1", "-w", "-shared", "-fPIC", "-pthread", "-std=c++20"]
-        subprocess.run([COMPILER, *flags, file, "-o", library], check=True)
-        return ctypes.CDLL(str(library))
+    library = CACHE / f"shares-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"  # kept between runs
+    if not library.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            file, made = Path(folder) / "shares.cpp", Path(folder) / "shares.so"
+            file.write_text(text)
+            flags = ["-O1", "-w", "-shared", "-fPIC", "-pthread", "-std=c++20"]
+            subprocess.run([COMPILER, *flags, file, "-o", made], check=True)
+            made.rename(library)
+    return ctypes.CDLL(str(library))
 
 
 def suffix_of(variant: tuple[int, int, bool, bool]) -> str:

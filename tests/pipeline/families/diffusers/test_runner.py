@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import diffusers
@@ -62,18 +62,24 @@ def finish(runner: DiffusersRunner, request: Request) -> Image.Image:
         runner.release(request)
 
 
+@functools.cache
+def stock(folder: object) -> Any:
+    return diffusers.DiffusionPipeline.from_pretrained(str(folder), local_files_only=True)
+
+
 def called(folder: object, parameters: ImageParameters, kind: type | None = None, **more: Any) -> Image.Image:
     """The picture of the library's own call, on a thread of its own: bits depend on the threads that torch computes
     with, which it counts for each of Python's threads.
     """
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), local_files_only=True)
-    pipeline = pipeline if kind is None else kind(**pipeline.components)
+    pipeline = stock(folder) if kind is None else kind(**stock(folder).components)
     pipeline.set_progress_bar_config(disable=True)
     area = {"max_area": parameters.width * parameters.height} if "Kontext" in type(pipeline).__name__ else {}
     options = {**(parameters.pipeline_options or {}), **area, **more}
     generator = torch.Generator("cpu").manual_seed(parameters.seed)
     size = {"width": parameters.width, "height": parameters.height}
-    call = partial(pipeline, prompt=parameters.prompt, num_inference_steps=parameters.steps, generator=generator)
+    call = functools.partial(
+        pipeline, prompt=parameters.prompt, num_inference_steps=parameters.steps, generator=generator
+    )
     with ThreadPoolExecutor(1) as thread:
         picture: Image.Image = thread.submit(call, **size, **options).result().images[0]
     return picture
