@@ -101,11 +101,3 @@ def test_four_models_are_served_by_one_worker_which_has_room_for_two(
     assert cards()["one"]["loaded"] is True
     status, body = service.call("/v1/images/generations", {"prompt": "a cat", "model": "five"})
     assert status == 404, body
-
-
-def test_a_model_of_the_catalogue_that_is_not_there_is_named_before_anything_is_loaded(
-    serve: Callable[..., Served],
-) -> None:
-    service = serve("--models", f"{tiny.TINY},wizard", model=None)
-    wait_until(lambda: service.process.poll() is not None, "its end")
-    assert service.process.poll() == 2 and "wizard: no such folder" in service.err
