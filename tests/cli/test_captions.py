@@ -63,9 +63,7 @@ def test_subjects_are_taken_in_turn(shell: Shell) -> None:
     assert text == (shell.folder / "c.tsv").read_bytes()
 
 
-def test_a_stopped_command_ends_with_the_file_of_an_unbroken_one(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_command_ends_with_the_file_of_an_unbroken_one(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C amid its work; what a kill leaves is in tests/evaluation/captioning."""
     count, words = 40, ["captions", "--count", "40", "--out", "broken.tsv", "--threads", "1"]
     monkeypatch.setenv("DIPTYCH_TEXT_REQUESTS", "4")
