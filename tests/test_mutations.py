@@ -79,16 +79,17 @@ def test_every_mutant_of_a_room_compiles_and_is_told_by_its_line(room: str) -> N
 
 
 def test_a_run_tells_what_is_guarded_from_what_is_not() -> None:
-    """The comparison of a token's hash: one test of keys detects its removal, another does not."""
+    """The comparison of a token's hash: a test of tokens detects its removal, but not that of scopes below it."""
     source = (ROOT / "core/jobs/keyring.py").read_text("utf-8").splitlines()
     line = next(n for n, text in enumerate(source, 1) if "compare_digest" in text)
-    tests = "tests/core/jobs/test_keyring.py"
-    for test, lives in (("test_what_is_no_token_opens_nothing", False), ("test_names_that_may_be", True)):
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.mutants", "core/jobs/keyring.py", "--lines", f"{line}-{line}",
-             "--tests", f"{tests}::{test}"], cwd=ROOT, capture_output=True, text=True,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        told = next(text for text in ran.stdout.splitlines() if text.endswith("→ (key is not None)"))
-        assert ("LEFT" in told) == lives, ran.stdout
+    scopes = next(n for n, text in enumerate(source, 1) if n > line and "scopes = " in text)
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.mutants", "core/jobs/keyring.py", "--lines", f"{line}-{scopes}", "--tests",
+         "tests/core/jobs/test_keyring.py::test_what_is_no_token_opens_nothing"], cwd=ROOT, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = ran.stdout.splitlines()
+    assert "killed" in next(text for text in told if text.endswith("→ (key is not None)")), ran.stdout
+    assert any("LEFT" in text and f"keyring.py:{scopes}: " in text for text in told), ran.stdout
     assert (ROOT / "core/jobs/keyring.py").read_text("utf-8").splitlines() == source, "the tree itself is left alone"

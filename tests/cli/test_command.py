@@ -10,7 +10,6 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -22,46 +21,42 @@ from tests.cli.shell import Shell
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+def test_a_real_command_prints_a_path_and_nothing_that_is_not_for_its_user_and_ctrl_c_leaves_whole_pictures(
+    tmp_path: Path, saved: Path
+) -> None:
+    """Two commands of one process, which imports torch once; the second is stopped amid its pictures."""
+    first = ["generate", "a slice of pizza", "--model", str(saved), "--steps", "2", "--seed", "1"]
+    second = ["generate", "a fox", "-n", "500", "--model", tiny.TINY, "--steps", "60", "--guidance", "1", "-o", "foxes"]
+    code = (
+        f"import cli, sys\nassert cli.main({first}) == 0\nprint('second', file=sys.stderr, flush=True)\n"
+        f"sys.argv = ['diptych', *{second}]\ncli.entry()"
+    )
     env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "cli", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         # Kernels are not for models this small.
         env={**env, "COLUMNS": "200", "PYTHONPATH": python_path(ROOT), "DIPTYCH_KERNELS": "0"},
     )  # fmt: skip
-
-
-def test_a_real_command_prints_a_path_and_nothing_that_is_not_for_its_user(tmp_path: Path, saved: Path) -> None:
-    process = command(
-        "generate", "a slice of pizza", "--model", str(saved), "--steps", "2", "--seed", "1", cwd=tmp_path
-    )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert out == "out/a-slice-of-pizza-1.png\n" and (tmp_path / out.strip()).is_file()
-    shown = [line for line in err.splitlines() if line.strip()]
-    assert all(line.startswith(("steps ", "pictures ")) for line in shown), err
-
-
-def test_it_says_which_version_it_is(shell: Shell) -> None:
-    assert shell("--version") == (0, f"diptych {version('diptych')}\n", "")
-
-
-def test_ctrl_c_stops_with_whole_pictures_only(tmp_path: Path) -> None:
-    arguments = ["a fox", "-n", "500", "--model", tiny.TINY, "--steps", "60", "--guidance", "1"]
-    process = command("generate", *arguments, cwd=tmp_path)
     until = time.monotonic() + 120
-    while not list(tmp_path.glob("out/*.png")) and time.monotonic() < until and process.poll() is None:
+    while not list(tmp_path.glob("foxes/*.png")) and time.monotonic() < until and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    found = list((tmp_path / "out").iterdir())
-    assert found and out == "" and "Traceback" not in err
+    assert out == "out/a-slice-of-pizza-1.png\n" and (tmp_path / out.strip()).is_file()
+    before, _, err = err.partition("second\n")
+    shown = [line for line in before.splitlines() if line.strip()]
+    assert all(line.startswith(("steps ", "pictures ")) for line in shown), before
+    found = list((tmp_path / "foxes").iterdir())
+    assert found and "Traceback" not in err
     assert err.strip().splitlines()[-1] == f"stopped: {len(found)} of 500 pictures were written"
     for path in found:
         with Image.open(path) as image:
             image.load()
+
+
+def test_it_says_which_version_it_is(shell: Shell) -> None:
+    assert shell("--version") == (0, f"diptych {version('diptych')}\n", "")
 
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:

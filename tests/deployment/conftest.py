@@ -24,16 +24,3 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     yield begin
     for service in services:
         service.close()
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One that is ready, for all tests of a module. What a test breaks, it waits to see mended."""
-    service = Served(
-        tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables={"DIPTYCH_LEASE_S": "5"}
-    )
-    try:
-        service.ready()
-        yield service
-    finally:
-        service.close()

@@ -44,7 +44,58 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
     return inherited | {name: value for name, value in ours.items() if name not in unset} | variables
 
 
-class Served:
+class Client:
+    """Calls of a service."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and body of what it answers to a GET, or to a POST of this JSON."""
+        request = urllib.request.Request(self.url + path, headers={"Content-Type": "application/json"})
+        if body is not None:
+            request.data = json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(request, timeout=READY_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def answers(self, path: str) -> bool:
+        """Whether somebody is there, and answers this with 200."""
+        try:
+            return self.call(path)[0] == 200
+        except OSError:
+            return False
+
+    def json(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        status, answer = self.call(path, body)
+        assert status < 300, (status, answer, self)
+        found = json.loads(answer)
+        assert isinstance(found, dict)
+        return found
+
+    def picture(self, prompt: str = "a fox", **fields: Any) -> bytes:
+        """A PNG, asked for and waited for."""
+        job = self.json("/v1/jobs", {"type": "image", "prompt": prompt, "steps": 2, **fields})
+        return self.finished(job["id"])
+
+    def finished(self, id: str) -> bytes:
+        """The first picture of a job that must succeed."""
+
+        def look() -> dict[str, Any] | None:
+            job = self.json(f"/v1/jobs/{id}")
+            return job if job["status"] not in ("queued", "running") else None
+
+        job = wait_until(look, f"the end of {id} of {self!r}")
+        assert job["status"] == "succeeded", (job, self)
+        status, data = self.call(f"/v1/jobs/{id}/images/0")
+        assert status == 200
+        return data
+
+
+class Served(Client):
     """Started at once. `command` goes before `program`, which is what `diptych` is here.
 
     `model` may be any name; None leaves it to the default. `unset` are variables that `environment` is to leave out;
@@ -64,7 +115,7 @@ class Served:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.port = folder, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}")
         named = [] if model is None else ["--model", model]
         words = ["--port", str(self.port), "--data", str(folder / "data"), *named, *arguments]
         self._seen: dict[int, psutil.Process] = {}
@@ -137,52 +188,6 @@ class Served:
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-    # -- what it answers -------------------------------------------------------------------------------------------
-
-    def call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and body of what it answers to a GET, or to a POST of this JSON."""
-        request = urllib.request.Request(self.url + path, headers={"Content-Type": "application/json"})
-        if body is not None:
-            request.data = json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(request, timeout=READY_S) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
-
-    def answers(self, path: str) -> bool:
-        """Whether somebody is there, and answers this with 200."""
-        try:
-            return self.call(path)[0] == 200
-        except OSError:
-            return False
-
-    def json(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        status, answer = self.call(path, body)
-        assert status < 300, (status, answer, self)
-        found = json.loads(answer)
-        assert isinstance(found, dict)
-        return found
-
-    def picture(self, prompt: str = "a fox", **fields: Any) -> bytes:
-        """A PNG, asked for and waited for."""
-        job = self.json("/v1/jobs", {"type": "image", "prompt": prompt, "steps": 2, **fields})
-        return self.finished(job["id"])
-
-    def finished(self, id: str) -> bytes:
-        """The first picture of a job that must succeed."""
-
-        def look() -> dict[str, Any] | None:
-            job = self.json(f"/v1/jobs/{id}")
-            return job if job["status"] not in ("queued", "running") else None
-
-        job = wait_until(look, f"the end of {id} of {self!r}")
-        assert job["status"] == "succeeded", (job, self)
-        status, data = self.call(f"/v1/jobs/{id}/images/0")
-        assert status == 200
-        return data
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -9,7 +9,7 @@ import ast
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,10 +213,10 @@ def reached(modules: dict[str, Module], roots: tuple[str, ...]) -> set[str]:
     return seen
 
 
-def fields_read(tree: ast.AST) -> set[str]:
+def fields_read(nodes: Iterable[ast.AST]) -> set[str]:
     """Fields of Settings that are read as `settings.field`, `self.settings.field` or `self._settings.field`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
             if owner.lstrip("_") == "settings":
@@ -224,14 +224,13 @@ def fields_read(tree: ast.AST) -> set[str]:
     return found
 
 
-def trees(part: str) -> Iterator[ast.AST]:
+def nodes(part: str, modules: dict[str, Module]) -> Iterator[ast.AST]:
     """The source that a part runs: its command, and every module that it reaches."""
-    modules = read(ROOT)
     for name in reached(modules, ROOTS[part]) - {"core.config"}:
-        yield ast.parse(modules[name].source)
+        yield from modules[name].nodes
     for node in ast.parse(modules["cli.serve"].source).body:
         if isinstance(node, ast.FunctionDef) and node.name in COMMANDS[part]:
-            yield node
+            yield from ast.walk(node)
 
 
 def behind() -> dict[str, set[str]]:
@@ -248,10 +247,15 @@ def behind() -> dict[str, set[str]]:
     }
 
 
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    return read(ROOT)
+
+
 @pytest.mark.parametrize("part", ["api", "worker"])
-def test_a_part_is_given_the_settings_that_it_reads_and_no_others(part: str) -> None:
+def test_a_part_is_given_the_settings_that_it_reads_and_no_others(part: str, modules: dict[str, Module]) -> None:
     properties = behind()
-    names_read = {name for tree in trees(part) for name in fields_read(tree)}
+    names_read = fields_read(nodes(part, modules))
     fields = {field for name in names_read for field in properties.get(name, {name})} & Settings.model_fields.keys()
     for service in ["api"] if part == "api" else ["worker", "worker-gpu"]:
         given = {name for name in COMPOSE["services"][service]["environment"] if name.startswith("DIPTYCH_")}

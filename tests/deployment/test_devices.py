@@ -14,52 +14,57 @@ import pytest
 from core.threads import GPU_THREADS, cores
 from deployment.devices import expects_gpu, gpu_of, near_cores
 
-# The command up to where the worker's process would boot, and then what the build does first.
+# The commands up to where the worker's process would boot, one after the other in an environment of its own each, and
+# then what each build does first; the first environment stays the process's, as torch reads it once.
 _STARTED = """
 import json, logging, os, sys
 import cli, workers.boot
 
+booted, before = [], dict(os.environ)
+
 def boot(settings):
-    logging.getLogger("workers").setLevel(logging.INFO)
     loaded = sorted({"torch", "numpy", "tokenizers"} & sys.modules.keys())
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_WAIT_POLICY")}
-    import torch
-    from workers.devices import set_threads
-    set_threads(settings, "cuda" if settings.device == "cuda" else "cpu")
-    print(json.dumps({"loaded": loaded, "threads": torch.get_num_threads(), **limits}))
+    booted.append((settings, {"loaded": loaded, **limits}))
 
 workers.boot.run = boot
-sys.exit(cli.main(["worker", *sys.argv[1:]]))
+for device, *options in json.loads(sys.argv[1]):
+    os.environ["DIPTYCH_DEVICE"] = device
+    assert cli.main(["worker", *options]) == 0
+    os.environ.clear()
+    os.environ.update(before)
+import torch
+from workers.devices import set_threads
+logging.getLogger("workers").setLevel(logging.INFO)
+for settings, told in booted:
+    print("next", file=sys.stderr)
+    set_threads(settings, settings.device)
+    print(json.dumps(told | {"threads": torch.get_num_threads()}))
 """
 
 
-def started(redis_url: str, device: str, *options: str) -> tuple[dict[str, object], str]:
-    """What a worker's process has set when it starts, and its log."""
+def test_a_gpu_worker_limits_its_threads_before_torch_is_loaded_and_a_cpu_worker_keeps_all_cores(
+    redis_url: str,
+) -> None:
+    starts = [["cpu"], ["cuda"], ["cuda", "--threads", "3"]]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "RAYON_", "OPENBLAS_"))}
     ran = subprocess.run(
-        [sys.executable, "-c", _STARTED, *options], capture_output=True, text=True, check=True,
-        env=kept | {"DIPTYCH_REDIS_URL": redis_url, "DIPTYCH_DEVICE": device, "DIPTYCH_COMPILE": "false"},
+        [sys.executable, "-c", _STARTED, json.dumps(starts)], capture_output=True, text=True, check=True,
+        env=kept | {"DIPTYCH_REDIS_URL": redis_url, "DIPTYCH_COMPILE": "false"},
     )  # fmt: skip
-    return json.loads(ran.stdout), ran.stderr
-
-
-@pytest.mark.parametrize(("options", "threads"), [((), GPU_THREADS), (("--threads", "3"), 3)])
-def test_a_gpu_worker_limits_its_threads_before_torch_is_loaded(
-    redis_url: str, options: tuple[str, ...], threads: int
-) -> None:
-    found, log = started(redis_url, "cuda", *options)
-    assert found == {
-        "loaded": [], "threads": threads, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+    all_cores, *limited = map(json.loads, ran.stdout.splitlines())
+    _, log, *logs = ran.stderr.split("next\n")
+    assert all_cores == {
+        "loaded": [], "threads": cores(), "OMP_NUM_THREADS": None, "RAYON_NUM_THREADS": None, "OMP_WAIT_POLICY": None,
     }  # fmt: skip
-    assert f"{threads} CPU threads beside cuda" in log
-    assert ("DIPTYCH_THREADS sets it" in log) == (not options)
-
-
-def test_a_cpu_worker_keeps_all_cores(redis_url: str) -> None:
-    found, log = started(redis_url, "cpu")
-    assert found["OMP_NUM_THREADS"] is None and found["OMP_WAIT_POLICY"] is None
-    assert found["threads"] == cores() and "CPU threads" not in log
+    assert "CPU threads" not in log
+    for found, log, threads in zip(limited, logs, (GPU_THREADS, 3), strict=True):
+        assert found == {
+            "loaded": [], "threads": threads, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }  # fmt: skip
+        assert f"{threads} CPU threads beside cuda" in log
+        assert ("DIPTYCH_THREADS sets it" in log) == (threads == GPU_THREADS)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cuda:1", True), ("cpu", False)])

@@ -18,16 +18,20 @@ import psutil
 import pytest
 
 import cli
+from deployment.redis import free_port
 from pipeline.checkpoints import tiny
 from tests.collector import Collector
-from tests.deployment.served import ROOT, Served, environment, wait_until
+from tests.deployment.served import ROOT, Client, Served, environment, wait_until
 
-# A shell's `&`: SIGINT is ignored from the start. And there is no stdin at all.
-_BEHIND_A_SHELL = ["sh", "-c", "trap '' INT; exec \"$@\" <&-", "sh"]
+# A shell's `&` under nohup: SIGINT and SIGHUP are ignored from the start. And there are no standard streams at all.
+_BEHIND_A_SHELL = ["sh", "-c", "trap '' INT HUP; exec \"$@\" <&- >&- 2>&-", "sh"]
 
 
 def test_no_job_is_lost_between_two_lives(serve: Callable[..., Served]) -> None:
-    """One job runs and two wait when it is told to stop, and told again because it drains for ever."""
+    """One job runs and two wait when it is told to stop, and told again because it drains for ever.
+
+    The second life goes on when its terminal ends.
+    """
     first = serve(variables={"DIPTYCH_DRAIN_S": "3600", "DIPTYCH_MAX_REQUESTS": "1"})
     first.ready()
     order = {"type": "image", "prompt": "a fox", "guidance_scale": 1.0}
@@ -41,39 +45,23 @@ def test_no_job_is_lost_between_two_lives(serve: Callable[..., Served]) -> None:
 
     second = serve(folder=first.folder, command=_BEHIND_A_SHELL, stdin=None)
     wait_until(lambda: second.answers("/healthz"), "the API")
+    second.started()
+    second.process.send_signal(signal.SIGHUP)
     pictures = [second.finished(id) for id in jobs]
     assert len(set(pictures)) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert second.stop(signal.SIGINT) == 130
 
 
-def test_nothing_survives_a_parent_that_is_killed(serve: Callable[..., Served]) -> None:
-    service = serve(variables={"DIPTYCH_DRAIN_S": "1"})
-    service.ready()
-    job = service.json("/v1/jobs", {"type": "image", "prompt": "a fox", "steps": 1000, "n": 4})
-    wait_until(lambda: service.json(f"/v1/jobs/{job['id']}")["status"] == "running", "a job in hand")
-    assert service.stop(signal.SIGKILL) == -signal.SIGKILL
-
-
-def test_neither_nohup_and_its_terminals_end_nor_closed_standard_streams_end_it(serve: Callable[..., Served]) -> None:
-    service = serve(command=["sh", "-c", "trap '' HUP; exec \"$@\" <&- >&- 2>&-", "sh"], stdin=None)
-    service.started()
-    service.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: service.answers("/healthz"), "the API")
-    assert service.stop(signal.SIGTERM) == 0
-
-
-def test_ctrl_c_under_make_reaches_both_and_leaves_nothing(serve: Callable[..., Served], tmp_path: Path) -> None:
+def test_ctrl_c_under_make_reaches_both_and_leaves_nothing(tmp_path: Path) -> None:
     """The Makefile's own `serve`, in a process group of its own, as a terminal's foreground is."""
-    service = serve("--help")  # for its port alone
-    assert service.ended() == 0
-    words = f"--model {tiny.TINY} --data {tmp_path / 'data'} --no-compile"
-    command = ["make", "-o", ".venv/.installed", "serve", f"PORT={service.port}", f"ARGS={words}"]
+    port, words = free_port(), f"--model {tiny.TINY} --data {tmp_path / 'data'} --no-compile"
+    command = ["make", "-o", ".venv/.installed", "serve", f"PORT={port}", f"ARGS={words}"]
     make = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until(lambda: service.answers("/healthz"), "the API")
+        wait_until(lambda: Client(f"http://127.0.0.1:{port}").answers("/healthz"), "the API")
         children = psutil.Process(make.pid).children(recursive=True)
         assert len(children) >= 4
         os.killpg(make.pid, signal.SIGINT)
@@ -86,19 +74,25 @@ def test_ctrl_c_under_make_reaches_both_and_leaves_nothing(serve: Callable[..., 
 
 
 def test_a_worker_for_each_gpu_and_several_apis_are_one_service(serve: Callable[..., Served]) -> None:
-    """The GPUs are names only: the workers compute on the CPU. One that is killed comes back, and so does an API."""
+    """The GPUs are names only: the workers compute on the CPU. One that is killed comes back, and so does an API;
+    it says that it serves when all are there.
+    """
     served = serve("--each-gpu", "--apis", "2", variables={"DIPTYCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"})
-    served.ready()
-    parts = [child for child in served._children() if "cli" in child.cmdline()]
-    workers = [part for part in parts if "worker" in part.cmdline()]
-    apis = [part for part in parts if "api" in part.cmdline()]
-    assert len(workers) == len(apis) == 2
-    assert {worker.environ()["CUDA_VISIBLE_DEVICES"] for worker in workers} == {"0", "1"}
-    assert served.picture().startswith(b"\x89PNG")
-    for part, name in ((workers[1], "worker 1"), (apis[0], "API")):
+
+    def parts(kind: str) -> list[psutil.Process]:
+        return [part for part in served._children() if part.cmdline()[-3:].count(kind) and "cli" in part.cmdline()]
+
+    served.started()
+    wait_until(lambda: len(parts("worker")) == len(parts("api")) == 2, "two of each")
+    killed = [parts("worker")[1], parts("api")[0]]
+    for part, name in zip(killed, ("worker 1", "API 1"), strict=True):
         part.kill()
-        wait_until(lambda name=name: f"{name}" in served.err and "starting it again" in served.err, name)
-    wait_until(lambda: "diptych: ready again" in served.out + served.err, "both again")
+        wait_until(lambda name=name: f"the {name} ended (killed by SIGKILL); starting it again" in served.err, name)
+    served.ready()
+    workers, apis = parts("worker"), parts("api")
+    assert len(workers) == len(apis) == 2 and not {*killed} & {*workers, *apis}
+    assert {worker.environ()["CUDA_VISIBLE_DEVICES"] for worker in workers} == {"0", "1"}
+    assert len([model for model in served.json("/v1/models")["data"] if model["diptych"]["live"]]) == 1
     assert served.picture().startswith(b"\x89PNG")
     assert served.stop(signal.SIGTERM) == 0
 
@@ -109,22 +103,28 @@ def test_without_a_gpu_none_is_served(serve: Callable[..., Served]) -> None:
     assert "--each-gpu: no GPU is visible here" in served.err
 
 
-def test_a_model_that_is_not_there_ends_it(serve: Callable[..., Served]) -> None:
+def test_an_artifacts_url_of_no_use_ends_it(serve: Callable[..., Served]) -> None:
     """On an address for everyone, with variables that are no settings: all is said once, and the error last."""
-    variables = {"DIPTYCH_PRECISON": "fp16", "diptych_port": "80"}
-    service = serve("--host", "0.0.0.0", model="/nowhere", variables=variables)
+    variables = {"DIPTYCH_ARTIFACTS_URL": "gopher://pictures", "DIPTYCH_PRECISON": "fp16", "diptych_port": "80"}
+    service = serve("--host", "0.0.0.0", variables=variables)
     assert service.ended(120) == 2
-    assert service.err.splitlines()[-1].startswith("diptych: model: /nowhere: no such folder")
+    assert service.err.splitlines()[-1].startswith("diptych: DIPTYCH_ARTIFACTS_URL: ")
     assert "Traceback" not in service.err and service.out == "" and "starting it again" not in service.err
     assert "other machines can reach the API; they are served once there is a key" in service.err
     warning = "DIPTYCH_PRECISON is not a known setting and is ignored; did you mean DIPTYCH_PRECISION?"
     assert service.err.count(warning) == 1
 
 
-def test_on_a_terminal_a_spinner_turns_and_leaves_whole_lines(serve: Callable[..., Served]) -> None:
+def test_a_model_that_is_not_there_ends_it_and_a_terminals_spinner_leaves_whole_lines(
+    serve: Callable[..., Served],
+) -> None:
+    """Of a catalogue, the name that is missing is told before anything is loaded."""
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:
-        service = serve(model="/nowhere", stdout=theirs, stderr=theirs, variables={"TERM": "xterm", "COLUMNS": "200"})
+        service = serve(
+            "--models", f"{tiny.TINY},wizard", model=None, stdout=theirs, stderr=theirs,
+            variables={"TERM": "xterm", "COLUMNS": "200"},
+        )  # fmt: skip
         os.close(theirs)
         seen = b""
         with contextlib.suppress(OSError):  # EIO: nobody has the other side open any more
@@ -134,14 +134,8 @@ def test_on_a_terminal_a_spinner_turns_and_leaves_whole_lines(serve: Callable[..
     lines = seen.decode().splitlines()
     assert any("starting" in line and "\x1b[" in line for line in lines)
     said = next(line for line in lines if "no such folder" in line)
-    assert said.rpartition("\x1b[2K")[2].startswith("diptych: model: /nowhere")
-
-
-def test_an_artifacts_url_of_no_use_ends_it(serve: Callable[..., Served]) -> None:
-    service = serve(variables={"DIPTYCH_ARTIFACTS_URL": "gopher://pictures"})
-    assert service.ended(120) == 2
-    assert "diptych: DIPTYCH_ARTIFACTS_URL: " in service.err
-    assert "Traceback" not in service.err
+    assert said.rpartition("\x1b[2K")[2].startswith("diptych: model: wizard: no such folder")
+    assert not any("loading" in line or "Traceback" in line for line in lines)
 
 
 def test_a_machine_without_redis_is_told_so(serve: Callable[..., Served], tmp_path: Path) -> None:
@@ -196,15 +190,15 @@ def test_parts_on_their_own_need_a_redis(
     assert out == "" and err.startswith(f"diptych: DIPTYCH_REDIS_URL: {message}") and "secret" not in err
 
 
-def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
-    service = serve("--help")  # for its port alone
-    assert service.ended() == 0
+def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path) -> None:
+    port = free_port()
+    service = Client(f"http://127.0.0.1:{port}")
     with Collector() as collector:
         env = environment(
             DIPTYCH_REDIS_URL=redis_url, DIPTYCH_ARTIFACTS_URL=tmp_path.as_uri(), DIPTYCH_DRAIN_S="1",
             DIPTYCH_TRACES=collector.url,
         )  # fmt: skip
-        words = (["api", "--port", str(service.port)], ["worker", "--model", tiny.TINY])
+        words = (["api", "--port", str(port)], ["worker", "--model", tiny.TINY])
         with (tmp_path / "log").open("wb") as log:
             parts = [
                 subprocess.Popen([sys.executable, "-m", "cli", *part], env=env, stdin=subprocess.DEVNULL, stderr=log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -11,8 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,10 +23,45 @@ import torch
 from openai import OpenAI
 from PIL import Image
 
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
+from tests.cli.conftest import shell
+from tests.cli.shell import Shell
+from tests.cli.test_captions import write
 from tests.deployment.served import READY_S, ROOT, Served, environment, wait_until
 from tests.integrations.comfyui.host import Host
+from tests.pipeline import loras
+from tests.unet_opt.shapes import tiny_vae
+
+__all__ = ["shell"]
 
 README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `loras` (one, and a damaged file) and `taesd`."""
+    folder = tmp_path_factory.mktemp("operator")
+    (folder / "loras").mkdir()
+    loras.write(load(tiny.TINY), folder / "loras", "ink")
+    (folder / "loras" / "damaged.safetensors").write_bytes(b"none")
+    tiny_vae(8).save_pretrained(folder / "taesd")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One that is ready. What a test breaks, it waits to see mended."""
+    variables = {"DIPTYCH_LORA_DIR": str(folder / "loras"), "DIPTYCH_TINY_VAE": str(folder / "taesd")}
+    service = Served(
+        tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",),
+        variables={**variables, "DIPTYCH_LEASE_S": "5", "DIPTYCH_DRAIN_S": "1"},
+    )  # fmt: skip
+    try:
+        service.ready()
+        yield service
+    finally:
+        service.close()
 
 
 def drawn_with(png: bytes) -> dict[str, object]:
@@ -34,6 +71,15 @@ def drawn_with(png: bytes) -> dict[str, object]:
         found = json.loads(image.text["diptych"])  # type: ignore[attr-defined]
     assert isinstance(found, dict)
     return found
+
+
+def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:
+    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu, torch: the native kernels are" in service.out
+    assert "; emoji-lm, fp32 on cpu, torch: the CPU kernels are turned off" in service.out
+    said = service.err.splitlines()
+    assert said[0] == "diptych: starting"
+    assert "diptych: worker: loading random:tiny" in said
+    assert all(line.startswith("diptych: ") for line in said)  # no warnings, no escapes of a terminal
 
 
 def test_a_job_is_drawn_again_to_the_bit_by_the_request_that_it_tells(service: Served) -> None:
@@ -101,13 +147,79 @@ def test_comfyuis_nodes_draw_what_the_api_draws(service: Served, monkeypatch: py
     assert torch.equal(edited[:, :16], images[0, :, :16]) and not torch.equal(edited[:, 16:], images[0, :, 16:])
 
 
-def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:
-    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu, torch: the native kernels are" in service.out
-    assert "; emoji-lm, fp32 on cpu, torch: the CPU kernels are turned off" in service.out
-    said = service.err.splitlines()
-    assert said[0] == "diptych: starting"
-    assert "diptych: worker: loading random:tiny" in said
-    assert all(line.startswith("diptych: ") for line in said)  # no warnings, no escapes of a terminal
+# -- what an operator's folders hold ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(service: Served) -> dict[str, Any]:
+    """What its image model says of itself."""
+    (model,) = [m for m in service.json("/v1/models")["data"] if m["diptych"]["modality"] == "image"]
+    return dict(model["diptych"])
+
+
+def levels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png))).astype(int)
+
+
+def test_requests_bring_their_own_lora(service: Served, model: dict[str, Any], folder: Path) -> None:
+    path = folder / "loras" / "ink.safetensors"
+    assert model["loras"] == ["damaged", "ink"]
+
+    fields: dict[str, Any] = {"seed": 7, "prompt": "a fox"}
+    png = service.picture(**fields, lora="ink:0.7")
+    text = Image.open(io.BytesIO(png)).text  # type: ignore[attr-defined]
+    assert json.loads(text["diptych"])["lora"] == "ink:0.7"
+    assert json.loads(text["fingerprint"])["lora"] == {"ink": hashlib.sha256(path.read_bytes()).hexdigest()}
+    plain = service.picture(**fields)
+    assert np.abs(levels(png) - levels(plain)).max() > 3
+
+    job = service.json("/v1/jobs", {"type": "image", **fields, "lora": "damaged"})
+
+    def ended() -> dict[str, Any] | None:
+        found = service.json(f"/v1/jobs/{job['id']}")
+        return found if found["status"] not in ("queued", "running") else None
+
+    failed = wait_until(ended, "its end")
+    assert failed["status"] == "failed" and failed["error"]["message"].startswith("lora: damaged: does not fit")
+    status, answer = service.call("/v1/images/generations", {**fields, "lora": "gone"})
+    assert status == 400 and json.loads(answer)["error"]["param"] == "lora"
+    assert service.picture(**fields) == plain
+
+
+def test_requests_choose_the_decoder(service: Served, model: dict[str, Any], folder: Path) -> None:
+    decoder = load(tiny.TINY, tiny_vae=str(folder / "taesd")).tiny_vae
+    assert model["vaes"] == ["full", "tiny"] and model["costs"]["vae_tiny_s"] > 0
+
+    fields = {"seed": 7, "prompt": "a fox"}
+    pictures = {name: Image.open(io.BytesIO(service.picture(**fields, vae=name))) for name in ("full", "tiny")}
+    told = {name: json.loads(one.text["fingerprint"]).get("vae-tiny") for name, one in pictures.items()}  # type: ignore[attr-defined]
+    assert decoder is not None and told == {"full": None, "tiny": decoder.digest}
+    assert pictures["full"].tobytes() != pictures["tiny"].tobytes()
+
+    jobs: list[str] = []
+
+    def preview() -> bytes | None:
+        """Of a job under way; of another one, if it ended before it was looked at."""
+        if not jobs or service.json(f"/v1/jobs/{jobs[-1]}")["status"] not in ("queued", "running"):
+            asked = {"type": "image", **fields, "steps": 500, "preview_every": 1}
+            jobs.append(service.json("/v1/jobs", asked)["id"])
+        status, body = service.call(f"/v1/jobs/{jobs[-1]}/preview")
+        return body if status == 200 else None
+
+    seen = Image.open(io.BytesIO(wait_until(preview, "a preview")))
+    assert "{}x{}".format(*seen.size) == model["native_size"]
+    service.call(f"/v1/jobs/{jobs[-1]}/cancel", {})
+
+
+def test_it_writes_the_captions_that_the_command_writes_by_itself(service: Served, shell: Shell) -> None:
+    whole = write(shell, "here.tsv", 20)
+    assert write(shell, "there.tsv", 20, "--server", service.url) == whole
+    refused = shell("captions", "--count", "2", "--out", "no.tsv", "--server", service.url, "--text-model", "x")
+    assert refused.code == 1 and "no text model x; there: " in refused.err
+    assert not list(shell.folder.glob("no.tsv*"))
+
+
+# -- how it runs ---------------------------------------------------------------------------------------------------
 
 
 def test_parts_are_nice_in_sessions_of_their_own_and_hide_the_password(service: Served) -> None:
@@ -189,3 +301,10 @@ def test_the_models_command_lists_what_it_offers(service: Served) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("emoji-lm  text, fp32 on cpu, ") and done.stderr == ""
     assert lines[1:] == ["random:tiny  image, fp32 on cpu, 32x32"]
+
+
+def test_nothing_survives_a_parent_that_is_killed(service: Served) -> None:
+    """The last: nothing is left for others."""
+    job = service.json("/v1/jobs", {"type": "image", "prompt": "a fox", "steps": 1000, "n": 4})
+    wait_until(lambda: service.json(f"/v1/jobs/{job['id']}")["status"] == "running", "a job in hand")
+    assert service.stop(signal.SIGKILL) == -signal.SIGKILL

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,14 @@ from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
-from tests.children import ROOT, python_path
+from tests.children import ROOT
+from tests.cli.conftest import shell
+from tests.cli.shell import Said, Shell
 from tests.core.quant import stage
 from workers import backends
 from workers.build import build, precision
+
+__all__ = ["shell"]
 
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
@@ -102,38 +105,34 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "site"
 
 
-def generate(folder: Path, model: Path, out: str, *more: str, path: tuple[Path, ...] = ()) -> tuple[int, str]:
-    """A real command, with its exit code and stderr. Nothing is compiled: whether it was in time would decide bits."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    env["DIPTYCH_COMPILE"] = "0"
-    done = subprocess.run(
-        [sys.executable, "-m", "cli", "generate", "a red hat", "a blue hat", "--model", str(model), "--steps", "4",
-         "--seed", "3", "--deterministic", "--deepcache", "2", "-o", out, *more],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**env, "PYTHONPATH": python_path(ROOT, *path), "COLUMNS": "200"},
+def generate(shell: Shell, model: Path, backend: str) -> Said:
+    """Two pictures into the folder of the backend's name."""
+    return shell(
+        "generate", "a red hat", "a blue hat", "--model", str(model), "--steps", "4", "--seed", "3", "--deterministic",
+        "--deepcache", "2", "--backend", backend, "-o", backend,
     )  # fmt: skip
-    return done.returncode, done.stderr
 
 
-def test_an_installed_package_s_backend_draws_pictures(tmp_path: Path, folder: Path, installed: Path) -> None:
-    code, said = generate(tmp_path, folder, "counted", "--backend", "counted", path=(installed,))
-    assert code == 0, said
+def test_an_installed_package_s_backend_draws_pictures(
+    shell: Shell, folder: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_COMPILE", "0")  # whether compiled code was there in time would decide bits
+    said = generate(shell, folder, "counted")
+    assert said.code == 2 and "backend: there is no counted; there are auto, torch, programs, graphs" in said.err
+    assert not (shell.folder / "counted").exists()
+    monkeypatch.syspath_prepend(installed)
+    said = generate(shell, folder, "counted")
+    assert said.code == 0, said.err
     # Of four steps each second one is deep, and the two pictures may share them; each is decoded alone.
-    forwards = json.loads(said.rpartition("forwards: ")[2])
+    (forwards,) = import_module("diptych_counted").FORWARDS
     assert forwards["vae"] == 2 and 2 <= forwards["deep"] <= 4 and 2 <= forwards["shallow"] <= 4
-    code, said = generate(tmp_path, folder, "torch", "--backend", "torch")
-    assert code == 0, said
-    names = sorted(path.name for path in (tmp_path / "counted").glob("*.png"))
+    said = generate(shell, folder, "torch")
+    assert said.code == 0, said.err
+    names = sorted(path.name for path in (shell.folder / "counted").glob("*.png"))
     assert len(names) == 2
     for name in names:
-        ours, theirs = (Image.open(tmp_path / backend / name) for backend in ("torch", "counted"))
+        ours, theirs = (Image.open(shell.folder / backend / name) for backend in ("torch", "counted"))
         assert np.array_equal(np.asarray(ours), np.asarray(theirs)) and np.asarray(ours).std() > 5
         assert '"kernels": "counted 1.0"' in theirs.text["fingerprint"]  # type: ignore[attr-defined]
         assert '"executable": "counted"' in theirs.text["fingerprint"]  # type: ignore[attr-defined]
         assert '"kernels": "torch"' in ours.text["fingerprint"]  # type: ignore[attr-defined]
-
-
-def test_the_command_says_which_backends_there_are(tmp_path: Path, folder: Path) -> None:
-    code, said = generate(tmp_path, folder, "none", "--backend", "counted")
-    assert code == 2 and "backend: there is no counted; there are auto, torch, programs, graphs" in said
-    assert "Traceback" not in said and not (tmp_path / "none").exists()

@@ -107,11 +107,10 @@ def test_a_precision_that_the_device_has_no_path_for_is_refused(
 
 
 @pytest.mark.usefixtures("has_kernels")
-@pytest.mark.parametrize("name", ["folder", tiny.TINY])
 def test_int8_of_a_model_without_a_variant_makes_one_in_the_cache_which_auto_takes(
-    name: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = str(tiny.save(tmp_path / "plain", SHAPE)) if name == "folder" else name
+    plain = str(tiny.save(tmp_path / "plain", SHAPE))
     mine = tmp_path / "cache"
     mine.mkdir()
     (mine / "kernels").symlink_to(cache / "kernels")
@@ -149,13 +148,13 @@ def test_over_a_lora_nothing_is_quantized_by_itself(tmp_path: Path, cache: Path)
 
 
 def test_what_would_not_run_in_8_bits_is_refused_before_it_is_calibrated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narrow heads, which the kernels do not know; and no compiler at all."""
     narrow = tiny.save(tmp_path / "narrow", tiny.SDXLShape())
     said: list[str] = []
     with pytest.raises(ModelError, match=r"int8 does not run here: unet .*no multiple of 16"):
-        build(settings(narrow, tmp_path / "cache", precision="int8"), say=said.append)
+        build(settings(narrow, cache, precision="int8"), say=said.append)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     kernels.library.cache_clear()

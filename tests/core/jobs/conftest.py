@@ -46,15 +46,8 @@ def full(redis_server: RedisServer, client: redis.Redis) -> Iterator[redis.Redis
 
 
 @pytest.fixture
-def mortal(redis_server: RedisServer, client: redis.Redis) -> Iterator[RedisServer]:
-    """The server for a test that kills it; it runs again afterwards.
-
-    Meanwhile it writes every change to its file before it answers. With `everysec`, as `serve` starts it, it puts that
-    off while the disk is busy, so that the last second or two may be lost: what is left is a moment of the past, whole.
-    """
-    redis_server.options = ("appendfsync always",)
-    client.config_set("appendfsync", "always")
+def mortal(redis_server: RedisServer) -> Iterator[RedisServer]:
+    """The server for a test that kills it; it runs again afterwards."""
     yield redis_server
-    redis_server.options = ()
     redis_server.kill()
     redis_server.start()

@@ -296,11 +296,11 @@ class Life:
         books.age(self.client, seconds)
 
     def sweep(self, dice: Random | None = None) -> None:
-        empty = {
-            (queue, level): not self.client.exists(f"{queue}:{level}" if level else queue)
-            for queue in KOMBU
-            for level in books.LEVELS
-        }
+        places = [(queue, level) for queue in KOMBU for level in books.LEVELS]
+        with self.client.pipeline(transaction=False) as pipe:
+            for queue, level in places:
+                pipe.exists(f"{queue}:{level}" if level else queue)
+            empty = {place: not there for place, there in zip(places, pipe.execute(), strict=True)}
         sweep = self.store.upkeep.sweep(1000)
         if self.swept is not None and self.now - self.swept > SILENCE_S:
             for model in self._in("running"):
