@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from api import body, schemas, text_drafts
@@ -19,6 +19,7 @@ from api.events import EventStream
 from api.images import finished, left, wait
 from api.job_follower import job_lost
 from api.rate_limits import enforce_rate_limit
+from api.routers import new_router
 from api.service import Given, Service
 from api.submission import create, served
 from api.text_answers import response_size
@@ -29,7 +30,7 @@ from contract.text import ChatFields, CompletionFields
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 
-router = APIRouter(tags=["text"])
+router = new_router("text")
 
 
 @router.post(
