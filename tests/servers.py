@@ -15,8 +15,11 @@ from deployment.redis import RedisServer
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A running Redis with an append-only file. A test that stops it starts it again."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    """A running Redis with an append-only file. A test that stops it starts it again.
+
+    Unlike a service's it leaves syncing to the system, as no test cuts the power: each write would wait for the disk.
+    """
+    server = RedisServer(tmp_path_factory.mktemp("redis"), ("appendfsync no",))
     server.start()
     yield server
     server.kill()
