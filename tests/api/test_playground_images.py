@@ -84,11 +84,17 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     context.close()
 
 
-@pytest.fixture
-def page(context: BrowserContext, shared: Api, easel: Drafter) -> Iterator[Page]:
-    """The page without anything kept. It says nothing on its console."""
+@pytest.fixture(scope="module")
+def tab(context: BrowserContext) -> tuple[Page, list[str]]:
+    """The page of all tests, and what goes wrong on it: each new one would be a process of the browser's."""
     page = context.new_page()
-    wrong = watched(page)
+    return page, watched(page)
+
+
+@pytest.fixture
+def page(tab: tuple[Page, list[str]], shared: Api, easel: Drafter) -> Iterator[Page]:
+    """The page without anything kept. It says nothing on its console."""
+    page, wrong = tab
     page.goto(f"{shared.url}/healthz")  # of the same origin, without a script that would write meanwhile
     page.evaluate(
         "async (key) => { localStorage.clear(); sessionStorage.clear(); localStorage.setItem('diptych.key', key);"
@@ -96,10 +102,12 @@ def page(context: BrowserContext, shared: Api, easel: Drafter) -> Iterator[Page]
         " gone.onsuccess = gone.onerror = done; }); }",
         KEY,
     )
+    wrong.clear()
     visit(page, shared)
     yield page
-    page.close()
-    assert not wrong
+    seen = [*wrong]
+    page.goto("about:blank")  # where no script goes on
+    assert not seen
 
 
 def watched(page: Page) -> list[str]:
