@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
@@ -581,7 +581,7 @@ def test_hostile_links_are_harmless(page: Page) -> None:
 
     for fragment in HOSTILE:
         check(fragment)
-    given(st.text(max_size=200).map("#".__add__))(check)()
+    settings(max_examples=40)(given(st.text(max_size=200).map("#".__add__))(check))()
     assert not [url for url in asked if not url.startswith((page.url.split("#")[0], "blob:"))]
     page.evaluate("location.hash = '#prompt=a%20cat&seed=3'")
     expect(page.locator("#prompt")).to_have_value("a cat")
