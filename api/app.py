@@ -16,7 +16,6 @@ import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.routing import NoMatchFound
 
 from api import (
     batches,
@@ -35,7 +34,6 @@ from api import (
     playground,
     queues,
     rate_limits,
-    schemas,
     text,
 )
 from api.batch_feeder import BatchFeeder
@@ -45,6 +43,7 @@ from api.paths import TrailingSlashMiddleware
 from api.predictions import routes as predictions
 from api.protocol import connection_limit, protocol
 from api.request_ids import HEADER, RequestIdMiddleware
+from api.routers import add_routes
 from api.sdapi import extras, generation, listings, options, progress
 from api.service import Service
 from api.tracing import TracingMiddleware
@@ -107,17 +106,13 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from other hosts; /docs is served by playground.py
         redoc_url=None,
         redirect_slashes=False,  # a redirect would echo the requested address
-        responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
     service.figures.register(metrics.QueueCollector(service))
     _add_middlewares(app, service)
     # Predictions first, because the addresses of models in `inference` and `models` match any path.
     parts = (*((predictions,) if settings.predictions else ()), *_PARTS, *(_SDAPI if settings.sdapi else ()))
-    for part in parts:
-        app.include_router(part.router)
-    with contextlib.suppress(NoMatchFound):
-        app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
+    add_routes(app, [part.router for part in parts])
     return app
 
 

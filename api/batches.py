@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
@@ -16,6 +16,7 @@ from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
 from api.rate_limits import count_pictures, enforce_rate_limit
+from api.routers import new_router
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS
 from contract.strict import StrictModel
@@ -24,7 +25,7 @@ from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
 from core.jobs.files import KeyRequired
 
-router = APIRouter(tags=["batches"])
+router = new_router("batches")
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, get_args, get_origin
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.datastructures import FormData, UploadFile
 
 from api import body, images, schemas, submission
@@ -19,6 +19,7 @@ from api.errors import invalid_field
 from api.forms import form, upload_source
 from api.rate_limits import enforce_rate_limit
 from api.references import FORM_FILES, NONE_GIVEN, GivenPictures
+from api.routers import new_router
 from api.service import Given, Service
 from api.uploads import MAX_BYTES, PictureSource
 from contract.card import MAX_STEPS
@@ -26,7 +27,7 @@ from contract.field_names import OTHER_NAMES, SIDES
 from contract.image_request import EditRequest
 from contract.strict import StrictModel
 
-router = APIRouter(tags=["images"])
+router = new_router("images")
 
 _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 import anyio
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
@@ -19,12 +19,13 @@ from api.jobs import find
 from api.links import ImageLinks
 from api.methods import bodiless
 from api.presentation import job_object
+from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.connection import StoreError
 from core.jobs.events import Event
 from core.jobs.record import Job
 
-router = APIRouter(tags=["jobs"])
+router = new_router("jobs")
 
 _KEEP_ALIVE_S = 15.0
 _PAST_S = 2.0  # an existing stream delivers its past at once

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import IO, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
@@ -23,12 +23,13 @@ from api.paging import Pagination, missing, page
 from api.picture_decoder import PictureInfo
 from api.predictions.objects import file_object
 from api.rate_limits import enforce_rate_limit
+from api.routers import new_router
 from api.service import Given, Service
 from contract.card import Size
 from core.artifacts import NoArtifact, Spool, StorageDown
 from core.jobs.files import KEPT_S, File, FilesFull, KeyRequired, new_file_id
 
-router = APIRouter(tags=["batches"])
+router = new_router("batches")
 
 MAX_BYTES = 32 * 2**20
 _ENVELOPE = 64 * 1024  # of a form around its file

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from api import admission
 from api.access import By
 from api.errors import ApiError
+from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.cards import WorkerCard
 
-router = APIRouter(tags=["health"])
+router = new_router("health")
 
 _FRESH = {"Cache-Control": "no-store"}
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import anyio
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from api import body, inline_images, schemas, streaming, submission
 from api.access import By
@@ -16,12 +16,13 @@ from api.events import EventStream
 from api.links import ImageLinks
 from api.presentation import results, size
 from api.rate_limits import charge_refusals
+from api.routers import new_router
 from api.service import Given, Service
 from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest
 from core.jobs.record import Job, JobState
 
-router = APIRouter(tags=["images"])
+router = new_router("images")
 
 _CLOSED = 499  # nobody reads it
 

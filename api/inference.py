@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +23,7 @@ from api.foreign import FieldNames, Places, error_route, errors_at
 from api.presentation import results
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
+from api.routers import new_router
 from api.service import Given, Service
 from api.uploads import PictureSource
 from contract.field_names import SIDES
@@ -80,15 +81,10 @@ def _respond(error: ApiError) -> JSONResponse:
     return JSONResponse(content, error.status, dict(error.headers or {}))
 
 
-router = APIRouter(tags=["images"], route_class=error_route(_respond))
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"image/png": {}, "image/webp": {}, "image/jpeg": {}}},
-    "4XX": {"model": InferenceError},
-    "5XX": {"model": InferenceError},
-}
+router = new_router("images", error=InferenceError, route_class=error_route(_respond))
 _DOCUMENTED: dict[str, Any] = {
     "response_class": Response,
-    "responses": _ANSWERS,
+    "responses": {200: {"content": {"image/png": {}, "image/webp": {}, "image/jpeg": {}}}},
     "openapi_extra": schemas.document(InferenceBody),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from api import admission, body, references, schemas, submission
@@ -17,13 +17,14 @@ from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
 from api.presentation import job_object, retrieved
 from api.rate_limits import charge_refusals, enforce_rate_limit
+from api.routers import new_router
 from api.service import Given, Service
 from contract.card import KINDS
 from core.jobs.broker import JOB_ID
 from core.jobs.record import Job, JobState
 from core.jobs.unreadable import UnreadableRecord
 
-router = APIRouter(tags=["jobs"])
+router = new_router("jobs")
 
 _LONGEST_WAIT_S = 60.0
 _PAGES = Pagination(default=20, maximum=100, id=JOB_ID.pattern, kind="a job")

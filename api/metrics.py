@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,11 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.access import By
 from api.cards import RegistrySnapshot
 from api.middleware import on_start
+from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.record import QueueBacklog
 from core.jobs.unreadable import TALLY
 
-router = APIRouter(tags=["health"])
+router = new_router("health")
 
 _SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STATES = ("ready", "starting", "draining")

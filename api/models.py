@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
+from api.routers import new_router
 from api.service import Given, Service
 from contract.bounds import MAX_EXACT
 from contract.card import ImageCard, ModelCard
@@ -19,7 +20,7 @@ from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from core.jobs.registry import READY
 
-router = APIRouter(tags=["models"])
+router = new_router("models")
 
 _HEARD_S = 2.0  # cards are polled once a second
 

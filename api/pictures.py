@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 
 from api import stored_bytes
 from api.access import BEARER, By, identify
@@ -15,11 +15,12 @@ from api.errors import ApiError, invalid_field, refused_picture
 from api.jobs import check_id, find
 from api.links import signed
 from api.presentation import results, shown
+from api.routers import new_router
 from api.service import Given
 from core.artifacts import NoArtifact
 from core.jobs.record import Job, JobState
 
-router = APIRouter(tags=["jobs"])
+router = new_router("jobs")
 
 _NUMBER = re.compile(r"[0-9]{1,2}")
 _FOR_EVER = "private, max-age=31536000, immutable"

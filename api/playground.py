@@ -6,11 +6,12 @@ import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from api.errors import ApiError
+from api.routers import new_router
 
-router = APIRouter(include_in_schema=False)
+router = new_router(include_in_schema=False)
 
 _FOLDER = Path(__file__).resolve().parent / "web"
 _TYPES = {

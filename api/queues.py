@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from api import schemas
 from api.access import By, Caller
 from api.errors import ApiError
+from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.broker import QUEUES
 
-router = APIRouter(tags=["queues"])
+router = new_router("queues")
 
 _PORTION = 500  # jobs cancelled per script: some 20 ms of Redis
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import anyio
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from api import body, schemas, text_drafts
@@ -23,6 +23,7 @@ from api.events import EventStream
 from api.images import finished, left, wait
 from api.job_follower import job_lost, not_followed
 from api.rate_limits import enforce_rate_limit
+from api.routers import new_router
 from api.service import Given, Service
 from api.submission import create, served
 from api.text_answers import TextAnswers, response_size
@@ -35,7 +36,7 @@ from contract.text import CompletionFields
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 
-router = APIRouter(tags=["text"])
+router = new_router("text")
 _KINDS: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
 _post = partial(router.post, response_class=Response, responses={200: {"content": _KINDS}})
 

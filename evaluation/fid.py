@@ -1,7 +1,8 @@
-"""Fréchet distance between two sets of features, by torchmetrics."""
+"""Fréchet distance between two sets of features: by torchmetrics, or of few images by their inner products."""
 
 from __future__ import annotations
 
+import functools
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -27,14 +28,16 @@ class Gaussian(NamedTuple):
 class FrechetDistance:
     """FID from one reference, which is read once, to any features (Heusel et al., 2017, equation 6).
 
-    Features [N, D] may lie in a file: they are read in chunks. Numbers are fp64. Of fewer images than features,
-    eigenvalues that are rounding alone move the figure by some 1e-6 of the covariances' traces.
+    Features [N, D] may lie in a file: they are read in chunks. Numbers are fp64. Of at most D images the trace of the
+    covariances' root comes from a symmetric [N, N] problem, in place of torchmetrics' [D, D] one that is not symmetric.
     """
 
     def __init__(self, reference: Tensor | Gaussian) -> None:
         from torchmetrics.image.fid import FrechetInceptionDistance  # which imports slowly
 
         self._width = reference.shape[1] if isinstance(reference, Tensor) else len(reference.mean)
+        self._reference = reference
+        self._spreads = not isinstance(reference, Tensor) or len(reference) > 1  # else torchmetrics refuses it
         self._metric = FrechetInceptionDistance(_Given(self._width), reset_real_features=False)
         if isinstance(reference, Tensor):
             self._add(reference, None, real=True)
@@ -48,9 +51,33 @@ class FrechetDistance:
         """The distance of features [N, D], each as often as `counts` [N] says; None: once."""
         if features.shape[1] != self._width:
             raise ValueError(f"{features.shape[1]} features cannot be compared with {self._width}")
+        if 1 < len(features) <= self._width and self._spreads:
+            return self._of_few(features.double(), counts)
         self._metric.reset()
         self._add(features, counts, real=False)
         return float(self._metric.compute())
+
+    def _of_few(self, rows: Tensor, counts: Tensor | None) -> float:
+        """The distance of rows [N, D]: with Σ₁ = XᵀX, the eigenvalues of Σ₁Σ₂ that are not 0 are those of XΣ₂Xᵀ."""
+        weights = torch.ones(len(rows), dtype=rows.dtype) if counts is None else counts.double()
+        mean = weights @ rows / weights.sum()
+        rows = (rows - mean) * (weights / (weights.sum() - 1)).sqrt()[:, None]
+        reference = self._gaussian
+        root = torch.linalg.eigvalsh(rows @ reference.covariance @ rows.T).clamp(min=0).sqrt().sum()
+        traces = rows.square().sum() + reference.covariance.trace()
+        return float((mean - reference.mean).square().sum() + traces - 2 * root)
+
+    @functools.cached_property
+    def _gaussian(self) -> Gaussian:
+        if not isinstance(self._reference, Tensor):
+            return self._reference
+        rows = self._reference
+        mean = sum((part.double().sum(0) for part in rows.split(CHUNK)), torch.zeros(self._width).double()) / len(rows)
+        covariance = torch.zeros(self._width, self._width, dtype=torch.float64)
+        for part in rows.split(CHUNK):
+            centred = part.double() - mean
+            covariance += centred.T @ centred
+        return Gaussian(mean, covariance / (len(rows) - 1))
 
     def _add(self, features: Tensor, counts: Tensor | None, *, real: bool) -> None:
         for start in range(0, len(features), CHUNK):

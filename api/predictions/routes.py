@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +30,7 @@ from api.predictions import inputs, objects
 from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
 from api.rate_limits import charge_refusals
 from api.references import GivenPictures
+from api.routers import new_router
 from api.service import Given, Service
 from contract.card import MAX_PROMPT_CHARACTERS, ImageCard
 from contract.strict import MAX_NAME, StrictModel
@@ -123,11 +124,7 @@ def _problem(error: ApiError) -> JSONResponse:
     return JSONResponse(content, status, dict(error.headers or {}))
 
 
-router = APIRouter(
-    tags=["predictions"],
-    route_class=error_route(_problem),
-    responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}},
-)
+router = new_router("predictions", error=Problem, route_class=error_route(_problem))
 
 _PREFER = {
     "name": "Prefer",

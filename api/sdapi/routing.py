@@ -12,6 +12,7 @@ from fastapi.security import HTTPBasic
 from fastapi.security.base import SecurityBase
 from pydantic import BaseModel, Field
 
+from api import routers
 from api.access import Caller, authenticate
 from api.errors import ApiError
 from api.foreign import error_route
@@ -79,5 +80,4 @@ def _token(authorization: str) -> str | None:
 
 def new_router() -> APIRouter:
     """A router of such routes."""
-    responses: dict[int | str, dict[str, Any]] = {"4XX": {"model": SdapiError}, "5XX": {"model": SdapiError}}
-    return APIRouter(tags=["sdapi"], route_class=error_route(error_response), responses=responses)
+    return routers.new_router("sdapi", error=SdapiError, route_class=error_route(error_response))

@@ -412,20 +412,20 @@ def test_bad_receivers_keep_nobody_waiting(redis_url: str, folder: Path, monkeyp
 
 
 def test_one_key_with_many_receivers_keeps_no_other_waiting(redis_url: str, folder: Path) -> None:
-    """Four hundred ends to tell to silent receivers, and one of another key that came last."""
+    """160 ends to tell to silent receivers, and one of another key that came last."""
     settings = settings_of(redis_url, folder, webhook_private=True, rate="")
     with Worker(settings) as worker, contextlib.ExitStack() as stack:
         worker.announce()
         silent = [stack.enter_context(rivals.receiver(rivals.silent))[0] for _ in range(40)]
         good = stack.enter_context(Receiver())
         _, ann, bob, _ = stack.enter_context(tenants(settings))
-        for k in range(400):
+        for k in range(160):
             _order(ann, worker, silent[k % 40])
         _order(bob, worker, good.url)
         heard = eventually(lambda: good.heard and len(good.heard))
         assert heard == 1
         waiting = sum(worker.redis.zcard(key) for key in worker.redis.scan_iter("diptych:webhooks*"))
-        assert waiting >= 300, "it was told long before all of the other's were tried"
+        assert waiting >= 100, "it was told long before all of the other's were tried"
 
 
 def _order(client: openai.OpenAI, worker: Worker, url: str) -> None:
