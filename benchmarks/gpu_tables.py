@@ -119,9 +119,10 @@ def _fleet(result: Result, engine: Result) -> Rows:
 
 
 def _single(result: Result) -> Rows:
-    for plan, figures in result["plans"].items():
-        base = plan.removesuffix("-png")
-        yield {**figures, **figures["stages_ms"], "plan": _PLANS[base] + (", PNG" if base != plan else "")}
+    for name, figures in result["plans"].items():
+        plan = figures["plan"].removesuffix("-png")
+        label = _PLANS[plan] + (", PNG" if plan != figures["plan"] else name.removeprefix(plan))
+        yield {**figures, **figures["stages_ms"], "plan": label}
 
 
 def _before(result: Result) -> Rows:

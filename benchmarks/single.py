@@ -4,7 +4,8 @@ One client draws `--pictures` one after another, with nothing else in flight, th
 `benchmarks.fleet` starts on one GPU: HTTP, Redis and Celery. Then the service ends, and `benchmarks.engine` draws as
 many on the same GPU, from prompts to pixels. Stages are medians, by the clock that Redis and clients share: until the
 job is in Redis, until a worker claims it, in the engine, until its file is stored and its end recorded, and until the
-client has its bytes. `--device cpu --tiny` rehearses it.
+client has its bytes. Images of random weights are noise, whose JPEG files at full quality are many times as large as
+those of pictures; `--qualities` draws each plan again in others. `--device cpu --tiny` rehearses it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from core.jobs.store import JobStore
 
 STAGES = ("accept", "claim", "engine", "store", "answer")
-BOUND_MS = 25.0  # beyond the engine's single image
+_BEST = 100
 _WARM = 3  # pictures of a plan before those that count
 _ANSWER_S = 120.0
 
@@ -84,8 +85,11 @@ def served(options: argparse.Namespace) -> dict[str, Any]:
         store = JobStore.of(Settings(redis_url=host.redis.url))
         for plan in options.plans:
             fields = {"steps": 20, **PLANS[plan], **({"steps": 2} if options.tiny else {})}
-            figures[plan] = draw(host.url, store, fields, options.pictures)
-            record.progress(f"{plan}: {json.dumps(figures[plan])}")
+            for quality in options.qualities if fields.get("output_format") != "png" else [_BEST]:
+                more = {} if quality == _BEST else {"output_compression": quality}
+                name = plan if quality == _BEST else f"{plan}, quality {quality}"
+                figures[name] = {"plan": plan, **draw(host.url, store, fields | more, options.pictures)}
+                record.progress(f"{name}: {json.dumps(figures[name])}")
         store.close()
     return figures
 
@@ -107,8 +111,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     plans = served(options)
     result = {"model": options.model, "precision": options.precision, "pictures": options.pictures, "plans": plans}
     record.publish(options.name, result, options.results, verbose=False)
-    for plan, engine_s in in_engine(options).items():
-        plans[plan] |= {"engine_s": engine_s, "beyond_ms": round(1e3 * (plans[plan]["p50_s"] - engine_s), 1)}
+    engine_s = in_engine(options)
+    for figures in plans.values():
+        alone_s = engine_s[figures["plan"]]
+        figures |= {"engine_s": alone_s, "beyond_ms": round(1e3 * (figures["p50_s"] - alone_s), 1)}
     return record.publish(options.name, result, options.results, artifacts=provenance.SERVICE)
 
 
@@ -118,10 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=sdxl.NAME, help="default: %(default)s")
     parser.add_argument("--precision", default="int8", help="default: %(default)s")
     parser.add_argument("--pictures", type=int, default=24, help="of each plan; default: %(default)s")
+    parser.add_argument("--qualities", default="100", help="of JPEG files; default: %(default)s")
     parser.add_argument("--checker", default="", metavar="FOLDER", help="as of benchmarks.fleet")
     parser.add_argument("--name", default="single", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     options.plans = command.names(options.plans, PLANS, "--plans")
+    options.qualities = [int(quality) for quality in options.qualities.split(",")]
     options.apis, options.threads, options.image_jobs = 1, 0, 32
     if options.tiny:
         options.model, options.precision = tiny.TINY, "fp32"

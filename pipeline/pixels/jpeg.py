@@ -16,7 +16,7 @@ from pipeline.pixels.threads import pool
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_STRIP = 2**17  # pixels of a strip, at least
+_STRIP = 2**16  # pixels of a strip, at least
 _BLOCK = 8  # pixels along a side of what is coded together, where colors are not subsampled
 _MARKERS = 8  # restart markers, which take turns
 _LONGEST = 2**16 - 1  # blocks between markers

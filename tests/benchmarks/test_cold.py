@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -21,9 +22,13 @@ def test_a_cold_model_is_measured_beside_one_that_draws(tmp_path: Path, capsys: 
     assert "a cold model beside one that draws" in capsys.readouterr().out
 
 
-def test_a_step_is_the_time_between_full_forwards_with_nothing_between() -> None:
-    ends = [*[("deep", 16)] * 3, ("vae", 4), ("deep", 16), ("deep", 12), ("deep", 16), ("deep", 16)]
-    forwards = [Forward(0.1 * k, "first", phase, rows) for k, (phase, rows) in enumerate(ends)]
-    assert cold.step_ms(forwards, 16, 0.0, 1.0) == (pytest.approx(100.0), 3)
-    assert cold.step_ms(forwards, 16, 0.1, 0.25) == (pytest.approx(100.0), 1)
-    assert cold.step_ms([], 16, 0.0, 1.0)[1] == 0
+def test_steps_cost_the_time_between_forwards_of_one_width_with_nothing_between() -> None:
+    kinds = [*[("deep", 16)] * 4, ("vae", 4), *[("deep", 12)] * 2, *[("deep", 16)] * 4]
+    moments = itertools.accumulate([0.1] * 7 + [0.2] * 4)
+    forwards = [Forward(end, "first", *kind) for end, kind in zip(moments, kinds, strict=True)]
+    usual = cold.step_times(forwards, [(0.0, 0.75)])
+    assert {rows: len(times) for rows, times in usual.items()} == {16: 3, 12: 1}
+    found = cold.cost(forwards, [(0.75, 1.55)])
+    assert found["rows"] == 16 and found["steps"] == 3 and found["ratio"] == pytest.approx(2.0)
+    assert found["step_ms"] == pytest.approx(100.0) and found["while_loading_ms"] == pytest.approx(200.0)
+    assert cold.cost(forwards[:2], [(0.0, 0.01)])["ratio"] is None
