@@ -1,14 +1,16 @@
-"""Encodes JPEG files in strips on several threads.
+"""Encodes JPEG files in strips on several threads, one file at a time.
 
 Pillow takes a fortieth of a second for a noisy one of 1024², in which a client who is alone waits. The strips are what
-a JPEG has between restart markers: the file has the bytes that Pillow writes with a marker after every strip, whatever
-the number of threads, and its pixels are those without markers.
+a JPEG has between restart markers: the file has the bytes that Pillow writes with a marker after every strip, and its
+pixels are those without markers. While one file is encoded so Pillow encodes others whole, to these same bytes: where
+many end at once the threads would only get into the engine's way.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.pixels.threads import pool
@@ -16,11 +18,12 @@ from pipeline.pixels.threads import pool
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_STRIP = 2**16  # pixels of a strip, at least
+_STRIP = 2**17  # pixels of a strip, at least
 _BLOCK = 8  # pixels along a side of what is coded together, where colors are not subsampled
 _MARKERS = 8  # restart markers, which take turns
 _LONGEST = 2**16 - 1  # blocks between markers
 _FRAME, _SCAN, _INTERVAL = 0xC0, 0xDA, 0xDD  # segments: SOF0, SOS, DRI
+_ONE = threading.Lock()  # held while a file is encoded in strips
 
 
 def strip_rows(width: int) -> int:
@@ -36,6 +39,18 @@ def encoded(image: Image, encode: Callable[..., bytes], **options: Any) -> bytes
     """
     width, height = image.size
     rows = strip_rows(width)
+    if rows >= height:
+        return encode(image, **options)
+    if not _ONE.acquire(blocking=False):
+        return encode(image, restart_marker_rows=rows // _BLOCK, **options)
+    try:
+        return _in_strips(image, rows, encode, options)
+    finally:
+        _ONE.release()
+
+
+def _in_strips(image: Image, rows: int, encode: Callable[..., bytes], options: Mapping[str, Any]) -> bytes:
+    width, height = image.size
     plain = {name: value for name, value in options.items() if name in ("quality", "subsampling")}
 
     def strip(top: int) -> bytes:
@@ -43,8 +58,6 @@ def encoded(image: Image, encode: Callable[..., bytes], **options: Any) -> bytes
         return encode(part, **(plain if top else options))
 
     first, *others = pool().map(strip, range(0, height, rows))
-    if not others:
-        return first
     frame, scan, data = _places(first)
     interval = struct.pack(">BBHH", 0xFF, _INTERVAL, 4, rows // _BLOCK * -(-width // _BLOCK))
     size = frame + 5  # behind the segment's marker and length, and the precision

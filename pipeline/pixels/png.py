@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 
-_STRIP = 2**16  # pixels of a strip, at least
+_STRIP = 2**17  # pixels of a strip, at least
 _WINDOW = 2**15  # bytes before a strip that deflate may refer to
 _LEVEL = 6
 _COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's color types by channels

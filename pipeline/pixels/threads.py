@@ -7,7 +7,7 @@ from functools import cache
 
 from core.threads import cores
 
-_MOST = 16
+_MOST = 8
 
 
 @cache

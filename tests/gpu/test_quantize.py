@@ -40,9 +40,9 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
         assert {name: type(layer).__name__ for name, layer in found.items()} == manifest.layers
         for name, layer in wanted.items():
             # Ranges are read in bf16 from convolutions in two memory formats, which round differently: the largest
-            # value of a channel may be another one. Seen apart by 8% of two values in 768.
+            # value of a channel may be another one. Seen apart by 8%, and by more than 6% in two of 768.
             apart = (found[name].inverse - layer.inverse).abs() / layer.inverse.abs()
-            assert apart.max() < 2**-3 and (apart > 2**-5).float().mean() < 0.02
+            assert apart.max() < 2**-3 and (apart > 2**-4).float().mean() < 0.02
 
 
 @torch.inference_mode()
