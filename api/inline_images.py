@@ -21,7 +21,7 @@ from api.service import Service
 from core.artifacts import ArtifactError, digest_of
 
 _PART = 3 * 2**17  # bytes of an image in memory; a multiple of 3, so that the base64 of its parts can be joined
-_HELD = 8 * 2**20  # bytes of base64 that an answer may hold: enough for a few images of 1024²
+_HELD = 8 * 2**20  # bytes that an answer may hold, as base64 has them: enough for a few images of 1024²
 
 
 class Inline:
@@ -43,10 +43,9 @@ def verified_size(service: Service, key: str) -> int:
     return size
 
 
-def _encoded(service: Service, key: str) -> tuple[int, bytes]:
-    """The size in bytes of an image that is whole, and it in base64. Blocks. Raises `ArtifactError`."""
-    data = service.artifacts.get(key)
-    return len(data), base64.b64encode(data)
+def _whole(service: Service, key: str) -> bytes:
+    """An image that is whole. Blocks. Raises `ArtifactError`."""
+    return service.artifacts.get(key)
 
 
 def _length(size: int) -> int:
@@ -67,7 +66,7 @@ class InlineDocument:
         text = json.dumps(document, default=self._marked, separators=(",", ":"), allow_nan=False)
         self._pieces = list(self._split(text))
         self._sizes: dict[str, int] = {}
-        self._held: dict[str, bytes] = {}  # images in base64, by key
+        self._held: dict[str, bytes] = {}  # images, by key
         self._held_bytes = 0
 
     def _marked(self, value: Any) -> str:
@@ -90,9 +89,8 @@ class InlineDocument:
             if image.size_bytes is None or not self._hold(_length(image.size_bytes)):
                 self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
                 continue
-            self._sizes[image.key], self._held[image.key] = await self._service.stored(
-                _encoded, self._service, image.key
-            )
+            self._held[image.key] = data = await self._service.stored(_whole, self._service, image.key)
+            self._sizes[image.key] = len(data)
         return self._whole_length()
 
     def _hold(self, count: int) -> bool:
@@ -130,8 +128,9 @@ class InlineDocument:
         for piece in self._pieces:
             if not isinstance(piece, Inline):
                 yield piece
-            elif piece.key in self._held:
-                yield self._held[piece.key]
+            elif (data := self._held.get(piece.key)) is not None:
+                for at, length in self._parts(piece):  # its client reads a part while the next is encoded
+                    yield base64.b64encode(memoryview(data)[at : at + length])
             else:
                 for at, length in self._parts(piece):
                     yield base64.b64encode(await self._service.stored(_part, self._service, piece.key, at, length))

@@ -1,11 +1,13 @@
 """Measures a host with several GPUs through HTTP, Redis and Celery: images per second by number of GPUs and plan.
 
     python -m benchmarks.fleet [--gpus 4,2,1] [--plans full,half,4-steps] [--apis N] [--window S] [--engine]
+                               [--checker FOLDER]
 
 Starts what `diptych serve --each-gpu --apis N` starts, once for the most GPUs; then ends workers, so that fewer are
 left for the next count. Clients in processes of their own keep `--in-flight` requests per GPU in flight. CPU seconds an
 image are those of each kind of process within the window. `--engine` runs `benchmarks.engine` beside it, on the last
-GPU, once that has no worker. Results are written after every window. `--device cpu --tiny` rehearses it.
+GPU, once that has no worker. `--checker` is a network that looks at the pictures of plans whose name says `checked`.
+Results are written after every window. `--device cpu --tiny` rehearses it.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "4-steps": {"steps": 4, "guidance_scale": 1.0, "scheduler": "lcm", "deepcache": {"interval": 1}},
 }
 PLANS["4-steps-png"] = {**PLANS["4-steps"], "output_format": "png"}
+PLANS["4-steps-checked"] = {**PLANS["4-steps"], "checker": "tag"}
 """Fields of a request by plan: the rungs `int8`, `half` and `4-steps` of `benchmarks.engine`."""
-_RUNGS = {"full": "int8", "half": "half", "4-steps": "4-steps", "4-steps-png": "4-steps"}
+RUNGS = {"full": "int8", "half": "half"}
 _CLIENTS = 2  # processes of clients per GPU
 _START_S, _SETTLE_S, _STOP_S, _ANSWER_S = 420.0, 240.0, 60.0, 120.0
 _LOOK_S, _IDLE = 2.0, 0.15  # of one core, below which a worker records no more graphs
@@ -100,7 +103,7 @@ class Host:
             model=options.model, precision=options.precision, device=options.device, data_dir=folder,
             redis_url=self.redis.url, text_model="off", max_queued=100_000, cache_dir=folder / "cache",
             artifacts_url=f"file://{folder}/artifacts", threads=options.threads, image_jobs=options.image_jobs,
-            apis=options.apis,
+            apis=options.apis, checker=options.checker,
         )  # fmt: skip
         if options.tiny:
             settings = settings.model_copy(update={"kernels": False, "compile": False})
@@ -251,7 +254,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _engine(device: str, plans: Sequence[str], options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Begin to measure the engine alone on this GPU, which serves nothing."""
-    rungs = ",".join(dict.fromkeys(_RUNGS[plan] for plan in plans))
+    rungs = ",".join(dict.fromkeys(RUNGS.get(plan, "4-steps") for plan in plans))
     words = [sys.executable, "-m", "benchmarks.engine", "--rungs", rungs, "--windows", "1", "--window", "20"]
     words += ["--name", f"{options.name}-engine", "--results", str(options.results)]
     return subprocess.Popen(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": device}, stdin=subprocess.DEVNULL)
@@ -280,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=60.0, help="seconds; default: %(default)s")
     parser.add_argument("--warm", type=float, default=12.0, help="seconds of load before it; default: %(default)s")
     parser.add_argument("--engine", action="store_true", help="measure the engine alone beside")
+    parser.add_argument("--checker", default="", metavar="FOLDER", help="DIPTYCH_CHECKER; default: none")
     parser.add_argument("--name", default="fleet", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     options.plans = command.names(options.plans, PLANS, "--plans")

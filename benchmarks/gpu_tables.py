@@ -117,6 +117,20 @@ def _fleet(result: Result, engine: Result) -> Rows:
             }  # fmt: skip
 
 
+def _single(result: Result) -> Rows:
+    for name, figures in result["plans"].items():
+        plan = figures["plan"].removesuffix("-png")
+        label = _PLANS[plan] + (", PNG" if plan != figures["plan"] else name.removeprefix(plan))
+        yield {**figures, **figures["stages_ms"], "plan": label}
+
+
+def _before(result: Result) -> Rows:
+    for name, ms in result["ms"].items():
+        before = result["before_ms"].get(name)
+        yield {"name": name, "ms": ms, "before": cell("{ms:.3f} ms", {"ms": before}),
+               "ratio": cell("{ratio:.3f}", {"ratio": before and ms / before})}  # fmt: skip
+
+
 def _catalogue(result: Result) -> Rows:
     for plan, figures in result["plans"].items():
         one, zipf = figures["one"], figures["zipf"]
@@ -143,6 +157,15 @@ TABLES: dict[str, Table | Text] = {
         ("CPU per image: workers, APIs, Redis", "{workers:.3f} s, {apis:.3f} s, {redis:.4f} s"),
         ("one image alone: over HTTP; in the engine", "{alone}")), _fleet,
         "{apis} API processes, {cores} cores; windows of {window_s:.0f} s, each once."),
+    "h200-single": Table(("h200/single",), (
+        ("INT8, 1024×1024, JPEG", "{plan}"), ("p50, p99", "{p50_s:.3f} s, {p99_s:.3f} s"),
+        ("in the engine", "{engine_s:.3f} s"), ("beyond it", "{beyond_ms:.0f} ms"),
+        ("until it is queued", "{accept:.1f} ms"), ("claimed", "{claim:.1f} ms"), ("drawn", "{engine:.0f} ms"),
+        ("stored", "{store:.1f} ms"), ("received", "{answer:.1f} ms"), ("file", "{file_bytes:,} bytes")), _single,
+        "{pictures} pictures each, one after another; medians."),
+    "h200-before": Table(("h200/phases",), (
+        ("graph, phase and rows", "{name}"), ("now", "{ms:.3f} ms"), ("before", "{before}"), ("ratio", "{ratio}")),
+        _before, "Before: {before}."),
     "h200-catalogue": Table(("h200/catalogue",), (
         ("INT8, 1024×1024", "{plan}"), ("in flight", "{in_flight}"), ("one model, images/s", "{one[images_s]:.2f}"),
         ("all models, images/s", "{zipf[images_s]:.2f}"), ("share", "{share:.1%}"),

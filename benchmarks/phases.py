@@ -4,8 +4,9 @@
 
 Medians of windows of consecutive replays, on the fused lowering in INT8 (Z-Image and Llama-3.1-8B also in bf16).
 Weights are random: speeds are real, images and texts are not. `--stock` also times diffusers' denoiser, eager and
-compiled; `--against` prints the ratio of each phase to that in an earlier file. `--tiles`, of a table of tiles or
-"estimate", measures each phase with these too, in turns with the device's own. `--device cpu --tiny` rehearses it.
+compiled; `--against` gives the ratio of each phase to that in an earlier file, or to the median of several. `--tiles`,
+of a table of tiles or "estimate", measures each phase with these too, in turns with the device's own. `--device cpu
+--tiny` rehearses it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -182,6 +184,13 @@ def llama_phases(device: str, *, small: bool, stock: bool) -> Phases:
             yield f"{kind} prompt {context}", partial(run, chunk), False
 
 
+def _milliseconds(file: Path) -> dict[str, float]:
+    """Milliseconds by phase; versions before had nothing else in their files."""
+    content: dict[str, Any] = json.loads(file.read_text())
+    times: dict[str, float] = content.get("ms", content)
+    return times
+
+
 FAMILIES = {"sdxl": sdxl_phases, "zimage": zimage_phases, "llama": llama_phases}
 
 
@@ -190,13 +199,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("phases", __doc__)
     parser.add_argument("--family", choices=FAMILIES, default="sdxl", help="default: %(default)s")
     parser.add_argument("--stock", action="store_true", help="also diffusers' denoiser")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier file of the same family")
+    parser.add_argument(
+        "--against", type=Path, action="append", default=[], metavar="FILE", help="an earlier file of the same family"
+    )
+    parser.add_argument("--against-name", default="", help="of what the earlier files measured, such as a commit")
     parser.add_argument(
         "--tiles", action="append", default=[], metavar="FILE", help="with these tiles too: a table, or `estimate`"
     )
     parser.add_argument("--name", default="phases", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
-    before = json.loads(options.against.read_text())["ms"] if options.against else {}
+    earlier = [_milliseconds(file) for file in options.against]
+    before = {name: statistics.median(times[name] for times in earlier) for name in (earlier[0] if earlier else ())}
     times: dict[str, float] = {}
     others: dict[str, dict[str, float]] = {Path(table).stem: {} for table in options.tiles}
     tables = {Path(table).stem: {} if table == "estimate" else tiles.read(Path(table)) for table in options.tiles}
@@ -213,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, ms in times.items()
     ]  # fmt: skip
     record.table(options.family, ("phase", "ms", "ratio", *others), rows)
-    extra = {"tiles": others} if others else {}
+    extra: dict[str, Any] = {"tiles": others} if others else {}
+    if before:
+        extra |= {"before": options.against_name, "before_ms": before}
     record.publish(options.name, {"family": options.family, "ms": times, **extra}, options.results)
     return 0
 

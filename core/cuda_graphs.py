@@ -6,11 +6,13 @@ but for `CAPTURE_LOCK`, which the recorders of all threads share.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -69,7 +71,7 @@ class CudaRecorder:
             self._stream.synchronize()
             # Not `torch.cuda.graph`, which empties the allocator's cache each time: requests are served between
             # recordings. "thread_local": other threads may allocate meanwhile, e.g. the text model on its own stream.
-            with CAPTURE_LOCK:
+            with CAPTURE_LOCK, _without_collections():
                 if not self._graphs:
                     self._new_pool()  # the last ended with the last of its graphs, and takes no other
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -96,6 +98,18 @@ class CudaRecorder:
         with CAPTURE_LOCK:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context: no garbage is collected. A graph among it would be destroyed on this thread, which ends its capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CapturedGraph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def _sd3(small: bool) -> Any:
     )  # fmt: skip
 
 
-def _flux(small: bool) -> Any:
-    """FLUX.1 schnell: 11.9B parameters, four steps without guidance."""
+def _flux(small: bool, *, guided: bool = False) -> Any:
+    """FLUX.1 schnell: 11.9B parameters, four steps; `guided` is FLUX.1 dev, which reads the guidance as a number."""
     import diffusers
 
     sizes: dict[str, Any] = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
@@ -88,12 +89,14 @@ def _flux(small: bool) -> Any:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(0.3611, 0.1159, small),
         text_encoder=_clip("CLIPTextModel", 768, 12, "quick_gelu", small), text_encoder_2=_t5(small),
         tokenizer=tokenizer(77), tokenizer_2=tokenizer(512),
-        transformer=diffusers.FluxTransformer2DModel(**(sizes if small else {})),
+        transformer=diffusers.FluxTransformer2DModel(guidance_embeds=guided, **(sizes if small else {})),
     )  # fmt: skip
 
 
-SHAPES: dict[str, Callable[[bool], Any]] = {"sd3-medium": _sd3, "flux-schnell": _flux}
-STEPS = {"sd3-medium": 28, "flux-schnell": 4}
+SHAPES: dict[str, Callable[[bool], Any]] = {
+    "sd3-medium": _sd3, "flux-schnell": _flux, "flux-dev": partial(_flux, guided=True),
+}  # fmt: skip
+STEPS = {"sd3-medium": 28, "flux-schnell": 4, "flux-dev": 28}
 
 
 def save(shape: str, folder: Path, device: str, *, small: bool) -> Path:

@@ -3,7 +3,7 @@
 Pillow holds it while it encodes into memory: sixteen images that end at once would take turns with it, a few
 milliseconds each, and the engine's thread would wait for all of them whenever it needs it. JPEG is written to a file
 descriptor, for which Pillow releases it; PNG, for which it never does, by `pipeline.pixels.png` if the image is large.
-WebP's encoder releases it by itself.
+WebP's encoder releases it by itself. Large JPEG files are encoded in strips, too (`pipeline.pixels.jpeg`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +23,17 @@ _MODES = ("L", "LA", "RGB", "RGBA")
 
 
 def encoded(image: Image, media: str, **options: Any) -> bytes:
-    """Return the file that `image.save` writes in this format of Pillow's, with these options."""
+    """Return the file that `image.save` writes in this format of Pillow's, with these options; of a large JPEG without
+    subsampling with restart markers, which change no pixel.
+    """
+    if media == "JPEG" and options.get("subsampling") == 0 and image.width * image.height >= LARGE:
+        from pipeline.pixels import jpeg as strips
+
+        return strips.encoded(image, partial(_saved, media="JPEG"), **options)
+    return _saved(image, media, **options)
+
+
+def _saved(image: Image, media: str, **options: Any) -> bytes:
     with _memory_file() as file:
         image.save(file, format=media, **options)
         file.seek(0)

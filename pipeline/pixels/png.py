@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.threads import cores
+from pipeline.pixels.threads import pool
 
 if TYPE_CHECKING:
     from PIL.PngImagePlugin import PngInfo
@@ -26,7 +24,6 @@ _STRIP = 2**17  # pixels of a strip, at least
 _WINDOW = 2**15  # bytes before a strip that deflate may refer to
 _LEVEL = 6
 _COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's color types by channels
-_THREADS = 8
 
 
 def encoded(pixels: Pixels, chunks: PngInfo | None = None) -> bytes:
@@ -34,9 +31,9 @@ def encoded(pixels: Pixels, chunks: PngInfo | None = None) -> bytes:
     height, width, channels = pixels.shape
     rows = max(1, -(-_STRIP // width))
     starts = range(0, height, rows)
-    filtered = list(_threads().map(lambda start: _filtered(pixels, start, min(start + rows, height)), starts))
+    filtered = list(pool().map(lambda start: _filtered(pixels, start, min(start + rows, height)), starts))
     windows = [b"", *(strip[-_WINDOW:] for strip in filtered[:-1])]
-    deflated = _threads().map(_deflated, filtered, windows, [strip is filtered[-1] for strip in filtered])
+    deflated = pool().map(_deflated, filtered, windows, [strip is filtered[-1] for strip in filtered])
     checksum = 1
     for strip in filtered:
         checksum = zlib.adler32(strip, checksum)
@@ -85,8 +82,3 @@ def _deflated(strip: bytes, window: bytes, last: bool) -> bytes:
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(2, min(_THREADS, cores())), "png")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +78,38 @@ def test_a_recording_that_fails_in_the_middle_disturbs_no_other(broken: Callable
         made = graphs.run("blend", rows, draw(5, rows), draw(6))["whole"]
         assert torch.equal(made, blend(draw(5, rows), draw(6))["whole"])
     assert torch.equal(graphs.run("broken", 8, draw(7)), broken(draw(7)))
+
+
+def test_garbage_is_collected_after_a_capture() -> None:
+    """Graphs among it, of a model that is gone, would end the capture of the thread that collects it."""
+
+    class Circle:
+        own: Circle
+        graph: CapturedGraph
+
+    def busy(x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            assert [[k] for k in range(50_000)], "would set off collections"
+        return x * 2
+
+    thresholds, enabled = gc.get_threshold(), gc.isenabled()
+    gc.collect()
+    gc.set_threshold(10_000, 1, 1)
+    gc.enable()
+    try:
+        circle = Circle()
+        circle.own = circle
+        circle.graph = CapturedGraph(blend, (draw(1), draw(2)), {}, CudaRecorder(torch.device("cuda")))
+        gone = weakref.ref(circle)
+        del circle
+        captured = CapturedGraph(busy, (draw(3),), {}, CudaRecorder(torch.device("cuda")))
+        assert gone() is not None and gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+        if not enabled:
+            gc.disable()
+    gc.collect()
+    assert gone() is None and torch.equal(captured(draw(4)), draw(4) * 2)
 
 
 def test_recorders_of_other_threads_may_wait_for_the_device_meanwhile() -> None:

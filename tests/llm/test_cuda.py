@@ -324,5 +324,5 @@ def test_graphs_bring_equal_bits(kind: str) -> None:
     run, plain = fused(model, "int8"), fused(model, "int8")
     plain.graphs._recorded = lambda run: run  # type: ignore[method-assign]
     run.prepare(4, 64)
-    for found, other in zip(read(run, TEXTS, [9, 2, 12]), read(plain, TEXTS, [9, 2, 12]), strict=True):
+    for found, other in zip(read(run, TEXTS, [9, 2, 4]), read(plain, TEXTS, [9, 2, 4]), strict=True):
         assert torch.equal(torch.stack(found), torch.stack(other))

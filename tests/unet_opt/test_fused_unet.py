@@ -131,7 +131,8 @@ def test_image_prompts_meet_no_new_layer() -> None:
     split, given = SplitUNet(CudaLowering(BASE, 2, of), of), placed(inputs(of, 2, 8, 8))
     deep(split, given)
     split.lowering.fix_layers()
-    images = [(torch.zeros(2, 4, split.text_width, device=DEVICE, dtype=BASE), torch.full((2,), 4, device=DEVICE))]
+    lengths = torch.full((2,), 4, dtype=torch.int32, device=DEVICE)
+    images = [(torch.zeros(2, 4, split.text_width, device=DEVICE, dtype=BASE), lengths)]
     with torch.inference_mode():
         kv = split.prepare_text(given.hidden)
         split.deep(given.of_denoiser(kv), images=images)

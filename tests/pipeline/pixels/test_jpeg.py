@@ -1,0 +1,69 @@
+"""JPEG files in strips: the bytes that Pillow writes with restart markers, and the pixels that it writes without."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from pipeline.pixels import files, jpeg
+from tests.pipeline.pixels.test_png import drawn, opened
+
+
+def saved(image: Image.Image, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, format="JPEG", **options)
+    return stream.getvalue()
+
+
+def picture(width: int, height: int, channels: int, content: str) -> Image.Image:
+    pixels = drawn(width, height, channels, content)
+    return Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+
+
+@given(
+    st.integers(1, 90), st.integers(1, 300), st.sampled_from([1, 3]), st.sampled_from(["noise", "slope", "flat"]),
+    st.integers(1, 100), st.sampled_from([1, 300, 2**11]),
+)  # fmt: skip
+def test_a_file_is_pillows_with_a_marker_behind_each_strip(
+    width: int, height: int, channels: int, content: str, quality: int, strip: int
+) -> None:
+    image = picture(width, height, channels, content)
+    options = {"quality": quality, "subsampling": 0}
+    texts = {"exif": b"Exif\0\0" + b"\xff\xda" * 20, "xmp": b"<x/>"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jpeg, "_STRIP", strip)
+        patch.setattr(files, "LARGE", 0)
+        rows = jpeg.strip_rows(width)
+        data = files.encoded(image, "JPEG", **options, **texts)
+        with jpeg._ONE:
+            assert files.encoded(image, "JPEG", **options, **texts) == data, "also where another is in strips"
+    markers = {"restart_marker_rows": rows // 8} if height > rows else {}
+    assert data == saved(image, **options, **texts, **markers)
+    assert np.array_equal(np.asarray(opened(data)), np.asarray(opened(saved(image, **options))))
+
+
+def test_large_pictures_are_in_strips_and_others_are_not() -> None:
+    options = {"quality": 90, "subsampling": 0}
+    for side, in_strips in ((256, False), (512, True)):
+        image = picture(side, side, 3, "slope")
+        assert (b"\xff\xdd\x00\x04" in files.encoded(image, "JPEG", **options)) is in_strips
+    subsampled = files.encoded(image, "JPEG", quality=90)
+    assert subsampled == saved(image, quality=90), "whose blocks are larger"
+
+
+@pytest.mark.parametrize("width", [1, 7, 1024, 2**13, 65_500])
+def test_no_interval_is_longer_than_a_file_can_say(width: int) -> None:
+    blocks = jpeg.strip_rows(width) // 8 * -(-width // 8)
+    assert 0 < blocks < 2**16 and jpeg.strip_rows(width) * width >= min(2**17, 8 * width)
+
+
+def test_a_file_of_several_scans_is_refused() -> None:
+    image = picture(512, 512, 3, "slope")
+    with pytest.raises(ValueError, match="baseline"):
+        jpeg.encoded(image, lambda part, **_: saved(part, progressive=True), quality=90, subsampling=0)
