@@ -171,10 +171,13 @@ class Host:
 def window(host: Host, fields: Mapping[str, Any], gpus: int, options: argparse.Namespace) -> dict[str, Any]:
     """Images per second in one window after a warm-up, latencies, and CPU seconds an image."""
     processes = _CLIENTS * gpus
-    each, start = max(1, options.in_flight * gpus // processes), time.monotonic() + options.warm
-    stop = start + options.window
+    each = max(1, options.in_flight * gpus // processes)
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes) as pool:
+    started = context.Barrier(processes + 1)  # a new process takes seconds, which are none of the window's
+    with context.Pool(processes, started.wait) as pool:
+        started.wait(_START_S)
+        start = time.monotonic() + options.warm
+        stop = start + options.window
         jobs = [
             pool.apply_async(_client, (host.url, dict(fields), number, each, start, stop))
             for number in range(processes)
