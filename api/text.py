@@ -20,6 +20,7 @@ from api import body, schemas, text_drafts
 from api.access import By, Caller
 from api.errors import job_error
 from api.events import EventStream
+from api.foreign import errors_at
 from api.images import finished, left, wait
 from api.job_follower import job_lost, not_followed
 from api.rate_limits import enforce_rate_limit
@@ -77,20 +78,23 @@ async def _answer(
     read = partial(text_drafts.read, endpoint, ignore_unknown=service.ignore_unknown)
     text_request = await body.read_as(request, caller.id, read)
     card = await served(service, model or text_request.fields.model, TextCard)
-    job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
-    writer = text_drafts.WRITERS[endpoint](job, usage=text_request.fields.usage_wanted)
-    if text_request.fields.stream:
-        # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.
-        begun = await wait(service, job, request, _begun(service, job), stays=False)
-        if begun is None:
-            raise left()
-        if begun.state.final and begun.state is not JobState.SUCCEEDED:
-            raise job_error(begun)
-        return EventStream(_stream(service, job, writer), lambda: service.follower.cancel(job))
-    ended = await finished(service, request, job, stays=False)
-    result = ended.result or {}
-    size = response_size(job, result)
-    return await body.run_parser(caller.id, size, lambda: JSONResponse(writer.whole(TextAnswers(job).result(result))))
+    with errors_at(text_request.fields.FIELD_NAMES):
+        job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
+        writer = text_drafts.WRITERS[endpoint](job, usage=text_request.fields.usage_wanted)
+        if text_request.fields.stream:
+            # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.
+            begun = await wait(service, job, request, _begun(service, job), stays=False)
+            if begun is None:
+                raise left()
+            if begun.state.final and begun.state is not JobState.SUCCEEDED:
+                raise job_error(begun)
+            return EventStream(_stream(service, job, writer), lambda: service.follower.cancel(job))
+        ended = await finished(service, request, job, stays=False)
+        result = ended.result or {}
+        size = response_size(job, result)
+        return await body.run_parser(
+            caller.id, size, lambda: JSONResponse(writer.whole(TextAnswers(job).result(result)))
+        )
 
 
 async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenerator[bytes]:

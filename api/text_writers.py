@@ -53,14 +53,15 @@ class _ChunkWriter(TextWriter):
         self._warnings = self._request.warnings
 
     def whole(self, events: Iterable[Event]) -> Json:
-        choices: dict[int, Json] = {}
+        entries: dict[int, list[Json]] = {}  # by choice
         usage: Json = {}
         for event in events:
             if isinstance(event, Usage):
                 usage = _usage(event)
             elif not isinstance(event, Failure) and (entry := self._entry(event)) is not None:
-                choices[event.choice] = _joined(choices.get(event.choice), entry)
-        return self._object(self.kind, [self._whole_entry(choices[k]) for k in sorted(choices)], usage=usage)
+                entries.setdefault(event.choice, []).append(entry)
+        choices = [self._whole_entry(_joined(entries[k])) for k in sorted(entries)]
+        return self._object(self.kind, choices, usage=usage)
 
     def stream(self, event: Event) -> list[bytes]:
         if isinstance(event, Failure):
@@ -133,12 +134,11 @@ class ChatWriter(_ChunkWriter):
 
     def _whole_entry(self, entry: Json) -> Json:
         message = {**entry.pop("delta"), "annotations": []}
-        calls: dict[int, Json] = {}
+        calls: dict[int, list[Json]] = {}
         for piece in message.pop("tool_calls", ()):
-            index = piece.pop("index")
-            calls[index] = _joined(calls.get(index), piece)
+            calls.setdefault(piece.pop("index"), []).append(piece)
         if calls:
-            message |= {"content": message["content"] or None, "tool_calls": [*calls.values()]}
+            message |= {"content": message["content"] or None, "tool_calls": [*map(_joined, calls.values())]}
         return {"index": entry.pop("index"), "message": message, **entry}
 
 
@@ -294,13 +294,16 @@ def _sse(content: Json, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
-def _joined(first: Any, second: Any) -> Any:
-    """Two chunks as one, as clients join them: texts and lists go on, members of objects are joined."""
-    if first is None or second is None:
-        return second if first is None else first
-    if isinstance(first, dict):
-        return first | {name: _joined(first.get(name), value) for name, value in second.items()}
-    return first + second if isinstance(first, str | list) else second
+def _joined(parts: Sequence[Any]) -> Any:
+    """Parts of chunks as one, as clients join them: texts and lists go on, members of objects are joined."""
+    parts = [part for part in parts if part is not None]
+    last = parts[-1] if parts else None
+    if isinstance(last, dict):
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+    if isinstance(last, list):
+        return [item for part in parts for item in part]
+    return "".join(parts) if isinstance(last, str) else last
 
 
 def _usage(event: Usage) -> Json:

@@ -10,8 +10,8 @@ from api.text_events import CallBegin, CallDelta, Delta, TextDelta
 from contract.text import TextJob
 from contract.tools import CALLS, CallFormat
 
-_HEAD = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+_HEAD = re.compile(  # no "<" in the name: pieces would end at an end tag in it, before this matches
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\<]|\\[^<\n])*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"arguments"')
@@ -20,6 +20,7 @@ _IN_STRING, _OUTSIDE = re.compile(r'[\\"]'), re.compile(r'["{}\[\]]')  # charact
 _MAX_HEAD = 512  # characters of a call up to its arguments
 _MAX_HELD = 65_536  # of one in another order or form, which is read when it is whole
 _MAX_SPACE = 512  # of white space before a call, which is dropped
+_PORTION = 16_384  # that is read at once: what follows is copied for each call
 
 
 @dataclass(slots=True)
@@ -74,9 +75,10 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[Delta]:
         """Add text; return what is known by now."""
-        self._buffer += text
-        while self._step():
-            pass
+        for at in range(0, len(text), _PORTION):
+            self._buffer += text[at : at + _PORTION]
+            while self._step():
+                pass
         return self._take()
 
     def end(self) -> list[Delta]:

@@ -5,7 +5,8 @@ An `input` brings its whole conversation: nothing is stored that a later request
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -21,7 +22,6 @@ _STATELESS = "no response is stored here: send the whole conversation as input, 
 _TOO_LONG = f"has more than {MAX_MESSAGES} messages with the instructions, or {MAX_CALLS} calls after one another"
 ITEMS = ("(message)", "(function_call)", "(function_call_output)", "(reasoning)", "(item_reference)")  # tags, as WORD
 _MESSAGE, _CALL, _OUTPUT, _REASONING, _REFERENCE = ITEMS
-_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format"}  # of a chat
 
 
 def _type(value: Any) -> str:
@@ -158,6 +158,9 @@ _EXAMPLES: Any = [
 class ResponseFields(ConversationBody):
     """`POST /v1/responses`."""
 
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {
+        "messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format",
+    }  # fmt: skip
     model_config = ConfigDict(title="ResponseRequest", json_schema_extra={"examples": _EXAMPLES})
 
     input: Annotated[
@@ -208,7 +211,7 @@ class ResponseFields(ConversationBody):
                 json_schema=None if format is None else schema_text(format.type, format),
             )
         except Invalid as error:
-            raise error.of(_FIELDS.get(error.field or "", error.field or "input")) from error
+            raise error.of(self.FIELD_NAMES.get(error.field or "", error.field or "input")) from error
 
     def _messages(self) -> list[dict[str, Any]]:
         """The conversation: calls belong to the assistant's message before them."""

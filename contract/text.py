@@ -164,6 +164,8 @@ _OTHER_CALLS = (
 class TextBody(StrictModel):
     """Fields of all three bodies. Those of `TextJob` that a body has go into its job as they are."""
 
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {}  # here, of fields of the job, where they differ
+
     model: str | None = Field(
         default=None, max_length=MAX_NAME, description="a name from /v1/models; default: the first that is live there"
     )

@@ -75,9 +75,6 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
-Choice = str | FunctionName | None
-
-
 def tool_values(
     functions: Sequence[Function], choice: str | FunctionName | None, parallel: bool | None
 ) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Img2Img(Generation):
 
     init_images: Annotated[list[Picture] | None, Field(max_length=16, fail_fast=True)] = None
     mask: OptionalPicture = Field(default=None, description="white is drawn anew, or what is opaque in it")
-    mask_blur: Blur = Field(default=None, description="the mask's edges, in its pixels; before mask_blur_x and _y")
+    mask_blur: Blur = Field(default=None, description="of its edges, in its pixels; in place of mask_blur_x and _y")
     mask_blur_x: Blur = None
     mask_blur_y: Blur = None
     inpainting_mask_invert: Whole = None

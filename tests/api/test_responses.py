@@ -115,6 +115,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"input": [{"type": "computer_call", "id": "1"}]}, "input"),
     ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"), ({"input": "a", "magic": 1}, "magic"),
+    ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"), ({"input": "word " * 2_000}, "input"),
+    ({"input": "word " * 2_000, "stream": True}, "input"),
 ]  # fmt: skip
 
 

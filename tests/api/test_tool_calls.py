@@ -70,12 +70,22 @@ def test_calls_are_read_as_they_were_written(
     assert read(format, data.draw(cut(text)), single=True)[1] == made[:1]
 
 
+@pytest.mark.parametrize("format", [HERMES, JSON])
+def test_many_calls_are_read(format: str) -> None:
+    """In portions, which end anywhere."""
+    calls = [("f", {"a": number}) for number in range(2_000)]
+    text = {HERMES: "\n", JSON: "; "}[format].join(written(format, *call) for call in calls)
+    content, made = read(format, [text])
+    assert content == "" and [(name, json.loads(arguments)) for name, arguments in made] == calls
+
+
 PARTS = st.lists(
     st.sampled_from([
         "<tool_call>", "</tool_call>", "<tool", "_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{",
         "}", "{}", '{"a": "}"}', "\n", " ", "text", '"', "\\", '{"arguments": {"a": 1}, "name": "g"}', '"x"', "null",
         ";", "[", " " * 520, "x" * 520, '"arguments": "' + "y" * 600 + '"',
         '{"name": "f", "arguments": "' + "z" * 600 + '"}',
+        '{"name": "</tool_call>", "arguments": {}}',
     ]), max_size=12,
 )  # fmt: skip
 
@@ -103,6 +113,9 @@ def test_any_text_is_read_alike_in_any_pieces(format: str, data: st.DataObject, 
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
         (HERMES, "<tool_call>no call</tool_call> it was", "<tool_call>no call</tool_call> it was", []),
         (HERMES, "if a < b: <tool", "if a < b: <tool", []),
+        (HERMES, '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+         '<tool_call>{"name": "</tool_call>", "arguments": {}}', []),
+        (HERMES, '<tool_call>{"name": "a<b", "arguments": {}}</tool_call>', "", [("a<b", "{}")]),
         (HERMES, "Look:\n <tool_call>no call", "Look:\n <tool_call>no call", []),
         (HERMES, '<tool_call>{"name": "f", "arguments": "' + 600 * "x" + '"}</tool_call>', "", [("f", 600 * "x")]),
         (HERMES, '<tool_call>no <tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_call>no",
