@@ -102,11 +102,11 @@ def finish(parameters: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
     """
     if parameters.edit is None or parameters.edit.mask is None:
         return pixels
-    repainted, source, values = _mask(parameters), _pixels(parameters), _values(parameters)
+    repainted, source = _mask(parameters), _pixels(parameters)
     image = torch.where(repainted[..., None], pixels, source)
-    edge = (values > 0) & ~repainted  # none where the mask is soft
+    edge = (_values(parameters) > 0) & ~repainted  # none where the mask is soft
     if edge.any():
-        shares = 2 * values[edge].int()[:, None]
+        shares = 2 * _values(parameters)[edge].int()[:, None]
         blended = shares * pixels[edge].int() + (255 - shares) * source[edge].int()
         image[edge] = torch.div(blended + 127, 255, rounding_mode="floor").to(torch.uint8)
     return image
