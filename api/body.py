@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ _LARGE = 32 * 1024  # bytes
 _PARSERS = 2  # large bodies parsed at once, and one per tenant
 _INTAKES = 4  # chunks of large bodies taken in at once, and one per tenant
 _RATE = 64 * 2**20  # bytes of a tenant's large bodies in a second, at most: more would delay others' requests
+_PAUSE = 7.0  # times as long as a chunk took: less than `_RATE` on a machine whose processors have other work
 MAX_TOKENS = 50_000  # in a body: strings, brackets and commas; scanning more would delay all requests
 _MAX_DIGITS = 20  # of an integer, including its sign; 2**63 - 1 has 19
 
@@ -95,13 +97,14 @@ async def run_parser(tenant: str, size: int, function: Callable[[], T]) -> T:
 
 
 async def take_in(tenant: str, chunk: bytes, function: Callable[[bytes], object]) -> None:
-    """Call a function with a chunk of a large body, on a thread. Meanwhile, and for as long as `_RATE` demands, no
-    other chunk of the tenant's bodies is taken in: they stay with their clients.
+    """Call a function with a chunk of a large body, on a thread. Meanwhile, and for as long as `_RATE` and `_PAUSE`
+    demand, no other chunk of the tenant's bodies is taken in: they stay with their clients.
     """
     limiter = _limiter(_intakes, _INTAKES)
     async with limiter.turn(tenant):
+        started = time.monotonic()
         await limiter.on_thread(function, chunk)
-        await asyncio.sleep(len(chunk) / _RATE)
+        await asyncio.sleep(max(len(chunk) / _RATE, _PAUSE * (time.monotonic() - started)))
 
 
 async def spool(request: Request, tenant: str, file: Sink, max_bytes: int) -> int:

@@ -10,6 +10,7 @@ its key's rate limit until `--seconds` have passed. Printed for each, as a line 
 - /healthz in the same three phases, asked by a process of its own (tests/faults/monitor.py);
 - MiB of the API and of the worker, without and with their children: before, at most, and when idle children have
   ended;
+- how many CPUs the API and the worker keep busy in each phase, with their children;
 - whether a worker was lost.
 
 G4-texts is the load of G4 with one harmless
@@ -31,8 +32,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +190,7 @@ class Measured:
 
     def alone(self, seconds: float) -> Phase:
         phase, end = Phase(), time.perf_counter() + seconds
-        with Monitor(self.service.url, *self.pids) as monitor:
+        with self._busy(phase), Monitor(self.service.url, *self.pids) as monitor:
             live(self.client, lambda: time.perf_counter() > end, phase)
         phase.healthz_ms = monitor.healthz_ms()
         return phase
@@ -200,7 +202,9 @@ class Measured:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
             assert other.stdin is not None and other.stdout is not None
             assert other.stdout.readline() == "ready\n"
-            with Monitor(self.service.url, *self.pids) as monitor, ThreadPoolExecutor(1) as pool:
+            with (
+                self._busy(phase), Monitor(self.service.url, *self.pids) as monitor, ThreadPoolExecutor(1) as pool,
+            ):  # fmt: skip
                 tenant = pool.submit(live, self.client, ended.is_set, phase)
                 other.stdin.write("\n")
                 other.stdin.flush()
@@ -210,6 +214,16 @@ class Measured:
         phase.healthz_ms = monitor.healthz_ms()
         phase.peak_mib = [monitor.peak_mib(k, own=own) for k in range(len(self.pids)) for own in (True, False)]
         return phase
+
+    @contextmanager
+    def _busy(self, phase: Phase) -> Iterator[None]:
+        """Note how many CPUs each process keeps busy meanwhile."""
+        started, before = time.perf_counter(), [usage(pid)[1] for pid in self.pids]
+        yield
+        passed_s = time.perf_counter() - started
+        phase.cpus = [
+            round((usage(pid)[1] - cpu_s) / passed_s, 2) for pid, cpu_s in zip(self.pids, before, strict=True)
+        ]
 
     def _mib(self) -> list[float]:
         """MiB of each process, without and with its children."""
@@ -222,9 +236,9 @@ class Measured:
         beside = self.beside(
             name, "--client", self.service.url, self.key, "--scale", str(scale), "--seconds", str(seconds)
         )
-        control = self.beside("--burn", str(beside.client["client_cpus"]), "--seconds", str(seconds))
         time.sleep(_SETTLED_S)
         after = self._mib()
+        control = self.beside("--burn", str(beside.client["client_cpus"]), "--seconds", str(seconds))
         phases = {"alone": alone, "control": control, "beside": beside}
         parts = "api", "api_with_children", "worker", "worker_with_children"
         memory = zip(parts, before, beside.peak_mib, after, strict=True)
@@ -232,6 +246,7 @@ class Measured:
             "attack": name, "scale": scale, **beside.client,
             "tenant": {kind: compared({at: phase.seconds[kind] for at, phase in phases.items()}) for kind in KINDS},
             "healthz_ms": {at: phase.healthz_ms for at, phase in phases.items()},
+            "cpus": {at: dict(zip(("api", "worker"), phase.cpus, strict=True)) for at, phase in phases.items()},
             "rss_mib": {part: {"before": round(a), "peak": round(b), "after": round(c)} for part, a, b, c in memory},
             "failed": [failure for phase in phases.values() for failure in phase.failed],
             "worker_lost": not self.worker.is_running() or "stopped answering" in self.service.err,
@@ -258,7 +273,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ATTACKS)}; default: all")
     parser.add_argument("--scale", type=int, default=10, help="times as large as first reported (default 10)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase, at least (default 20)")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each phase, at least (default 45)")
     parser.add_argument("--client", nargs=2, metavar=("URL", "KEY"), help="only the attacking client of one attack")
     parser.add_argument("--burn", type=float, metavar="SHARE", help="only the control: this share of a CPU")
     options = parser.parse_args()

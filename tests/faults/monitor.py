@@ -34,9 +34,7 @@ def usage(pid: int) -> tuple[float, float]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 rss += process.memory_info().rss / _MIB
-                cpu_s += times.user + times.system
-                if process is top:
-                    cpu_s += times.children_user + times.children_system
+                cpu_s += times.user + times.system + times.children_user + times.children_system
     return rss, cpu_s
 
 

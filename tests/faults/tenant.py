@@ -30,6 +30,7 @@ class Phase:
     failed: list[str] = field(default_factory=list)
     healthz_ms: dict[str, float] = field(default_factory=dict)
     peak_mib: list[float] = field(default_factory=list)
+    cpus: list[float] = field(default_factory=list)  # that each of the service's processes keeps busy, with children
     client: dict[str, Any] = field(default_factory=dict)
 
 
