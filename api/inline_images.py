@@ -43,6 +43,11 @@ def verified_size(service: Service, key: str) -> int:
     return size
 
 
+def _whole(service: Service, key: str) -> bytes:
+    """An image that is whole. Blocks. Raises `ArtifactError`."""
+    return service.artifacts.get(key)
+
+
 def _length(size: int) -> int:
     """The length of so many bytes in base64."""
     return 4 * ((size + 2) // 3)
@@ -84,7 +89,7 @@ class InlineDocument:
             if image.size_bytes is None or not self._hold(_length(image.size_bytes)):
                 self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
                 continue
-            self._held[image.key] = data = await self._service.stored(self._service.artifacts.get, image.key)
+            self._held[image.key] = data = await self._service.stored(_whole, self._service, image.key)
             self._sizes[image.key] = len(data)
         return self._whole_length()
 
