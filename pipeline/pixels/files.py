@@ -3,7 +3,8 @@
 Pillow holds it while it encodes into memory: sixteen images that end at once would take turns with it, a few
 milliseconds each, and the engine's thread would wait for all of them whenever it needs it. JPEG is written to a file
 descriptor, for which Pillow releases it; PNG, for which it never does, by `pipeline.pixels.png` if the image is large.
-WebP's encoder releases it by itself. A large JPEG is encoded in strips, too, while no other file is (`pipeline.pixels.jpeg`).
+WebP's encoder releases it by itself. A large JPEG is encoded in strips, too, while no other file is encoded
+(`pipeline.pixels.jpeg`).
 """
 
 from __future__ import annotations
