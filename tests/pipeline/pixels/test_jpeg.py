@@ -72,7 +72,7 @@ def test_a_file_of_several_scans_is_refused() -> None:
 
 
 def test_files_are_in_strips_only_while_no_other_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sixteen that end at once one is; all are alike. A file that failed is none."""
+    """Of sixteen that end at once one is; all are alike. One that failed is none that is being encoded."""
     image, whole = picture(512, 512, 3, "noise"), threading.Barrier(16)
     alone = list[bool]()
     in_strips, encode = jpeg._in_strips, files._saved
@@ -95,11 +95,19 @@ def test_files_are_in_strips_only_while_no_other_is_encoded(monkeypatch: pytest.
     monkeypatch.undo()
     with pytest.raises(OSError, match="RGBA"):
         files.encoded(image.convert("RGBA"), "JPEG", quality=90, subsampling=0)
-    with threads.encoding() as first, threads.encoding() as second:
-        assert first and not second
-        assert png.encoded(np.asarray(image))
-    with threads.encoding() as again:
-        assert again
+    chunk = png._chunk
+
+    def checked(*arguments: Any) -> bytes:
+        with threads.encoding() as first:
+            assert not first, "a PNG is one, too"
+        return chunk(*arguments)
+
+    monkeypatch.setattr(png, "_chunk", checked)
+    assert files.png(image)
+    with threads.encoding() as first, monkeypatch.context() as patch:
+        assert first, "all have ended"
+        patch.delattr(jpeg, "_in_strips")
+        assert files.encoded(image, "JPEG", quality=90, subsampling=0) in data
 
 
 def test_a_strip_that_fails_fails_its_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
