@@ -27,6 +27,7 @@ from benchmarks.engine import RUNGS, in_flight_of
 from benchmarks.fleet import RUNGS as RUNG_OF
 from benchmarks.harness import command, models, record
 from benchmarks.harness.loop import Loop
+from benchmarks.harness.record import BenchError
 from contract.image import ImageParameters
 from core.batching.engine import Tick
 from core.batching.request import Request
@@ -146,7 +147,8 @@ def measure(options: argparse.Namespace, folders: Sequence[str]) -> dict[str, An
     with build(settings, measure_s=0.2 if options.tiny else 90.0, on_tick=note) as runtime:
         pool = runtime.pool
         assert pool is not None
-        runtime.images.recording.wait(_READY_S)
+        if not runtime.images.recording.wait(_READY_S):
+            raise BenchError(f"graphs were not recorded within {_READY_S:g} s")
         pool.load(_NAMES[1])
         fields = {**RUNGS[RUNG_OF.get(options.plan, options.plan)][1], **({"steps": 2} if options.tiny else {})}
         bench = _Bench(runtime, pool, forwards, fields)
@@ -158,6 +160,8 @@ def measure(options: argparse.Namespace, folders: Sequence[str]) -> dict[str, An
         time.sleep(options.before)
         seen = [*forwards]
         loop.close()
+    if loop.error is not None:  # fewer were in flight
+        raise loop.error
     median = {key: round(statistics.median(turn[key] for turn in turns), 3) for key in turns[0]}
     return {"in_flight": in_flight, **cost(seen, loading), **median, "turns": turns}
 

@@ -209,7 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="phases", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     earlier = [_milliseconds(file) for file in options.against]
-    before = {name: statistics.median(times[name] for times in earlier) for name in (earlier[0] if earlier else ())}
+    before = {
+        name: statistics.median(times[name] for times in earlier if name in times)
+        for name in dict.fromkeys(itertools.chain.from_iterable(earlier))
+    }
     times: dict[str, float] = {}
     others: dict[str, dict[str, float]] = {Path(table).stem: {} for table in options.tiles}
     tables = {Path(table).stem: {} if table == "estimate" else tiles.read(Path(table)) for table in options.tiles}

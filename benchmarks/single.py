@@ -11,6 +11,7 @@ those of pictures; `--qualities` draws each plan again in others. `--device cpu 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -79,10 +80,12 @@ def served(options: argparse.Namespace) -> dict[str, Any]:
 
     devices = visible_gpus(os.environ)[:1] if options.device == "cuda" else None
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="diptych-single-") as name, Host(options, devices, Path(name)) as host:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="diptych-single-"))
+        host = stack.enter_context(Host(options, devices, Path(folder)))
         host.wait_ready()
         host.settle()
-        store = JobStore.of(Settings(redis_url=host.redis.url))
+        store = stack.enter_context(contextlib.closing(JobStore.of(Settings(redis_url=host.redis.url))))
         for plan in options.plans:
             fields = {"steps": 20, **PLANS[plan], **({"steps": 2} if options.tiny else {})}
             for quality in options.qualities if fields.get("output_format") != "png" else [_BEST]:
@@ -90,7 +93,6 @@ def served(options: argparse.Namespace) -> dict[str, Any]:
                 name = plan if quality == _BEST else f"{plan}, quality {quality}"
                 figures[name] = {"plan": plan, **draw(host.url, store, fields | more, options.pictures)}
                 record.progress(f"{name}: {json.dumps(figures[name])}")
-        store.close()
     return figures
 
 
@@ -100,7 +102,7 @@ def in_engine(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "benchmarks.engine", "--rungs", ",".join(dict.fromkeys(rungs.values()))]
         words += ["--windows", "0", "--singles", str(options.pictures), "--name", "engine", "--results", folder]
-        words += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
+        words += ["--device", options.device, "--model", options.model, *(["--tiny"] if options.tiny else [])]
         subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         measured = json.loads((Path(folder) / "engine.json").read_text())["rungs"]
     return {plan: measured[rung]["single_s"] for plan, rung in rungs.items()}
@@ -122,7 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("single", __doc__)
     parser.add_argument("--plans", default="full,half,4-steps", help="default: %(default)s")
     parser.add_argument("--model", default=sdxl.NAME, help="default: %(default)s")
-    parser.add_argument("--precision", default="int8", help="default: %(default)s")
     parser.add_argument("--pictures", type=int, default=24, help="of each plan; default: %(default)s")
     parser.add_argument("--qualities", default="100", help="of JPEG files; default: %(default)s")
     parser.add_argument("--checker", default="", metavar="FOLDER", help="as of benchmarks.fleet")
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.plans = command.names(options.plans, PLANS, "--plans")
     options.qualities = [int(quality) for quality in options.qualities.split(",")]
-    options.apis, options.threads, options.image_jobs = 1, 0, 32
+    options.apis, options.threads, options.image_jobs, options.precision = 1, 0, 32, "int8"  # as of the rungs
     if options.tiny:
         options.model, options.precision = tiny.TINY, "fp32"
     result = run(options)

@@ -30,6 +30,7 @@ class FrechetDistance:
 
     Features [N, D] may lie in a file: they are read in chunks. Numbers are fp64. Of at most D images the trace of the
     covariances' root comes from a symmetric [N, N] problem, in place of torchmetrics' [D, D] one that is not symmetric.
+    Eigenvalues that are 0, as with a reference of fewer rows, each add their rounding: some 1e-8 of the largest root.
     """
 
     def __init__(self, reference: Tensor | Gaussian) -> None:
@@ -60,6 +61,7 @@ class FrechetDistance:
     def _of_few(self, rows: Tensor, counts: Tensor | None) -> float:
         """The distance of rows [N, D]: with Σ₁ = XᵀX, the eigenvalues of Σ₁Σ₂ that are not 0 are those of XΣ₂Xᵀ."""
         weights = torch.ones(len(rows), dtype=rows.dtype) if counts is None else counts.double()
+        rows, weights = rows[weights > 0], weights[weights > 0]  # others add nothing but rounding
         mean = weights @ rows / weights.sum()
         rows = (rows - mean) * (weights / (weights.sum() - 1)).sqrt()[:, None]
         reference = self._gaussian

@@ -126,7 +126,7 @@ def _single(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
     return {"prompts": len(texts), "steps": STEPS, "guidance_scale": 0.0, **figures}
 
 
-def judge_image_prompts(run: TrainingRun, count: int, draw: DrawLike) -> dict[str, bootstrap.Interval]:
+def judge_image_prompts(run: TrainingRun, count: int, draw: DrawLike) -> dict[str, dict[str, bootstrap.Interval]]:
     """Shares by source of images that show the subject, and it in its colour, with Wilson's intervals, of `count`
     prompts. A contact sheet goes into the judge's folder.
     """
@@ -134,7 +134,7 @@ def judge_image_prompts(run: TrainingRun, count: int, draw: DrawLike) -> dict[st
     prompts = world.composer.prompts("colour", count, size=(run.size, run.size))
     prompt_images = images_of(Renderer(world.images, run.device), [prompt.scene for prompt in prompts])
     texts = [prompt.caption for prompt in prompts]
-    figures: dict[str, Any] = {}
+    figures: dict[str, dict[str, bootstrap.Interval]] = {}
     rows: list[Image.Image] = prompt_images[:_SHOWN_PROMPTS]
 
     def shares(images: Sequence[Pixels], prompts: Sequence[str]) -> dict[str, bootstrap.Interval]:

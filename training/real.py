@@ -32,7 +32,7 @@ def plain(rows: list[PictureRow]) -> list[RealImage]:
 
 
 def asked_for(rows: list[PictureRow], path: Path) -> list[RealImage]:
-    """The pictures of a .tsv with columns id, caption and file , named by their ids.
+    """The pictures of a .tsv with columns id, caption and file, named by their ids.
 
     Raises `ValueError` for a file without these columns, unknown pictures and unknown colours.
     """

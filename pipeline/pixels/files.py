@@ -3,7 +3,8 @@
 Pillow holds it while it encodes into memory: sixteen images that end at once would take turns with it, a few
 milliseconds each, and the engine's thread would wait for all of them whenever it needs it. JPEG is written to a file
 descriptor, for which Pillow releases it; PNG, for which it never does, by `pipeline.pixels.png` if the image is large.
-WebP's encoder releases it by itself. Large JPEG files are encoded in strips, too (`pipeline.pixels.jpeg`).
+WebP's encoder releases it by itself. A large JPEG is encoded in strips, too, while no other file is encoded
+(`pipeline.pixels.jpeg`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def encoded(image: Image, media: str, **options: Any) -> bytes:
     if media == "JPEG" and options.get("subsampling") == 0 and image.width * image.height >= LARGE:
         from pipeline.pixels import jpeg as strips
 
-        return strips.encoded(image, partial(_saved, media="JPEG"), **options)
+        if options.keys() <= strips.OPTIONS:  # others, such as `optimize`, may differ by strip
+            return strips.encoded(image, partial(_saved, media="JPEG"), **options)
     return _saved(image, media, **options)
 
 

@@ -1,19 +1,18 @@
-"""Encodes JPEG files in strips on several threads, one file at a time.
+"""Encodes JPEG files in strips on several threads, while no other large file is encoded.
 
 Pillow takes a fortieth of a second for a noisy one of 1024², in which a client who is alone waits. The strips are what
 a JPEG has between restart markers: the file has the bytes that Pillow writes with a marker after every strip, and its
-pixels are those without markers. While one file is encoded so Pillow encodes others whole, to these same bytes: where
-many end at once the threads would only get into the engine's way.
+pixels are those without markers. Where others are being encoded Pillow encodes it whole, to these same bytes: the
+threads would wait for one another, and hold the lock of Python more often, which the engine's thread needs too.
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.pixels.threads import pool
+from pipeline.pixels.threads import encoding, pool
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,7 +22,7 @@ _BLOCK = 8  # pixels along a side of what is coded together, where colors are no
 _MARKERS = 8  # restart markers, which take turns
 _LONGEST = 2**16 - 1  # blocks between markers
 _FRAME, _SCAN, _INTERVAL = 0xC0, 0xDA, 0xDD  # segments: SOF0, SOS, DRI
-_ONE = threading.Lock()  # held while a file is encoded in strips
+OPTIONS = frozenset(("quality", "subsampling", "exif", "xmp"))  # of Pillow's, that files in strips may have
 
 
 def strip_rows(width: int) -> int:
@@ -34,24 +33,22 @@ def strip_rows(width: int) -> int:
 
 
 def encoded(image: Image, encode: Callable[..., bytes], **options: Any) -> bytes:
-    """Return the image as JPEG. `encode` encodes an image by Pillow with these options, of which `exif`, `xmp` and the
-    like are for the whole file; it must write baseline JPEG without subsampling.
+    """Return the image as JPEG. `encode` encodes an image by Pillow with these options, which are among
+    `OPTIONS`; it must write baseline JPEG without subsampling.
     """
     width, height = image.size
     rows = strip_rows(width)
     if rows >= height:
         return encode(image, **options)
-    if not _ONE.acquire(blocking=False):
+    with encoding() as alone:
+        if alone:
+            return _in_strips(image, rows, encode, options)
         return encode(image, restart_marker_rows=rows // _BLOCK, **options)
-    try:
-        return _in_strips(image, rows, encode, options)
-    finally:
-        _ONE.release()
 
 
 def _in_strips(image: Image, rows: int, encode: Callable[..., bytes], options: Mapping[str, Any]) -> bytes:
     width, height = image.size
-    plain = {name: value for name, value in options.items() if name in ("quality", "subsampling")}
+    plain = {name: value for name, value in options.items() if name in ("quality", "subsampling")}  # of each strip
 
     def strip(top: int) -> bytes:
         part = image.crop((0, top, width, min(top + rows, height)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.pixels.threads import pool
+from pipeline.pixels.threads import encoding, pool
 
 if TYPE_CHECKING:
     from PIL.PngImagePlugin import PngInfo
@@ -26,6 +26,7 @@ _LEVEL = 6
 _COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's color types by channels
 
 
+@encoding()
 def encoded(pixels: Pixels, chunks: PngInfo | None = None) -> bytes:
     """Return pixels [h, w, 1 to 4] as PNG, with these chunks of text."""
     height, width, channels = pixels.shape

@@ -19,7 +19,7 @@ from contract.pipeline_call import FIELD, IMAGE, MASK, TEXT
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.graphs import ExecutableKey
-from core.pictures import on_white
+from core.pictures import hard, on_white
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DEEP, ENCODE, VAE
 from pipeline.backends.run_ahead import RunAhead
@@ -291,7 +291,7 @@ class DiffusersRunner:
         if pictures:
             arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
         if kind == MASK:
-            arguments["mask_image"] = _mask(parameters).point(lambda value: 255 * (value > 127))
+            arguments["mask_image"] = hard(_mask(parameters))
         return pipeline, arguments
 
     def _loop(self, parameters: ImageParameters) -> PipelineLoop:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.pixels import files, jpeg
+from pipeline.pixels import files, jpeg, png, threads
 from tests.pipeline.pixels.test_png import drawn, opened
 
 
@@ -41,7 +43,7 @@ def test_a_file_is_pillows_with_a_marker_behind_each_strip(
         patch.setattr(files, "LARGE", 0)
         rows = jpeg.strip_rows(width)
         data = files.encoded(image, "JPEG", **options, **texts)
-        with jpeg._ONE:
+        with threads.encoding():
             assert files.encoded(image, "JPEG", **options, **texts) == data, "also where another is in strips"
     markers = {"restart_marker_rows": rows // 8} if height > rows else {}
     assert data == saved(image, **options, **texts, **markers)
@@ -53,8 +55,8 @@ def test_large_pictures_are_in_strips_and_others_are_not() -> None:
     for side, in_strips in ((256, False), (512, True)):
         image = picture(side, side, 3, "slope")
         assert (b"\xff\xdd\x00\x04" in files.encoded(image, "JPEG", **options)) is in_strips
-    subsampled = files.encoded(image, "JPEG", quality=90)
-    assert subsampled == saved(image, quality=90), "whose blocks are larger"
+    for others in ({"quality": 90}, {**options, "optimize": True}, {**options, "progressive": True}):
+        assert files.encoded(image, "JPEG", **others) == saved(image, **others), "whose strips would not fit together"
 
 
 @pytest.mark.parametrize("width", [1, 7, 1024, 2**13, 65_500])
@@ -67,3 +69,59 @@ def test_a_file_of_several_scans_is_refused() -> None:
     image = picture(512, 512, 3, "slope")
     with pytest.raises(ValueError, match="baseline"):
         jpeg.encoded(image, lambda part, **_: saved(part, progressive=True), quality=90, subsampling=0)
+
+
+def test_files_are_in_strips_only_while_no_other_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sixteen that end at once one is; all are alike. One that failed is none that is being encoded."""
+    image, whole = picture(512, 512, 3, "noise"), threading.Barrier(16)
+    alone = list[bool]()
+    in_strips, encode = jpeg._in_strips, files._saved
+
+    def strips(*arguments: Any) -> bytes:
+        whole.wait(60)
+        alone.append(True)
+        return in_strips(*arguments)
+
+    def saved_whole(part: Image.Image, media: str, **options: Any) -> bytes:
+        if "restart_marker_rows" in options:
+            whole.wait(60)
+        return encode(part, media, **options)
+
+    monkeypatch.setattr(jpeg, "_in_strips", strips)
+    monkeypatch.setattr(files, "_saved", saved_whole)
+    with ThreadPoolExecutor(16) as pool:
+        data = {*pool.map(lambda _: files.encoded(image, "JPEG", quality=90, subsampling=0), range(16))}
+    assert len(data) == len(alone) == 1
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="RGBA"):
+        files.encoded(image.convert("RGBA"), "JPEG", quality=90, subsampling=0)
+    chunk = png._chunk
+
+    def checked(*arguments: Any) -> bytes:
+        with threads.encoding() as first:
+            assert not first, "a PNG is one, too"
+        return chunk(*arguments)
+
+    monkeypatch.setattr(png, "_chunk", checked)
+    assert files.png(image)
+    with threads.encoding() as first, monkeypatch.context() as patch:
+        assert first, "all have ended"
+        patch.delattr(jpeg, "_in_strips")
+        assert files.encoded(image, "JPEG", quality=90, subsampling=0) in data
+
+
+def test_a_strip_that_fails_fails_its_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, options, encode = picture(1024, 1024, 3, "noise"), {"quality": 90, "subsampling": 0}, files._saved
+    data = files.encoded(image, "JPEG", **options)
+    left = iter([*range(3)])
+
+    def failing(part: Image.Image, media: str, **options: Any) -> bytes:
+        if next(left, None) is None:
+            raise OSError("too many open files")
+        return encode(part, media, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_saved", failing)
+        with pytest.raises(OSError, match="too many"):
+            files.encoded(image, "JPEG", **options)
+    assert files.encoded(image, "JPEG", **options) == data
