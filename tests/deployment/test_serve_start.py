@@ -1,4 +1,4 @@
-"""What keeps `diptych serve` from starting is said at once, and it and its parts start with a Redis of another's."""
+"""`diptych serve` says at once what keeps it from starting; it, and its parts alone, work with a Redis of others."""
 
 from __future__ import annotations
 
