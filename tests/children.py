@@ -62,7 +62,10 @@ def imports(module: str, *packages: str) -> bool:
 
 
 def forget(*packages: str) -> None:
-    """In a fork: unload all our modules and these packages, to import them anew; what else is loaded costs nothing."""
+    """In a fork: unload all our modules and these packages, to import them anew.
+
+    What else is loaded costs nothing, and what it would import is not seen.
+    """
     ours = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     for name in [*sys.modules]:
         if name.partition(".")[0] in ours | {*packages}:

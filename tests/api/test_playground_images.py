@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect
 
 from contract.card import SizeRange
 from contract.estimates import work_s
@@ -559,7 +559,11 @@ HOSTILE = [
 def test_hostile_links_are_harmless(page: Page) -> None:
     """They fill in text at most: no script runs, no prototype changes, the key stays, and the form still works."""
     asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+
+    def note(request: Request) -> None:
+        asked.append(request.url)
+
+    page.on("request", note)
 
     def check(fragment: str) -> None:
         page.evaluate("(hash) => { location.hash = hash; }", fragment)
@@ -582,6 +586,7 @@ def test_hostile_links_are_harmless(page: Page) -> None:
     for fragment in HOSTILE:
         check(fragment)
     settings(max_examples=40)(given(st.text(max_size=200).map("#".__add__))(check))()
+    page.remove_listener("request", note)
     assert not [url for url in asked if not url.startswith((page.url.split("#")[0], "blob:"))]
     page.evaluate("location.hash = '#prompt=a%20cat&seed=3'")
     expect(page.locator("#prompt")).to_have_value("a cat")

@@ -7,13 +7,17 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from benchmarks import flood, serve, tenants
 from benchmarks.harness import record, service
 from core.config import Settings
+from core.jobs.keyring import Keyring
+from deployment.children import ChildProcess
 from deployment.redis import free_port
 
+Running = tuple[str, str, ChildProcess, float]
 SETTINGS = Settings(model="random:tiny", text_model="off", compile=False, kernels=False, threads=1)
 
 
@@ -24,20 +28,28 @@ def metrics() -> int:
 
 
 @pytest.fixture(scope="module")
-def running(metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[object, ...]]:
-    """One service for all tests; the last leaves keys in it, without which nobody may draw any more."""
+def running(metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     settings = SETTINGS.model_copy(update={"metrics": f"127.0.0.1:{metrics}", "max_queued": 1_000_000})
     with service.running(settings, tmp_path_factory.mktemp("service")) as started:
         yield started
 
 
 @pytest.fixture
-def shared(running: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks that start a service get that one."""
+def shared(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Benchmarks that start a service get the one of all tests. Keys that they leave in it are removed: with keys, or
+    after the last one, nobody else may draw.
+    """
     monkeypatch.setattr(service, "running", lambda *_: contextlib.nullcontext(running))
     monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
     monkeypatch.setattr(serve, "_IDLE", float("inf"))
     monkeypatch.setattr(serve, "_LOOK_S", 0.1)
+    yield
+    url, redis, *_ = running
+    with contextlib.closing(Keyring(redis)) as keyring:
+        for key in keyring.all():
+            keyring.revoke(key.id)
+        keyring.unlock()
+    assert service.until(lambda: httpx2.get(f"{url}/v1/models", trust_env=False).is_success, 30)
 
 
 @pytest.mark.usefixtures("shared")

@@ -141,7 +141,11 @@ class Served(Client):
 
     def part(self, word: str, timeout_s: float = READY_S) -> psutil.Process:
         """The child whose command line holds this word: "redis-server", "api" or "worker"."""
-        return wait_until(lambda: next((p for p in self._children() if word in _words(p)), None), word, timeout_s)
+        return wait_until(lambda: next(iter(self.parts(word)), None), word, timeout_s)
+
+    def parts(self, word: str) -> list[psutil.Process]:
+        """All such children that are there, in the order of their start."""
+        return [process for process in self._children() if word in _words(process)]
 
     def _children(self) -> list[psutil.Process]:
         try:

@@ -109,7 +109,7 @@ for _, key in ipairs(redis.call('KEYS', 'diptych:flow:*')) do
 end
 for _, queue in ipairs(ARGV) do
   local told = {queue, redis.call('HGETALL', 'diptych:backlog:' .. queue)}
-  for _, level in ipairs({0, 3, 6, 9}) do
+  for _, level in ipairs({LEVELS}) do
     table.insert(told, redis.call('ZRANGE', 'diptych:sent:' .. queue .. ':' .. level, 0, -1, 'WITHSCORES'))
   end
   table.insert(found.queues, told)
@@ -121,7 +121,7 @@ for _, name in ipairs({'jobs', 'ended'}) do
   found['all ' .. name] = redis.call('ZRANGE', 'diptych:' .. name, 0, -1)
 end
 return cjson.encode(found)
-"""
+""".replace("LEVELS", ", ".join(map(str, LEVELS)))
 
 
 def _pairs(flat: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -257,7 +257,7 @@ def test_products_add_shares_themselves(name: str) -> None:
     by_shape: dict[Any, Tile | None] = {(t.blocks, t.columns, t.turns): t for t in tiles} or {None: None}
     for tile in by_shape.values():
         plain, folded = (run(tile, slice(None), way) for way in (None, True))
-        behind = run(tile, slice(None), False) if CUDA else folded
+        behind = run(tile, slice(None), False) if CUDA else folded  # elsewhere by the same kernel
         assert torch.equal(folded[1::2], plain[1::2]), f"{tile}: rows without a share have other bits"
         apart, changed = (folded.float() - behind.float()).abs(), (folded != plain)[::2].float().mean()
         slack = 2.0 if name == "gated" else 2.0**-6 * float(behind.float().abs().max())

@@ -211,13 +211,14 @@ def compiled() -> ctypes.CDLL:
         defines |= {entry: entry + suffix for entry in ("shares", "block")}
         text += "".join(f"#undef {name}\n#define {name} {value}\n" for name, value in defines.items())
         text += f"namespace variant{suffix} {{\n{TYPES}{LOCATE}{ROWS}{CHUNKS}{TENSOR_CORE}{THREADS}{RING}{BLOCK}\n}}\n"
-    library = CACHE / f"shares-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"  # kept between runs
+    flags = ["-O1", "-w", "-shared", "-fPIC", "-pthread", "-std=c++20"]
+    digest = hashlib.sha256("\0".join((text, COMPILER, *flags)).encode()).hexdigest()
+    library = CACHE / f"shares-{digest[:16]}.so"  # kept between runs
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             file, made = Path(folder) / "shares.cpp", Path(folder) / "shares.so"
             file.write_text(text)
-            flags = ["-O1", "-w", "-shared", "-fPIC", "-pthread", "-std=c++20"]
             subprocess.run([COMPILER, *flags, file, "-o", made], check=True)
             made.rename(library)
     return ctypes.CDLL(str(library))
