@@ -21,7 +21,7 @@ from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import control_variant
 from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
-from tests.pipeline.pixels.test_edit import hole, photograph
+from tests.pipeline.pixels.test_edit import hole, photograph, with_kept
 from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
 from unet_opt.inputs import DenoiserInputs
 
@@ -72,11 +72,7 @@ def check_parity(shape: str, nets: dict[str, Any], one: ImageParameters, picture
     else:
         used = {named(name): net for name, net in nets.items()}
         expected = stock_controlled(shape, tuple(used[c.model] for c in one.control), one)
-    if one.edit is not None and one.edit.mask is not None:
-        mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 127
-        own = np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3)
-        expected = np.where(mask, expected, own)
-    assert np.abs(levels(picture) - expected).max() <= 1, one
+    assert np.abs(levels(picture) - with_kept(one, expected)).max() <= 1, one
 
 
 def mixture(shape: str) -> list[ImageParameters]:
