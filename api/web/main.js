@@ -92,6 +92,7 @@ function turn(name) {
 async function draw(event) {
   event?.preventDefault();
   form.complain(null);
+  await sources.settled();
   const wrong = form.wrong();
   if (wrong) return form.complain(wrong);
   const { fields, pictures, ratio } = form.request();

@@ -20,6 +20,7 @@ const ROLES = {
 let card = null;
 let items = []; // as they stand in the list
 let asked = "source"; // the role that the file dialog was opened for
+let lastMask = Promise.resolve(); // of the dialog
 let on = { changed() {}, added() {}, fail() {} };
 
 const of = (role) => items.filter((item) => item.role === role);
@@ -144,6 +145,9 @@ export function clear() {
 
 // -- a request's fields -------------------------------------------------------------------------------------------
 
+/** Resolves when the mask that was painted last is there: its dialog closes before the mask is encoded. */
+export const settled = () => lastMask.catch(() => {});
+
 /** What a request has of them: its fields, with {picture: k} for the k-th of `pictures`, [{blob, field}]. */
 export function request() {
   const pictures = [];
@@ -257,7 +261,7 @@ function buildSource(item) {
     on.changed();
   };
   painting.addEventListener("click", async () => {
-    const mask = await paint(item.blob, item.mask);
+    const mask = await (lastMask = paint(item.blob, item.mask));
     painting.focus();
     if (mask !== undefined) setMask(mask);
   });

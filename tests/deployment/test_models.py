@@ -107,9 +107,11 @@ def test_four_models_are_served_by_one_worker_which_has_room_for_two(service: Se
     assert len({*pictures}) == 6
     for at in (2, 1, 3):
         assert drawn(service, model=TUNED[at % 3], seed=at // 3) == pictures[at]
-    wait_until(
-        lambda: sum(bool(cards(service)[name]["loaded"]) for name in TUNED) <= 2, "what was evicted is announced"
-    )
-    assert cards(service)["one"]["loaded"] is True
+
+    def announced() -> bool:
+        found = cards(service)
+        return bool(found["one"]["loaded"]) and sum(bool(found[name]["loaded"]) for name in TUNED) <= 2
+
+    wait_until(announced, "what was evicted, and what was drawn with last")
     status, body = service.call("/v1/images/generations", {"prompt": "a cat", "model": "five"})
     assert status == 404, body
