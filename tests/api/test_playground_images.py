@@ -236,10 +236,10 @@ def test_outside_of_a_painted_mask_pixels_are_kept(page: Page, easel: Drafter) -
     assert rows.min() >= 18 and rows.max() <= 46 and columns.min() >= 18 and columns.max() <= 110
     # It can be gone on with: nothing is lost, and inverting it swaps what is kept. However long its encoding takes.
     page.evaluate(
-        "() => { const encode = HTMLCanvasElement.prototype.toBlob;"
-        " HTMLCanvasElement.prototype.toBlob = function (...rest) { setTimeout(() => encode.apply(this, rest), 500); }; }"
+        "() => { const of = HTMLCanvasElement.prototype, encode = of.toBlob;"
+        " of.toBlob = function (...rest) { setTimeout(() => encode.apply(this, rest), 500); }; }"
     )
-    canvas = paint(page, item)
+    paint(page, item)
     page.click("#mask-invert")
     page.click("#mask-save")
     ask(page, "a hat")
