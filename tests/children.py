@@ -62,11 +62,14 @@ def imports(module: str, *packages: str) -> bool:
 
 
 def forget(*packages: str) -> None:
-    """In a fork: unload all our modules and these packages, to import them anew.
+    """In a fork: unload all our modules, whatever their names, and these packages, to import them anew.
 
     What else is loaded costs nothing, and what it would import is not seen.
     """
     ours = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in ours | {*packages}:
+    elsewhere = (f"{ROOT}/tests/", f"{ROOT}/.")
+    for name, module in [*sys.modules.items()]:
+        path = getattr(module, "__file__", None) or ""
+        file_is_ours = path.startswith(f"{ROOT}/") and not path.startswith(elsewhere)  # as ComfyUI names the nodes
+        if file_is_ours or name.partition(".")[0] in ours | {*packages}:
             del sys.modules[name]

@@ -242,13 +242,8 @@ def test_one_tenants_large_bodies_are_parsed_one_at_a_time_and_anothers_meanwhil
     asyncio.run(play())
 
 
-def test_what_takes_long_to_take_in_leaves_most_of_the_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_to_take_in_leaves_most_of_the_time_to_others() -> None:
     """As on a machine whose processors have other work: its rate is then lower than the highest one."""
-    pauses: list[float] = []
-
-    async def pause(seconds: float) -> None:
-        pauses.append(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", pause)
+    started = time.monotonic()
     asyncio.run(body.take_in("a", b"x", lambda _: time.sleep(0.02)))
-    assert len(pauses) == 1 and pauses[0] >= 7 * 0.02
+    assert time.monotonic() - started >= 7.5 * 0.02
