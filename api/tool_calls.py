@@ -79,18 +79,18 @@ class ToolCallParser:
             self._buffer += text[at : at + _PORTION]
             while self._step():
                 pass
-        return self._take()
+        return self._take_deltas()
 
     def end(self) -> list[Delta]:
         """The end of the text: return what was held back."""
-        if self._state == "head" and not self._whole(self._buffer):
-            self._tell(self._before + self._buffer)
+        if self._state == "head" and not self._read_whole(self._buffer):
+            self._add_text(self._before + self._buffer)
         elif self._state in ("text", "rest") and (self._buffer.strip() or not self.calls):
-            self._tell(self._buffer)
+            self._add_text(self._buffer)
         self._buffer = ""
-        return self._take()
+        return self._take_deltas()
 
-    def _take(self) -> list[Delta]:
+    def _take_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -109,7 +109,7 @@ class ToolCallParser:
         kept = 0 if tag else _beginning(before, self.syntax.tag)
         text = before[: len(before) - kept]
         words = max(len(text.rstrip()), len(text) - _MAX_SPACE)
-        self._tell(text[:words])
+        self._add_text(text[:words])
         if tag:
             self._before, self._buffer, self._state = text[words:] + tag, after, "head"
         else:
@@ -126,27 +126,27 @@ class ToolCallParser:
         return bool(text or far)
 
     def _in_rest(self) -> bool:
-        self._tell(self._buffer)
+        self._add_text(self._buffer)
         self._buffer = ""
         return False
 
     def _in_head(self) -> bool:
         if match := _HEAD.match(self._buffer[:_MAX_HEAD]):
-            self._begin(_name(match[1]))
+            self._begin_call(_name(match[1]))
             self._buffer, self._state, self._json = self._buffer[match.end() :], "arguments", _Json()
             return True
         most = self._most_held()
         if most and self.syntax.tag:
             call, end, after = self._buffer[:most].partition(self.syntax.end.strip())
             if end:
-                if not self._whole(call):
-                    self._tell(self._before + call + end)
+                if not self._read_whole(call):
+                    self._add_text(self._before + call + end)
                 self._buffer, self._state = after + self._buffer[most:], "text"
                 return True
         if len(self._buffer) < most:
             return False
         if self.syntax.tag:
-            self._tell(self._before)
+            self._add_text(self._before)
         self._state = "text" if self.syntax.tag else "rest"
         return True
 
@@ -160,7 +160,7 @@ class ToolCallParser:
     def _in_arguments(self) -> bool:
         end = self._json.end(self._buffer)
         text = self._buffer[:end]
-        self._argue(text)
+        self._add_arguments(text)
         self._buffer = self._buffer[len(text) :]
         if end is not None:
             self._state = "tail"
@@ -174,7 +174,7 @@ class ToolCallParser:
             self._state = "text"
         return bool(end)
 
-    def _whole(self, text: str) -> bool:
+    def _read_whole(self, text: str) -> bool:
         """Read a call whose members come in another order or form. False: it is none."""
         try:
             value = json.loads(text)
@@ -184,22 +184,22 @@ class ToolCallParser:
         arguments = value.get("arguments", value.get("parameters"))
         if not isinstance(value.get("name"), str) or not isinstance(arguments, dict | str | None):
             return False
-        self._begin(_encodable(value["name"]))
-        self._argue(_encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {}))
+        self._begin_call(_encodable(value["name"]))
+        self._add_arguments(_encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {}))
         return True
 
-    def _tell(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self.calls and not self._has_content:
             text = text.lstrip()
         if text:
             self._has_content = True
             self._deltas.append(TextDelta(self.choice, text))
 
-    def _begin(self, name: str) -> None:
+    def _begin_call(self, name: str) -> None:
         self._deltas.append(CallBegin(self.choice, self.calls, name))
         self.calls += 1
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         self._deltas.append(CallDelta(self.choice, self.calls - 1, text))
 
 

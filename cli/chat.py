@@ -57,10 +57,10 @@ def _chat(options: argparse.Namespace) -> int:
     check_range(options, "max_tokens", 1)
     settings = read_settings(options)
     if options.url is not None:
-        _talk(options, _through(options))
+        _talk(options, _service_replies(options))
         return 0
     with open_texts(settings, Console(stderr=True)) as (engine, runner):
-        _talk(options, _here(options, engine, runner))
+        _talk(options, _local_replies(options, engine, runner))
     return 0
 
 
@@ -92,8 +92,8 @@ def _lines() -> Iterator[str]:
             return
 
 
-def _here(options: argparse.Namespace, engine: Engine, runner: TextRunner) -> Reply:
-    """The model in this process."""
+def _local_replies(options: argparse.Namespace, engine: Engine, runner: TextRunner) -> Reply:
+    """Return what answers messages by the model in this process."""
     import queue
     from itertools import count
 
@@ -128,8 +128,8 @@ def _here(options: argparse.Namespace, engine: Engine, runner: TextRunner) -> Re
     return reply
 
 
-def _through(options: argparse.Namespace) -> Reply:
-    """The model behind a service's address."""
+def _service_replies(options: argparse.Namespace) -> Reply:
+    """Return what answers messages by the service at `--url`."""
     from evaluation.service import ServiceClient, SourceError
 
     def reply(messages: Messages) -> Iterator[str]:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
-from contract.bounds import LIST, NOTHING, OBJECT, WORD
+from contract.bounds import LIST, NOTHING
 from contract.errors import UNSUPPORTED
 from contract.json_schema import AnswerSchema, FormatType, SchemaName, schema_text
 from contract.messages import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, Words, text_of
 from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
-from contract.text import BY_KIND, MAX_LOGPROBS, ConversationBody, TextFields, TextJob
+from contract.text import BY_KIND, MAX_LOGPROBS, TOOL_CHOICE, ConversationBody, TextFields, TextJob, ToolChoice
 from contract.tools import MAX_TOOLS, NamedTool, Tool, tool_values
 
 _FUNCTIONS = "is of an older API; tools and tool_choice take its place"
@@ -153,12 +153,7 @@ class ChatFields(TextFields, ConversationBody):
     tools: list[Tool] | None = Field(
         default=None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the answer may call"
     )
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag(WORD)]
-        | Annotated[NamedTool, Tag(OBJECT)]
-        | Annotated[None, Tag(NOTHING)],
-        BY_KIND,
-    ] = Field(default=None, description="whether it calls any; required: one at least; or the one that it calls")
+    tool_choice: ToolChoice[NamedTool] = Field(default=None, description=TOOL_CHOICE)
     functions: _NoFunctions = None
     function_call: _NoFunctionCall = None
     modalities: Annotated[

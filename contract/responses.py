@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from contract.bounds import LIST, MAX_SEED, NOTHING, OBJECT, WORD
+from contract.bounds import LIST, MAX_SEED, OBJECT
 from contract.errors import UNSUPPORTED, Invalid
 from contract.json_schema import AnswerSchema, FormatType, SchemaName, schema_text
 from contract.messages import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, Words, text_of
 from contract.strict import MAX_IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
-from contract.text import BY_KIND, MAX_TEMPERATURE, ConversationBody, TextJob
+from contract.text import BY_KIND, MAX_TEMPERATURE, TOOL_CHOICE, ConversationBody, TextJob, ToolChoice
 from contract.tools import MAX_TOOLS, Function, FunctionName, tool_values
 
 _STATELESS = "no response is stored here: send the whole conversation as input, with store: false where a client has it"
@@ -173,12 +173,7 @@ class ResponseFields(ConversationBody):
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag(WORD)]
-        | Annotated[FunctionChoice, Tag(OBJECT)]
-        | Annotated[None, Tag(NOTHING)],
-        BY_KIND,
-    ] = Field(default=None, description="whether it calls any; required: one at least; or the one that it calls")
+    tool_choice: ToolChoice[FunctionChoice] = Field(default=None, description=TOOL_CHOICE)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="equal seeds give equal answers")
     previous_response_id: str | None = Field(default=None, max_length=MAX_IGNORED, description="not offered")
     conversation: Any = Field(default=None, description="not offered")

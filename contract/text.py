@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -43,6 +43,16 @@ def _kind(value: Any) -> str:
 
 BY_KIND = Discriminator(_kind)
 """Chooses among the tags of a union by the kind of a value."""
+
+_Choice = TypeVar("_Choice")
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(WORD)]
+    | Annotated[_Choice, Tag(OBJECT)]
+    | Annotated[None, Tag(NOTHING)],
+    BY_KIND,
+]
+"""A body's `tool_choice`, with its model that names one function."""
+TOOL_CHOICE = "whether it calls any; required: one at least; or the one that it calls"
 
 _StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[

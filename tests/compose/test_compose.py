@@ -11,10 +11,8 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,13 @@ import pytest
 from PIL import Image
 
 from deployment.redis import free_port
+from tests.deployment import served
+from tests.deployment.served import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 4  # jobs that a worker takes: those of one that is killed are drawn again one by one
 BUILD_S, READY_S = 1800.0, 300.0
+wait_until = partial(served.wait_until, timeout_s=READY_S)
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -33,20 +34,12 @@ def compose() -> list[str]:
     return ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
 
 
-def wait_until(seen: Callable[[], Any], what: str, timeout_s: float = READY_S) -> Any:
-    until = time.monotonic() + timeout_s
-    while not (value := seen()):
-        assert time.monotonic() < until, f"{what}: never came"
-        time.sleep(0.2)
-    return value
-
-
-class Stack:
+class Stack(Client):
     """A clone and what was started from it."""
 
     def __init__(self, clone: Path, port: int) -> None:
         self.clone, self.project = clone, f"diptych-test-{port}"
-        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(f"http://127.0.0.1:{port}", READY_S)
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")},
             "PORT": str(port), "DIPTYCH_BUILD_NETWORK": "host", "DIPTYCH_THREADS": "1",
@@ -76,22 +69,6 @@ class Stack:
             return all(self.health(service) == ["healthy"] * count for service, count in counts.items())
 
         wait_until(well, f"health of {counts}")
-
-    def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        request = urllib.request.Request(self.url + path, headers={"Content-Type": "application/json"})
-        if body is not None:
-            request.data = json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(request, timeout=READY_S) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
-
-    def json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        status, said = self.call(path, body)
-        assert status < 300, (status, said)
-        return dict(json.loads(said))
 
     def order(self, **fields: Any) -> str:
         return str(self.json("/v1/jobs", {"type": "image", "prompt": "a fox", "steps": 4, **fields})["id"])

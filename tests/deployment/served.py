@@ -47,8 +47,8 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
 class Client:
     """Calls of a service."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, timeout_s: float = READY_S) -> None:
+        self.url, self.timeout_s = url, timeout_s
 
     def call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         """Status and body of what it answers to a GET, or to a POST of this JSON."""
@@ -56,7 +56,7 @@ class Client:
         if body is not None:
             request.data = json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(request, timeout=READY_S) as answer:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:

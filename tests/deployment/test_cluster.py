@@ -50,7 +50,7 @@ def shell(command: str, *, check: bool = True) -> str:
     return done.stdout
 
 
-def documented(heading: str, start: str) -> str:
+def page_command(heading: str, start: str) -> str:
     """The one command under a heading of the page that starts so."""
     (command,) = (line for line in blocks(heading, PAGE) if line.startswith(start))
     return command
@@ -59,7 +59,7 @@ def documented(heading: str, start: str) -> str:
 @contextlib.contextmanager
 def forwarded() -> Iterator[httpx2.Client]:
     """A client of the API by the page's `kubectl port-forward`, which ends with the pod that it leads to."""
-    command = documented("Install and remove", "kubectl -n pictures port-forward").removesuffix("&")
+    command = page_command("Install and remove", "kubectl -n pictures port-forward").removesuffix("&")
     with subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
             with httpx2.Client(base_url=URL, timeout=300, trust_env=False) as client:
@@ -75,9 +75,9 @@ def forwarded() -> Iterator[httpx2.Client]:
             process.terminate()
 
 
-def rolled_out() -> None:
+def await_rollout() -> None:
     """Waits until every pod of the release serves. The worker's command is the page's."""
-    shell(documented("Install and remove", "kubectl -n pictures rollout status") + " --timeout 9m")
+    shell(page_command("Install and remove", "kubectl -n pictures rollout status") + " --timeout 9m")
     for part in ("deployment/pictures-diptych-api", "statefulset/pictures-diptych-redis"):
         shell(f"kubectl -n pictures rollout status {part} --timeout 9m")
 
@@ -93,9 +93,9 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def release(values: Path) -> Iterator[None]:
     """The page's release, and its namespace, which is deleted at the end."""
     assert "pictures" not in shell("kubectl get namespaces -o name"), "there is a namespace `pictures` already"
-    shell(documented("Install and remove", "helm install") + f" --values {values}")
+    shell(page_command("Install and remove", "helm install") + f" --values {values}")
     try:
-        rolled_out()
+        await_rollout()
         yield
     finally:
         print(shell("kubectl -n pictures get all,pvc,networkpolicy -o wide", check=False))
@@ -106,7 +106,7 @@ def release(values: Path) -> Iterator[None]:
 def key(release: None) -> dict[str, str]:
     """The headers of the page's key. Before it is made, the forwarded port alone draws a picture."""
     with forwarded():
-        body = json.loads(shell(documented("Install and remove", "curl")))
+        body = json.loads(shell(page_command("Install and remove", "curl")))
         picture = Image.open(io.BytesIO(httpx2.get(body["data"][0]["url"], trust_env=False).content))
         assert picture.format == "PNG" and len(picture.convert("RGB").getcolors(1 << 20) or ()) > 100
     stranger = (
@@ -115,7 +115,7 @@ def key(release: None) -> dict[str, str]:
         "except urllib.error.HTTPError as error: print(error.code)\n"
     )
     assert shell(f'kubectl -n pictures exec deployment/pictures-diptych-api -- python -c "{stranger}"').strip() == "403"
-    command = documented("Install and remove", "kubectl -n pictures exec")
+    command = page_command("Install and remove", "kubectl -n pictures exec")
     headers = {"Authorization": f"Bearer {shell(command).splitlines()[0]}"}
     with forwarded() as client:
         assert client.get("/v1/models").status_code == 401
@@ -123,7 +123,7 @@ def key(release: None) -> dict[str, str]:
     return headers
 
 
-def finished(client: httpx2.Client, key: dict[str, str], jobs: list[str]) -> None:
+def await_success(client: httpx2.Client, key: dict[str, str], jobs: list[str]) -> None:
     """Waits until all jobs have succeeded. While Redis moves, the API answers 503."""
 
     def states() -> set[str]:
@@ -134,7 +134,7 @@ def finished(client: httpx2.Client, key: dict[str, str], jobs: list[str]) -> Non
     assert states() == {"succeeded"}
 
 
-def created(client: httpx2.Client, key: dict[str, str]) -> list[str]:
+def create_jobs(client: httpx2.Client, key: dict[str, str]) -> list[str]:
     body = {"type": "image", "prompt": "a slice of pizza", "steps": 20}
     answers = [client.post("/v1/jobs", json=body | {"seed": seed}, headers=key) for seed in range(JOBS)]
     assert [answer.status_code for answer in answers] == [202] * JOBS, answers[0].text
@@ -144,31 +144,31 @@ def created(client: httpx2.Client, key: dict[str, str]) -> list[str]:
 def test_jobs_outlive_every_pod(key: dict[str, str]) -> None:
     for part in ("worker", "redis", "api"):
         with forwarded() as client:
-            jobs = created(client, key)
+            jobs = create_jobs(client, key)
         shell(f"kubectl -n pictures delete pod --selector app.kubernetes.io/component={part} --grace-period 1")
-        rolled_out()
+        await_rollout()
         with forwarded() as client:
-            finished(client, key, jobs)
+            await_success(client, key, jobs)
 
 
 def test_an_upgrade_loses_no_job(key: dict[str, str], tmp_path: Path) -> None:
     with forwarded() as client:
-        jobs = created(client, key)
+        jobs = create_jobs(client, key)
     changed = tmp_path / "changed.yaml"
     changed.write_text(yaml.safe_dump({part: {"podAnnotations": {"turn": "2"}} for part in ("api", "workerDefaults")}))
     for command in blocks("Failover and upgrades", PAGE):
         if "taint" not in command:
             shell(command + (f" --values {changed}" if command.startswith("helm upgrade") else ""))
-    rolled_out()
+    await_rollout()
     with forwarded() as client:
-        finished(client, key, jobs)
+        await_success(client, key, jobs)
 
 
 def test_removal_keeps_what_holds_jobs_and_then_nothing(key: dict[str, str]) -> None:
-    shell(documented("Install and remove", "helm uninstall") + " --wait")
+    shell(page_command("Install and remove", "helm uninstall") + " --wait")
     label = "--selector app.kubernetes.io/instance=pictures -o name"
     kept = shell(f"kubectl -n pictures get all,pvc,secret,configmap,networkpolicy,pdb,serviceaccount {label}").split()
     assert {name.partition("/")[0] for name in kept} <= {"persistentvolumeclaim", "secret", "pod"}
     assert sum(name.startswith("persistentvolumeclaim/") for name in kept) == 2
-    shell(documented("Install and remove", "kubectl -n pictures delete"))
+    shell(page_command("Install and remove", "kubectl -n pictures delete"))
     wait_until(lambda: not shell(f"kubectl -n pictures get all,pvc,secret {label}"), "their deletion", 120)
