@@ -51,11 +51,12 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs, all in one private memory pool, or in a new one after the last graph of one is gone."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Record on `stream`, whose priority graphs keep; default: one of its own."""
         self._device = device
         self._new_pool()
         # One stream for all recordings: cuBLAS keeps a workspace for each stream it has ever seen.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream or torch.cuda.Stream(device)
 
     def _new_pool(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

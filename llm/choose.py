@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import Invalid
+from core.kernels.kv_cache import on_device
 from llm import sample
 from llm.parameters import Logprob
 from llm.sequence import SequenceState
@@ -107,6 +108,22 @@ def choose(
     return [refused.get(i, result) for i, result in enumerate(results)]
 
 
+def draw_on_device(logits: Tensor, requests: Sequence[SampleRequest], best: Tensor) -> Tensor:
+    """The next token of each request, all of which are `drawn_on_device`, at its row: int64 [L], without waiting for
+    the device. `best` [L] is `sample.likeliest` of logits [L, V], and what other rows get.
+    """
+    drawn = [request for request in requests if request.work.settings is not None]
+    if not drawn:
+        return best
+    rows = on_device(torch.tensor([request.first for request in drawn]), logits.device)
+    settings = sample.gathered([s for request in drawn if (s := request.work.settings) is not None])
+    p = sample.probabilities(logits[rows], settings)
+    p /= p.sum(-1, keepdim=True)
+    index = np.array([request.work.next_position for request in drawn], np.int64)
+    tokens = sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN))
+    return best.index_copy(0, rows, torch.where(best[rows] < 0, -1, tokens))
+
+
 def _greedy(
     logits: Tensor, requests: Sequence[SampleRequest], best: Sequence[int], adjusted: set[int]
 ) -> dict[int, list[int]]:
@@ -131,12 +148,12 @@ def _drawn(logits: Tensor, requests: Sequence[SampleRequest]) -> list[list[int]]
     rows = [row for request in requests for row in request.rows]
     owners = [i for i, request in enumerate(requests) for _ in request.rows]
     settings = sample.gathered([s for request in requests if (s := request.work.settings) is not None])
-    selected = logits if rows == list(range(len(logits))) else logits[rows]
+    selected = logits if rows == list(range(len(logits))) else logits[on_device(torch.tensor(rows), logits.device)]
     p = sample.probabilities(selected, settings.at(torch.tensor(owners)))
     p /= p.sum(-1, keepdim=True)
     counts = [len(request.rows) for request in requests]
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(int).tolist()
-    index = np.array([len(request.work.tokens) for request in requests], np.int64)
+    index = np.array([request.work.next_position for request in requests], np.int64)
     if len(rows) == len(requests):
         return [[token] for token in sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN)).tolist()]
     return accepted(p, firsts, [request.guess for request in requests], settings, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,13 +15,13 @@ from core.kernels.cpu.library import identity
 from core.kernels.cuda import decode_kernel, driver
 from core.kernels.cuda.chunk_kernel import tiles
 from core.kernels.device import HOPPER, TRITON
-from core.kernels.kv_cache import Kind, KVCache, TokenBatch
+from core.kernels.kv_cache import Kind, KVCache, TokenBatch, on_device
 from core.ops.cuda_tokens import FusedBatch
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
-from llm.decode_graphs import DecodeGraphs, rung
 from llm.load import TextModel, TextModelError
+from llm.step_graphs import Step, StepGraphs, rung
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,13 @@ class TextExecution:
         pages: int,
         sequences: int,
         context: int,
+        rows: int = 256,
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
         companion: KVCache | None = None,
     ) -> None:
-        """`kernels` are the CPU kernels, if there are any; `companion` is a cache whose table is shared.
+        """`rows` are the most of a step; `kernels` are the CPU kernels, if there are any; `companion` is a cache whose
+        table is shared.
 
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
@@ -55,7 +57,13 @@ class TextExecution:
             kind=kv, companion=companion,
         )  # fmt: skip
         self._programs = self._on_kernels(kernels)
-        self._fused = self._on_gpu(sequences, context)
+        self._fused = self._on_gpu(sequences, context, rows)
+        # Each sequence's latest token, for rows whose token is -1; the last one is of padding rows.
+        self.latest = (
+            torch.zeros(sequences + 1, dtype=torch.int32, device=model.device)
+            if self._fused is None
+            else self._fused.graphs.latest
+        )
 
     @property
     def best(self) -> Tensor | None:
@@ -76,10 +84,10 @@ class TextExecution:
     def kind(self) -> str:
         return KERNELS if self._programs is not None else TORCH if self._fused is None else FUSED
 
-    def prepare(self, sequences: int, rows: int) -> None:
-        """Compile and capture what is needed to decode so many sequences, and for steps of up to so many rows."""
+    def prepare(self, sequences: int) -> None:
+        """Compile and capture what is needed to decode so many sequences, and to read their prompts."""
         if self._fused is not None:
-            self._fused.prepare(sequences, rows)
+            self._fused.prepare(sequences)
 
     def release(self) -> None:
         """Free duplicate weights: once our kernels have packed them, the model's own are dropped for good."""
@@ -87,13 +95,20 @@ class TextExecution:
             self._programs.release()
 
     def __call__(self, step: TokenBatch) -> Tensor:
-        """Logits [L, V] in fp32 of the step's picked rows, overwritten by the next call."""
+        """Logits [L, V] in fp32 of the step's picked rows, overwritten by the next call.
+
+        A row whose token is -1 takes its sequence's `latest` one.
+        """
+        if self._fused is not None:
+            self.cache.settle()
+            return self._fused(step)
+        device = self.model.device
+        if bool((step.tokens < 0).any()):
+            latest = self.latest.cpu()[step.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
+            step = replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
         if self._programs is not None:
             return self._programs(step)
         self.cache.settle()
-        if self._fused is not None:
-            return self._fused(step)
-        device = self.model.device
         if device.type != "cpu":
             columns = (step.tokens, step.positions, step.sequences, step.output_rows)
             step = TokenBatch(*(column.to(device, non_blocking=True) for column in columns))
@@ -107,6 +122,11 @@ class TextExecution:
             )
             logits: Tensor = output.logits[0].float()
             return logits
+
+    def keep(self, step: TokenBatch, tokens: Tensor) -> None:
+        """Make these tokens [L], on the model's device, the latest of the output rows' sequences."""
+        owners = on_device(step.sequences[step.output_rows.long()].long(), self.latest.device)
+        self.latest[owners] = tokens.int()
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
         model = self.model
@@ -125,7 +145,7 @@ class TextExecution:
             self.kernels_reason = "the CPU kernels are turned off, or do not run here or in this precision"
         return None
 
-    def _on_gpu(self, sequences: int, context: int) -> FusedTextExecution | None:
+    def _on_gpu(self, sequences: int, context: int, rows: int) -> FusedTextExecution | None:
         model = self.model
         if model.device.type != "cuda":
             return None
@@ -133,7 +153,7 @@ class TextExecution:
             self._on_torch("ours multiply bf16 and 8 bits, not fp32")
             return None
         try:
-            return FusedTextExecution(CudaDecoder(model.network, self.cache), self.cache, sequences, context)
+            return FusedTextExecution(CudaDecoder(model.network, self.cache), self.cache, sequences, context, rows)
         except ValueError as error:
             self._on_torch(str(error))
         return None
@@ -144,46 +164,35 @@ class TextExecution:
 
 
 class FusedTextExecution:
-    """Runs a fused model: in CUDA graphs for decode steps with one row per sequence; otherwise kernel by kernel."""
+    """Runs a fused model: in CUDA graphs where one fits the step, otherwise kernel by kernel."""
 
-    def __init__(self, model: CudaDecoder, cache: KVCache, sequences: int, context: int) -> None:
+    def __init__(self, model: CudaDecoder, cache: KVCache, sequences: int, context: int, rows: int) -> None:
         self.model = model
         self._device = cache.table.device
-        self.graphs = DecodeGraphs(model, sequences, context, self._device)
+        self.graphs = StepGraphs(model, sequences, context, rows, self._device)
         self.best: Tensor | None = None
 
     @torch.inference_mode()
-    def prepare(self, sequences: int, rows: int) -> None:
-        """Prepare like `TextExecution`. Padding rows stand in for later ones: they write nothing."""
+    def prepare(self, sequences: int) -> None:
+        """Prepare like `TextExecution`."""
         self.graphs.prepare(sequences)
-        nobody = torch.full((rows,), -1, dtype=torch.int32, device=self._device)
-        zeros = torch.zeros_like(nobody)
-        widths = {16, *(1 << n for n in range(8, rows.bit_length())), rows}
-        for width in sorted(width for width in widths if width <= rows):
-            tile = torch.tensor([[0, 2, 0]], dtype=torch.int32, device=self._device)
-            for parts in self.graphs.rungs:
-                self.model(FusedBatch(zeros[:width], nobody[:width], zeros[:width], zeros[:2], zeros[:1], tile, parts))
 
     @torch.inference_mode()
-    def __call__(self, step: TokenBatch) -> Tensor:
+    def __call__(self, batch: TokenBatch) -> Tensor:
         """Compute one step; see `TextExecution`."""
-        self.best = None
-        columns = np.stack([part.cpu().numpy() for part in (step.tokens, step.positions, step.sequences)])
-        output_rows = step.output_rows.cpu().numpy()
+        step = self._step(batch)
+        logits = self.graphs(step)
+        if logits is None:
+            logits = self.graphs.run(*self._on_device(step))
+        rows = len(step.output_rows)
+        self.best = self.graphs.best[:rows] if rows <= len(self.graphs.best) else None
+        return logits
+
+    def _step(self, batch: TokenBatch) -> Step:
+        """The step's rows, grouped for attention."""
+        columns = np.stack([part.cpu().numpy() for part in (batch.tokens, batch.positions, batch.sequences)])
         rows = columns.shape[1]
         firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
-        if len(firsts) == rows == len(output_rows) and bool((output_rows == np.arange(rows)).all()):
-            logits = self.graphs(columns)
-            if logits is not None:
-                self.best = self.graphs.best[:rows]
-                return logits
-        return self.model(self._rows(columns, output_rows, firsts))
-
-    def _rows(
-        self, columns: np.ndarray[Any, np.dtype[np.int32]], output_rows: np.ndarray[Any, Any], firsts: Any
-    ) -> FusedBatch:
-        """All of a forward's inputs, copied to the device at once."""
-        rows = columns.shape[1]
         counts = np.diff(firsts, append=rows)
         singles = firsts[counts == 1]
         runs = [
@@ -192,17 +201,23 @@ class FusedTextExecution:
             if count > 1
         ]
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
-        parts = rung(decode_kernel.part_count(int(columns[1, singles].max()) + 1)) if len(singles) else 1
-        arrays = [part.astype(np.int32) for part in (*columns, output_rows, singles, cut.ravel())]
+        parts = decode_kernel.part_count(int(columns[1, singles].max()) + 1) if len(singles) else 1
+        return Step(columns, batch.output_rows.cpu().numpy(), singles.astype(np.int32), cut, parts)
+
+    def _on_device(self, step: Step) -> tuple[FusedBatch, Tensor]:
+        """A step of any shape, copied to the device at once, and the sequences of its output rows."""
+        rows = step.columns.shape[1]
+        arrays = [*step.columns, step.output_rows, step.columns[2][step.output_rows], step.singles, step.tiles.ravel()]
         # Each 16-byte aligned: kernels would be recompiled for other alignments.
         padded = [np.pad(part, (0, -len(part) % 4)) for part in arrays]
-        packed = torch.from_numpy(np.concatenate(padded)).to(self._device)
+        packed = on_device(torch.from_numpy(np.concatenate(padded)), self._device)
         parts_on_device = packed.split([len(part) for part in padded])
-        tokens, positions, sequences, selected, alone, cuts = (
+        tokens, positions, sequences, selected, owners, alone, cuts = (
             part[: len(real)] for part, real in zip(parts_on_device, arrays, strict=True)
         )
-        all_picked = len(output_rows) == rows and bool((output_rows == np.arange(rows)).all())
-        return FusedBatch(
-            tokens, positions, sequences, None if all_picked else selected, None if len(singles) == rows else alone,
-            cuts.view(-1, 3) if len(cut) else None, parts,
+        all_picked = len(step.output_rows) == rows and bool((step.output_rows == np.arange(rows)).all())
+        batch = FusedBatch(
+            tokens, positions, sequences, None if all_picked else selected, None if len(alone) == rows else alone,
+            cuts.view(-1, 3) if len(cuts) else None, rung(step.parts),
         )  # fmt: skip
+        return batch, owners

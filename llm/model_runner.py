@@ -10,24 +10,29 @@ from dataclasses import dataclass
 import torch
 
 from core.kernels.kv_cache import TokenBatch
-from llm.choose import SampledTokens, choose, greedy_tokens
+from llm.choose import SampledTokens, choose, draw_on_device, greedy_tokens
 from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
 from llm.parameters import Logprob
 from llm.parts import ScheduledTokens, gather_step
+from llm.sample import likeliest
+from llm.sequence import PendingToken, PendingTokens
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepResult:
-    """The results of an iteration, by part: next tokens, None where none was wanted, or an error."""
+    """The results of an iteration, by part: next tokens, None where there are none, or an error.
+
+    Of one that runs ahead these are pending tokens of the iterations before; its own are in `pending`.
+    """
 
     outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]
     scores: list[list[Logprob]]  # of prompts' tokens
-    rows: int
-    seconds: float  # without making guesses, which is timed separately
+    pending: list[PendingToken | None]
+    timings: list[tuple[int, float]]  # rows and seconds of iterations that ended, without making guesses
 
 
 _SCORE_BYTES = 64 * 2**20  # of the logits of prompts' tokens in one forward
@@ -41,10 +46,15 @@ class ModelRunner:
     several forwards, so that logits take bounded memory.
     """
 
-    def __init__(self, execution: TextExecution, guessing: Speculator) -> None:
+    def __init__(self, execution: TextExecution, guessing: Speculator, *, ahead: bool = False) -> None:
+        """`ahead`: an iteration is submitted to the device before the tokens of the one before are known here, where
+        the device itself can draw all of its tokens.
+        """
         self.execution = execution
         self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
+        self._ahead = ahead
+        self._landed_at = 0.0  # when the last iteration ended
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
@@ -58,13 +68,46 @@ class ModelRunner:
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
         guesses = self._guessing.make(parts)
         started = time.perf_counter()
-        outcomes: list[SampledTokens | BaseException | None] = []
-        scores: list[list[Logprob]] = []
+        result = StepResult([], guesses, [], [None] * len(parts), [])
         rows = 0
-        for run in self._runs(parts):
-            run_outcomes, run_scores, run_rows = self._forward(parts[run], guesses[run])
-            outcomes, scores, rows = outcomes + run_outcomes, scores + run_scores, rows + run_rows
-        return StepResult(outcomes, guesses, scores, rows, time.perf_counter() - started)
+        try:
+            for run in self._runs(parts):
+                outcomes, scores, run_rows = self._forward(parts[run], guesses[run], result, run.start, started)
+                result.outcomes += outcomes
+                result.scores += scores
+                rows += run_rows
+        finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
+            self._land(parts, result)
+        if rows and not any(result.pending):
+            landed_at = time.perf_counter()
+            result.timings.append((rows, landed_at - max(started, self._landed_at)))
+            self._landed_at = landed_at
+        for i, part in enumerate(parts):
+            if part.work.pending is not None:
+                result.outcomes[i] = self._joined(part.work.pending, result.outcomes[i])
+        return result
+
+    def _land(self, parts: Sequence[ScheduledTokens], result: StepResult) -> None:
+        """Wait for the parts' pending tokens."""
+        pending = (part.work.pending for part in parts)
+        for step in dict.fromkeys(token.step for token in pending if token is not None):
+            if step.known is None:
+                step.wait()
+                landed_at = time.perf_counter()
+                result.timings.append((step.rows, landed_at - max(step.launched_at, self._landed_at)))
+                self._landed_at = landed_at
+
+    def _joined(
+        self, pending: PendingToken, outcome: SampledTokens | BaseException | None
+    ) -> SampledTokens | BaseException | None:
+        """A pending token, and the tokens after it."""
+        if pending.known < 0:
+            return self._not_finite()
+        if outcome is None:
+            return SampledTokens([pending.known], [])
+        if isinstance(outcome, SampledTokens):
+            outcome.tokens.insert(0, pending.known)
+        return outcome
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
         """The parts of each forward, of which there is one unless prompts are scored."""
@@ -78,9 +121,21 @@ class ModelRunner:
         yield slice(first, len(parts))
 
     def _forward(
-        self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
+        self,
+        parts: Sequence[ScheduledTokens],
+        guesses: Sequence[DraftTokens],
+        result: StepResult,
+        first: int,
+        started: float,
     ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]], int]:
+        """Compute these parts, the first of which is the iteration's `first`. Returns their outcomes, scores and rows,
+        and puts tokens that are not waited for into `result.pending`.
+        """
+        outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
+        scores: list[list[Logprob]] = [[] for _ in parts]
         step, sample_requests, score_requests = gather_step(parts, guesses)
+        if not len(step.tokens):
+            return outcomes, scores, 0
         matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
         masks = self._masks.submit(_compute, matchers) if matchers else None
         try:
@@ -89,24 +144,36 @@ class ModelRunner:
             if masks is not None:
                 masks.result()
         self._guessing.read_along(parts)
-        outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
-        best = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
-        scores: list[list[Logprob]] = [[] for _ in parts]
+        requests = list(sample_requests.values())
+        if self._ahead and not score_requests and all(r.work.drawn_on_device and not r.guess.tokens for r in requests):
+            best = self.execution.best
+            tokens = draw_on_device(logits, requests, likeliest(logits) if best is None else best)
+            if tokens is not best:
+                self.execution.keep(step, tokens)
+            pending = PendingTokens(tokens, len(step.tokens), started)
+            for i, request in sample_requests.items():
+                result.pending[first + i] = PendingToken(pending, request.first)
+            return outcomes, scores, len(step.tokens)
+        self._land(parts, result)  # or the wait below would be timed as theirs
+        best_tokens = greedy_tokens(logits, requests, self.execution.best)
         good = list(sample_requests)
-        if min(best, default=0) < 0:
-            model = self.execution.model
+        if min(best_tokens, default=0) < 0:
             rows = [(i, request.rows) for i, request in sample_requests.items()]
             rows += [(i, request.rows) for i, request in score_requests.items()]
-            bad = {i for i, request_rows in rows if any(best[row] < 0 for row in request_rows)}
+            bad = {i for i, request_rows in rows if any(best_tokens[row] < 0 for row in request_rows)}
             good = [i for i in sample_requests if i not in bad]
             for i in bad:
-                outcomes[i] = FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+                outcomes[i] = self._not_finite()
         for i, score_request in score_requests.items():  # before `choose`, which overwrites logits
             if outcomes[i] is None:
                 scores[i] = score_request.logprobs(logits)
-        for i, result in zip(good, choose(logits, [sample_requests[i] for i in good], best), strict=True):
-            outcomes[i] = result
+        for i, chosen in zip(good, choose(logits, [sample_requests[i] for i in good], best_tokens), strict=True):
+            outcomes[i] = chosen
         return outcomes, scores, len(step.tokens)
+
+    def _not_finite(self) -> FloatingPointError:
+        model = self.execution.model
+        return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
 
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
         """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""

@@ -13,7 +13,10 @@ from llm.speculate import DraftTokens
 
 @dataclass(slots=True, eq=False)
 class ScheduledTokens:
-    """A request's share of an iteration: `count` of its tokens from `start` on, then guesses."""
+    """A request's share of an iteration: `count` of its tokens from `start` on, then guesses.
+
+    The first one may be its pending token. None: its last token is only waited for.
+    """
 
     work: SequenceState
     start: int
@@ -41,7 +44,7 @@ def gather_step(
     for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
         work, start = part.work, part.start
         if part.count == 1 and not guess.tokens:  # most of hundreds
-            tokens.append(work.tokens[start])
+            tokens.append(work.tokens[start] if work.pending is None else work.pending.known)
             positions.append(start)
             sequences.append(work.row)
         else:

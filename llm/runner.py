@@ -20,7 +20,7 @@ from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
 from llm.choose import SampledTokens
 from llm.constrain import GrammarCompiler
-from llm.execution import TextExecution
+from llm.execution import FUSED, TextExecution
 from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
@@ -28,7 +28,7 @@ from llm.model_runner import ModelRunner, StepResult
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import Logprob
 from llm.parts import ScheduledTokens
-from llm.sequence import SequenceState
+from llm.sequence import PendingToken, SequenceState
 from llm.speculate import MOST, DraftModel, DraftTokens
 from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
@@ -58,12 +58,14 @@ class TextRunner:
         draft: TextModel | Literal["lookup"] | None = None,
         patience_s: float = 2.0,
         pace_s: float = 0.1,
+        ahead: bool | None = None,
     ) -> None:
         """`max_rows` limits the tokens of one forward, `chunk` those of one prompt in it, `pages` the KV cache.
 
         `context` limits one request's tokens; default: the model's own. `draft` enables speculative decoding: a smaller
         model of the same vocabulary, or "lookup" for prompt lookup. Latency objectives: the first token within
-        `patience_s`, the others every `pace_s`. Raises `TextModelError`.
+        `patience_s`, the others every `pace_s`. `ahead`: iterations are submitted before the tokens of those before
+        are known, see `ModelRunner`; default: on a GPU, without speculation. Raises `TextModelError`.
         """
         self.model = model
         self.context = min(context or model.context, model.context)
@@ -79,14 +81,15 @@ class TextRunner:
 
         def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
             size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
-            return TextExecution(of, **size, kv=kv, kernels=kernels, companion=near)
+            return TextExecution(of, **size, rows=self._max_rows, kv=kv, kernels=kernels, companion=near)
 
         self.execution = execution(model)
         self.guessing = Speculator(lookup=draft == "lookup")
         if draft is not None and not isinstance(draft, str):
             _check_draft(draft, model, self.context)
             self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
-        self._model_runner = ModelRunner(self.execution, self.guessing)
+        self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None
+        self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
         self._sequences = max_requests
         self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
         self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
@@ -127,6 +130,7 @@ class TextRunner:
         request.work = None
 
     def preempt(self, request: Request) -> None:
+        request.work.pending = None  # it will be drawn again, the same
         self._allocator.free(request.work)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
@@ -173,16 +177,19 @@ class TextRunner:
 
         def commit(step: StepResult) -> dict[str, Outcome]:
             started = time.perf_counter()
-            self.guessing.observe(step.rows, step.seconds)
+            for rows, seconds in step.timings:
+                self.guessing.observe(rows, seconds)
             outcomes = {
-                request.id: self._commit(part, outcome, guess, scores)
-                for request, part, outcome, guess, scores in zip(
-                    requests, parts, step.outcomes, step.guesses, step.scores, strict=True
+                request.id: self._commit(part, *results)
+                for request, part, *results in zip(
+                    requests, parts, step.outcomes, step.guesses, step.scores, step.pending, strict=True
                 )
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
-            self._costs[GROUP].observe(step.rows, step.seconds + time.perf_counter() - started)
+            host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
+            for rows, seconds in step.timings:
+                self._costs[GROUP].observe(rows, seconds + host_s)
             return outcomes
 
         return self._lane.start(lambda: self._model_runner(parts), commit)
@@ -190,7 +197,7 @@ class TextRunner:
     def _part(self, request: Request) -> ScheduledTokens:
         work: SequenceState = request.work
         if request.phase == DECODE:
-            return ScheduledTokens(work, work.computed, 1, True)
+            return ScheduledTokens(work, work.computed, 0 if work.complete else 1, not work.complete)
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
@@ -200,11 +207,13 @@ class TextRunner:
         outcome: SampledTokens | BaseException | None,
         guess: DraftTokens,
         scores: list[Logprob],
+        pending: PendingToken | None,
     ) -> Outcome:
         if isinstance(outcome, BaseException):
             return Outcome(error=outcome)
         work, total = part.work, part.work.parameters.max_tokens
-        accepted = 0 if outcome is None else len(outcome.tokens) - 1
+        accepted = len(outcome.tokens) - 1 if outcome is not None and guess.tokens else 0
+        work.pending = pending
         news = text = None
         try:
             self.guessing.settle(part, guess, accepted)
@@ -236,7 +245,7 @@ class TextRunner:
 
         def measure() -> None:
             for execution in self._model_runner.executions:
-                execution.prepare(self._sequences, self._max_rows)
+                execution.prepare(self._sequences)
             until = time.monotonic() + measure_s
             likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
             widths = sorted(likely & {*range(1, self._max_rows + 1)})

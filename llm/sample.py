@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from contract.text import MAX_BIAS
+from core.kernels.kv_cache import on_device
 
 TOKEN, DRAFT, ACCEPT = range(3)  # what a random number is used for
 _SHORT = 1024  # most likely tokens, which nearly always include all candidates
@@ -76,7 +77,7 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
     (Holtzman et al., 2020), then those of at least `min_p` times the most likely (Nguyen et al., 2024).
     """
     device = logits.device
-    p = torch.softmax(logits.float() / settings.temperature.to(device)[:, None], dim=-1)
+    p = torch.softmax(logits.float() / on_device(settings.temperature, device)[:, None], dim=-1)
     narrow = ((settings.top_k > 0) | (settings.top_p < 1)).nonzero()[:, 0]  # settings are on the host: no device sync
     if len(narrow):
         _narrow_(p, narrow.to(device), settings.top_k[narrow].to(device), settings.top_p[narrow].to(device))
@@ -112,7 +113,7 @@ def _narrow_(p: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor) -> None:
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """A token of each row of p [n, V], which need not be normalized, by u [n] in [0, 1): int64 [n]."""
     sums = p.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(sums, (u.to(p.device) * sums[:, -1])[:, None], right=True)[:, 0]
+    tokens = torch.searchsorted(sums, (on_device(u, p.device) * sums[:, -1])[:, None], right=True)[:, 0]
     return tokens.clamp_(max=p.shape[1] - 1)
 
 

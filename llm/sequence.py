@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,56 @@ from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParame
 from llm.speculate import AcceptanceRate, PromptLookup
 
 
+class PendingTokens:
+    """The next tokens of a step that may still run: int64 [L] on the model's device, -1 where logits were not finite.
+
+    Made on the thread that submits to the device.
+    """
+
+    def __init__(self, tokens: Tensor, rows: int, launched_at: float) -> None:
+        """`rows` are those of the step."""
+        self.rows, self.launched_at = rows, launched_at
+        self._known: list[int] | None = None
+        self._event: torch.cuda.Event | None = None
+        self._tokens = tokens
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def known(self) -> list[int] | None:
+        """The tokens, once somebody has waited for them."""
+        return self._known
+
+    def wait(self) -> list[int]:
+        if self._known is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._known = self._tokens.tolist()
+        return self._known
+
+
+class PendingToken(NamedTuple):
+    """One of them."""
+
+    step: PendingTokens
+    row: int
+
+    @property
+    def known(self) -> int:
+        """The token; -1 while nobody has waited for it."""
+        return -1 if self.step.known is None else self.step.known[self.row]
+
+
 class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
         "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
-        "matcher", "output_counts", "pace", "parameters", "prompt", "prompt_logprobs", "row", "seen", "settings",
-        "tokens", "writer",
+        "matcher", "output_counts", "pace", "parameters", "pending", "prompt", "prompt_logprobs", "row", "seen",
+        "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +87,7 @@ class SequenceState:
         self.computed = 0  # tokens whose keys and values are in the cache
         self.drafted = 0  # and in the draft's
         self.cached = 0
+        self.pending: PendingToken | None = None  # the token after `tokens`, which the device may still compute
         self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
         self.matcher = matcher
         self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
@@ -69,7 +113,17 @@ class SequenceState:
     @property
     def decoding(self) -> bool:
         """Return whether only the last token is left to process."""
-        return self.answered > 0 and self.computed >= len(self.tokens) - 1
+        return self.pending is not None or (self.answered > 0 and self.computed >= len(self.tokens) - 1)
+
+    @property
+    def next_position(self) -> int:
+        """The position of the first token that nothing has computed yet."""
+        return len(self.tokens) + (self.pending is not None)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the pending token is the last one that was asked for: nothing is left to compute."""
+        return self.pending is not None and self.answered + 1 >= self.parameters.max_tokens
 
     @property
     def unread(self) -> int:
@@ -104,6 +158,14 @@ class SequenceState:
     def modifies_logits(self) -> bool:
         """Return whether the model's logits are modified before a token is chosen."""
         return self.seen is not None or self.matcher is not None or self.bias is not None
+
+    @property
+    def drawn_on_device(self) -> bool:
+        """Return whether the model's logits and a random number alone decide its next token."""
+        parameters = self.parameters
+        if self.modifies_logits or parameters.logprobs is not None:
+            return False
+        return parameters.greedy or not (parameters.top_k or parameters.top_p < 1 or parameters.min_p)
 
     @property
     def guess_count(self) -> int:

@@ -37,6 +37,11 @@ class TokenBatch:
         return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
 
 
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x` copied to a device; to a GPU without waiting for what runs there."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """x [..., d] to int8 or E4M3 and an fp32 scale [...]: one for each token and head, by its largest magnitude."""
     scale = x.float().abs().amax(-1) / max_level(dtype)
@@ -123,7 +128,7 @@ class KVCache:
             sequence, start, pages = self._placed.popleft()
             counts.update(zip(range(sequence * width + start, (sequence + 1) * width), pages, strict=False))
         if counts:
-            both = torch.from_numpy(np.array([[*counts], [*counts.values()]], np.int32)).to(self.table.device)
+            both = on_device(torch.from_numpy(np.array([[*counts], [*counts.values()]], np.int32)), self.table.device)
             self.table.view(-1)[both[0].long()] = both[1]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:

@@ -7,7 +7,7 @@ inline; beyond, the 8-bit kernel for many rows is used. Nothing here waits for t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class FusedBatch:
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
+
+    def of(self, tokens: Tensor) -> FusedBatch:
+        """The same rows with other tokens."""
+        return replace(self, tokens=tokens)
 
 
 class TokenLinear(Linear):

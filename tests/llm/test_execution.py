@@ -62,7 +62,7 @@ def test_on_a_gpu_fused_kernels_run_all_but_fp32(
     assert execution.kind == kind
     assert (kind == FUSED) != ("not fp32" in caplog.text)
     execution.cache.place(0, [3, 7])
-    execution.prepare(3, 64)
+    execution.prepare(3)
     tokens = list(range(40, 60))
     logits = execution(TokenBatch.of(tokens, list(range(20)), [0] * 20, [19]))
     assert logits.shape == (1, 262) and logits.dtype == torch.float32 and bool(logits.isfinite().all())

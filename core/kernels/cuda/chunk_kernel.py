@@ -50,7 +50,7 @@ def _chunks(  # type: ignore[no-untyped-def]
     heads = head * G + group
     offsets = ((first + token) * H + heads).to(tl.int64)[:, None] * D + channel[None]
     x = tl.load(q + offsets, real[:, None], other=0.0)
-    count = tl.load(positions + first + rows - 1) + 1  # positions count up
+    count = tl.load(positions + first + rows - 1, rows > 0, other=-1) + 1  # positions count up
     top = tl.full([M], -1e30, tl.float32)  # finite: padding rows see nothing
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
@@ -97,7 +97,10 @@ def chunks(
     *,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """Run `decode_kernel.decode` for the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`."""
+    """Run `decode_kernel.decode` for the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`.
+
+    A tile of no rows does nothing.
+    """
     _, heads, d = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

@@ -72,10 +72,12 @@ def _parts(  # type: ignore[no-untyped-def]
     """`scale` is for powers of two: that of the scores times log2(e)."""
     enter(EARLY)
     place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = place
+    row, stored = place, True
     if index is not None:
         row = tl.load(index + place)
-    count = tl.load(positions + row) + 1  # 0 for padding rows
+        stored = row >= 0
+        row = tl.maximum(row, 0)
+    count = tl.where(stored, tl.load(positions + row) + 1, 0)  # 0 for padding rows
     part = _part(count, PART, PARTS, UNIT)
     start = split * part
     if (start < count) | (split == 0):
@@ -111,7 +113,7 @@ def _parts(  # type: ignore[no-untyped-def]
                 p *= tl.load(value_scales + page * SIZE + within, mask=valid, other=0.0)[None]
             acc = acc * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
             top = above
-        real = group < G
+        real = (group < G) & stored
         if REACH == 1:
             _store_whole(out, inverse, acc, total, row * H + heads, heads, channel, real, D, OUT_INT8)
         else:
@@ -130,10 +132,12 @@ def _together(  # type: ignore[no-untyped-def]
     """Combine all possible parts, in one order whatever the grid's reach."""
     enter(EARLY)
     place, head = tl.program_id(0), tl.program_id(1)
-    row = place
+    row, stored = place, True
     if index is not None:
         row = tl.load(index + place)
-    count = tl.load(positions + row) + 1
+        stored = row >= 0
+        row = tl.maximum(row, 0)
+    count = tl.where(stored, tl.load(positions + row) + 1, 0)
     part = _part(count, PART, PARTS, UNIT)
     split, channel = tl.arange(0, PARTS), tl.arange(0, D)
     valid = (split * part < count) | (split == 0)
@@ -144,11 +148,11 @@ def _together(  # type: ignore[no-untyped-def]
     total = tl.maximum(tl.sum(tl.load(sums + at, mask=valid, other=0.0) * share, 0), 1e-30)
     x = tl.load(made_parts + at[:, None] * D + channel[None], mask=valid[:, None], other=0.0)
     y = tl.sum(x * share[:, None], 0) / total
-    to = out + (row * H + head) * D + channel
+    to, real = out + (row * H + head) * D + channel, (channel < D) & stored
     if inverse is not None:
-        tl.store(to, levels(y * tl.load(inverse + head * D + channel), OUT_INT8))
+        tl.store(to, levels(y * tl.load(inverse + head * D + channel), OUT_INT8), real)
     else:
-        tl.store(to, y.to(out.dtype.element_ty))
+        tl.store(to, y.to(out.dtype.element_ty), real)
 
 
 def decode(
@@ -173,7 +177,8 @@ def decode(
     keys [pages, kv_heads, 16, d], values [pages, kv_heads, d, 16]: floats, or int8 or E4M3 with scales [pages,
     kv_heads, 16]. table int32 [S, pages of one]; positions and sequences int32 [T]. A row at position -1 reads nothing
     and gets zeros. `parts` is at least the `reach` of the longest sequence; default: that of the table's width. Only
-    rows `index`, if given. `inverse` [heads · d] quantizes to the levels of `out`, which receives the result.
+    rows `index`, if given, of which -1 is none. `inverse` [heads · d] quantizes to the levels of `out`, which receives
+    the result.
     """
     rows, heads, d = q.shape
     rows = rows if index is None else len(index)

@@ -1,0 +1,246 @@
+"""CUDA graphs for the steps of a decoder: one per bucket of rows, kind of step and reach of attention, replayed on
+inputs at fixed addresses.
+
+A step of decoding has one row per sequence and wants all logits; a mixed one reads prompts too, in tiles beside the
+rows that decode. Padding rows are at position -1: they write no page and read none. Tokens that the host does not know
+yet are -1: a row then takes its sequence's latest one, which the step before has left on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.cuda_graphs import CudaRecorder, Recorder
+from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
+from core.kernels.cuda.decode_kernel import PARTS, part_count
+from core.kernels.kv_cache import on_device
+from core.ops.cuda_tokens import FusedBatch
+from llm.cuda import CudaDecoder
+from llm.sample import likeliest
+
+log = logging.getLogger(__name__)
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of steps of decoding
+REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up to 1,024, any
+_SPARE_TILES = 64  # of a mixed step, beyond those that its rows fill
+
+Array = npt.NDArray[np.int32]
+
+
+class Step(NamedTuple):
+    """A step's inputs on the host, all int32."""
+
+    columns: Array  # [3, T]: tokens, positions, sequences
+    output_rows: Array  # [L]
+    singles: Array  # rows alone of their sequence
+    tiles: Array  # [n, 3], of the other rows
+    parts: int  # as in `FusedBatch`
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether each sequence has one row, all of whose logits are wanted."""
+        rows = self.columns.shape[1]
+        return len(self.singles) == rows == len(self.output_rows) and bool((np.diff(self.output_rows) == 1).all())
+
+
+class Shape(NamedTuple):
+    """What a graph is captured for; `mixed` steps read prompts."""
+
+    rows: int
+    mixed: bool
+    parts: int
+
+
+def bucket(rows: int) -> int | None:
+    """The rows of the decoding graph that fits so many; None if there is none."""
+    return next((size for size in BUCKETS if size >= rows), None)
+
+
+def rung(parts: int) -> int:
+    """The reach of the graph that fits sequences of so many parts."""
+    return next(size for size in REACHES if size >= parts)
+
+
+def mixed_buckets(rows: int) -> tuple[int, ...]:
+    """The rows of mixed graphs for steps of at most so many: what a step takes is linear in them."""
+    sizes = [64]
+    while sizes[-1] < rows:
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+    return tuple(sizes)
+
+
+class StepGraphs:
+    """Runs steps of any kind. Called by one thread, on one stream. Graphs not captured by `prepare` are captured on
+    first use.
+    """
+
+    def __init__(
+        self, model: CudaDecoder, sequences: int, context: int, rows: int, device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        """Set up graphs for at most so many sequences, of at most `context` tokens, and steps of so many rows.
+
+        `recorder`: default: of CUDA graphs on a GPU, and none elsewhere.
+        """
+        self._model = model
+        self._device = device
+        self._recorder = recorder
+        self._sequences = sequences
+        self._most = bucket(sequences) or BUCKETS[-1]
+        self._mixed = mixed_buckets(rows)
+        self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
+        # Each sequence's latest token; the last one is of padding rows.
+        self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+        shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
+        self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
+        self._logits = torch.zeros(max(self._most, sequences), model.vocabulary, device=device)
+        self.best = torch.zeros(len(self._logits), dtype=torch.int64, device=device)  # `likeliest` of the last step
+        self._graphs: dict[Shape, Callable[[], object]] = {}
+
+    def prepare(self, sequences: int) -> None:
+        """Compile and capture what so many sequences need; the largest first, whose memory the others share."""
+        largest = min(bucket(sequences) or self._most, self._most)
+        for rows in reversed(self._mixed):
+            for parts in self.rungs:
+                self._graph(Shape(rows, True, parts))
+        for rows in reversed([size for size in BUCKETS if size <= largest]):
+            for parts in self.rungs:
+                self._graph(Shape(rows, False, parts))
+        if self._recorder is not None:
+            self._recorder.settle()
+
+    def __call__(self, step: Step) -> Tensor | None:
+        """Logits [L, V] in fp32, overwritten by the next call. None: no graph fits the step."""
+        shape = self._shape(step)
+        if shape is None:
+            return None
+        graph = self._graph(shape)
+        staged = torch.from_numpy(self._padded(step, shape))
+        self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
+        graph()
+        return self._logits[: len(step.output_rows)]
+
+    def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
+        """Compute a step without a graph, of any shape: logits [L, V]. `owners` [L] are the output rows' sequences."""
+        best, logits = self._step(batch, owners, None)
+        if len(best) <= len(self.best):
+            self.best[: len(best)].copy_(best)
+        return logits
+
+    def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        latest = self.latest[batch.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
+        known = torch.where(batch.tokens < 0, latest, batch.tokens)
+        logits = self._model(batch.of(known), out=out)
+        best = likeliest(logits)
+        self.latest[owners.long()] = best.int()
+        return best, logits
+
+    # -- shapes and inputs -------------------------------------------------------------------------------------------
+
+    def _shape(self, step: Step) -> Shape | None:
+        rows, parts = step.columns.shape[1], rung(step.parts)
+        if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
+            return Shape(size, False, parts)
+        width = next((size for size in self._mixed if size >= rows), None)
+        if width is None or max(len(step.output_rows), len(step.singles)) > self._most:
+            return None
+        padding = -(-(width - rows) // tokens_per_tile(self._model.group))
+        return Shape(width, True, parts) if len(step.tiles) + padding <= self._tiles(width) else None
+
+    def _tiles(self, rows: int) -> int:
+        return rows // tokens_per_tile(self._model.group) + min(_SPARE_TILES, self._sequences)
+
+    def _layout(self, shape: Shape) -> list[int]:
+        """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,
+        singles and tiles. Each begins aligned to 16 bytes: kernels are compiled for that.
+        """
+        rows, most = shape.rows, self._most
+        return [rows] * 3 + ([most, most, most, 3 * self._tiles(rows)] if shape.mixed else [rows])
+
+    def _padded(self, step: Step, shape: Shape) -> Array:
+        rows, nobody = step.columns.shape[1], self._sequences
+        layout = self._layout(shape)
+        inputs = np.zeros(_size(layout), np.int32)
+        tokens, positions, sequences, owners, *rest = _split(inputs, layout)
+        tokens[:rows], positions[:rows], sequences[:rows] = step.columns
+        positions[rows:] = -1
+        owners[:] = nobody
+        owners[: len(step.output_rows)] = step.columns[2][step.output_rows]
+        if rest:
+            output_rows, singles, tile_inputs = rest
+            singles[:] = -1
+            output_rows[: len(step.output_rows)] = step.output_rows
+            singles[: len(step.singles)] = step.singles
+            # Tiles of the padding rows as well, or attention would leave whatever their memory held.
+            cut = step.tiles.ravel().tolist() + list(chain(*tiles([(rows, shape.rows - rows, 0)], self._model.group)))
+            tile_inputs[: len(cut)] = cut
+        return inputs
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    def _graph(self, shape: Shape) -> Callable[[], object]:
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._graphs[shape] = self._captured(shape)
+        return graph
+
+    def _captured(self, shape: Shape) -> Callable[[], object]:
+        layout = self._layout(shape)
+        tokens, positions, sequences, owners, *rest = _split(self._inputs, layout)
+        output_rows, singles, cut = rest or (None, None, None)
+        cut = None if cut is None else cut.view(-1, 3)
+        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts)
+        count = len(owners)
+
+        def run() -> object:
+            best, _ = self._step(batch, owners, self._logits[:count])
+            return self.best[:count].copy_(best)
+
+        if self._device.type != "cuda" and self._recorder is None:
+            return run
+        self._recorder = self._recorder or _recorder(self._device)
+        # Of nobody: what is run to compile, and to record, writes nothing.
+        self._inputs.zero_()
+        positions.fill_(-1)
+        if singles is not None:
+            singles.fill_(-1)
+        owners.fill_(self._sequences)
+        try:
+            return self._recorder.record(run)[0]
+        except RuntimeError as error:
+            log.warning("steps of %d rows run without a graph: %s", shape.rows, error)
+            return run
+
+
+def _recorder(device: torch.device) -> CudaRecorder:
+    """Records with the priority of the current stream."""
+    current = torch.cuda.current_stream(device)
+    return CudaRecorder(device, None if current == torch.cuda.default_stream(device) else current)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def _size(layout: Sequence[int]) -> int:
+    return sum(map(_aligned, layout))
+
+
+def _split(inputs: Any, layout: Sequence[int]) -> list[Any]:
+    """The parts of an array or a tensor."""
+
+    def parts() -> Iterator[Any]:
+        start = 0
+        for count in layout:
+            yield inputs[start : start + count]
+            start += _aligned(count)
+
+    return list(parts())
