@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from core.kernels.kv_cache import TokenBatch
+from core.kernels.kv_cache import PAGE, TokenBatch
 from llm.choose import SampledTokens, choose, draw_on_device, greedy_tokens
 from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
@@ -83,8 +84,8 @@ class ModelRunner:
             result.timings.append((rows, landed_at - max(started, self._landed_at)))
             self._landed_at = landed_at
         for i, part in enumerate(parts):
-            if part.work.pending is not None:
-                result.outcomes[i] = self._joined(part.work.pending, result.outcomes[i])
+            if (pending := part.work.pending) is not None:
+                result.outcomes[i] = self._joined(pending.step.wait()[pending.row], result.outcomes[i])
         return result
 
     def _land(self, parts: Sequence[ScheduledTokens], result: StepResult) -> None:
@@ -98,15 +99,15 @@ class ModelRunner:
                 self._landed_at = landed_at
 
     def _joined(
-        self, pending: PendingToken, outcome: SampledTokens | BaseException | None
+        self, token: int, outcome: SampledTokens | BaseException | None
     ) -> SampledTokens | BaseException | None:
         """A pending token, and the tokens after it."""
-        if pending.known < 0:
+        if token < 0:
             return self._not_finite()
         if outcome is None:
-            return SampledTokens([pending.known], [])
+            return SampledTokens([token], [])
         if isinstance(outcome, SampledTokens):
-            outcome.tokens.insert(0, pending.known)
+            outcome.tokens.insert(0, token)
         return outcome
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
@@ -178,8 +179,12 @@ class ModelRunner:
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
         """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""
         for width in widths:
-            rows = [i % sequences for i in range(width)]
-            step = TokenBatch.of([0] * width, [0] * width, rows, list(range(min(width, sequences))))
+            counts = [len(range(i, width, sequences)) for i in range(min(width, sequences))]  # decoding, then prompts
+            rows = [i for i, count in enumerate(counts) for _ in range(count)]
+            positions = [position for count in counts for position in range(count)]
+            if max(positions) >= self.execution.cache.table.shape[1] * PAGE:
+                return
+            step = TokenBatch.of([0] * width, positions, rows, (np.cumsum(counts) - 1).tolist())
             for run in range(3):
                 if time.monotonic() >= until:
                     return

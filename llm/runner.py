@@ -134,7 +134,12 @@ class TextRunner:
         self._allocator.free(request.work)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
-        return all(self._allocator.grow(r.work, r.work.computed + self.rows(r)) for r in requests)
+        for request in requests:
+            work: SequenceState = request.work
+            tokens = work.computed + self.rows(request)
+            if tokens > work.holding.room and not self._allocator.grow(work, tokens):
+                return False
+        return True
 
     def held(self) -> int:
         return self._allocator.held
@@ -216,7 +221,8 @@ class TextRunner:
         work.pending = pending
         news = text = None
         try:
-            self.guessing.settle(part, guess, accepted)
+            if self.guessing.active:
+                self.guessing.settle(part, guess, accepted)
             work.computed = part.start + part.count + accepted
             work.prompt_logprobs += scores
             if outcome is not None or (part.last and not total):

@@ -22,8 +22,14 @@ class Speculator:
         self._line = LinearCost()
         self._guess_s = 0.0  # per forward of the draft
 
+    @property
+    def active(self) -> bool:
+        return self.lookup or self.draft is not None
+
     def make(self, parts: Sequence[ScheduledTokens]) -> list[DraftTokens]:
         """Make the planned number of guesses for each part; those of the draft take as many forwards of its own."""
+        if not self.active:
+            return [NO_GUESS] * len(parts)
         drafts = [DraftTokens(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
         asking = [i for i, part in enumerate(parts) if part.work.guesses and drafts[i] is NO_GUESS]
         if self.draft is not None and asking:
@@ -66,7 +72,7 @@ class Speculator:
 
     def lengths(self, decoding: int) -> DraftLengths | None:
         """The model of how many guesses pay off with so many requests; None if speculation is off."""
-        if self.draft is None and not self.lookup:
+        if not self.active:
             return None
         # A guess's cost over all that are decoding now: its forward of the draft, and their rows in the forward.
         n = max(1, decoding)
@@ -76,7 +82,7 @@ class Speculator:
     def plan(self, work: SequenceState, lengths: DraftLengths | None = None) -> None:
         """Set the number of guesses of a decoding answer's next iteration."""
         work.guesses = 0
-        if not work.guessable or (self.draft is None and not self.lookup):
+        if not work.guessable or not self.active:
             return
         nominal = NOMINAL["lookup" if self.lookup else "draft"]
         # With a seed the text must not depend on the load, which then must not decide the number of guesses.

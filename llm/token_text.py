@@ -20,6 +20,14 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
+def bytes_of(piece: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary, as its decoder reads them: what is none of GPT-2's characters
+    stands for itself.
+    """
+    values = [_BYTES.get(character, -1) for character in piece]
+    return piece.encode() if -1 in values else bytes(values)
+
+
 def describe(tokenizer: Any, token: int, *, first: bool = False) -> dict[str, Any]:
     """Return a token's `id` and text as `token`, and its `bytes` where these are no whole characters.
 
