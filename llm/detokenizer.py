@@ -25,7 +25,7 @@ class _ByteStream:
         self._partial = False
 
     def step(self, token: int) -> str:
-        piece = self._pieces[token]
+        piece = self._pieces[token] if token < len(self._pieces) else ""  # models have room for more tokens
         if isinstance(piece, str) and not (self._partial and piece):
             return piece
         text = self._decoder.decode(piece.encode() if isinstance(piece, str) else piece)

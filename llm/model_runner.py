@@ -38,6 +38,7 @@ class StepResult:
 
 _SCORE_BYTES = 64 * 2**20  # of the logits of prompts' tokens in one forward
 _SCORE_ROWS = 16, 256  # at least and at most
+_PROMPT = 128  # tokens, in forwards that are timed
 
 
 class ModelRunner:
@@ -177,13 +178,19 @@ class ModelRunner:
         return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
 
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
-        """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""
+        """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width.
+
+        Each has a row of as many sequences as there may be; beyond these the first ones read prompts.
+        """
+        longest = min(_PROMPT, self.execution.cache.table.shape[1] * PAGE)
         for width in widths:
-            counts = [len(range(i, width, sequences)) for i in range(min(width, sequences))]  # decoding, then prompts
+            counts = [1] * min(width, sequences)
+            for i in range(len(counts)):
+                counts[i] += min(longest - 1, width - sum(counts))
+            if sum(counts) < width:
+                return
             rows = [i for i, count in enumerate(counts) for _ in range(count)]
             positions = [position for count in counts for position in range(count)]
-            if max(positions) >= self.execution.cache.table.shape[1] * PAGE:
-                return
             step = TokenBatch.of([0] * width, positions, rows, (np.cumsum(counts) - 1).tolist())
             for run in range(3):
                 if time.monotonic() >= until:

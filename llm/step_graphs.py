@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of steps of decoding
 REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up to 1,024, any
-_SPARE_TILES = 64  # of a mixed step, beyond those that its rows fill
 
 Array = npt.NDArray[np.int32]
 
@@ -156,7 +155,7 @@ class StepGraphs:
         return Shape(width, True, parts) if len(step.tiles) + padding <= self._tiles(width) else None
 
     def _tiles(self, rows: int) -> int:
-        return rows // tokens_per_tile(self._model.group) + min(_SPARE_TILES, self._sequences)
+        return rows // tokens_per_tile(self._model.group) + self._most
 
     def _layout(self, shape: Shape) -> list[int]:
         """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,

@@ -67,6 +67,13 @@ def test_the_embedded_tokenizer(text: str) -> None:
     assert "".join(written(Detokenizer(tokenizer), tokens)) == tokenizer.decode(tokens)
 
 
+@given(st.lists(st.integers(0, 270), max_size=40))
+def test_any_tokens_of_a_byte_vocabulary_are_what_the_library_decodes(tokens: list[int]) -> None:
+    """Halves of characters, special tokens, and tokens that only the model has, whose vocabulary is padded."""
+    writer = Detokenizer(BYTES)
+    assert "".join(written(writer, tokens)) == writer.text == BYTES.decode(tokens, skip_special_tokens=True)
+
+
 WORDS = ("▁the", "▁cat", "▁sat", "s", "▁", ".")
 
 
