@@ -124,6 +124,11 @@ def _single(result: Result) -> Rows:
         yield {**figures, **figures["stages_ms"], "plan": label}
 
 
+def _text_load(result: Result) -> Rows:
+    for name, load in result["loads"].items():
+        yield {**load, "name": name}
+
+
 def _before(result: Result) -> Rows:
     for name, ms in result["ms"].items():
         before = result["before_ms"].get(name)
@@ -163,6 +168,10 @@ TABLES: dict[str, Table | Text] = {
         ("until it is queued", "{accept:.1f} ms"), ("claimed", "{claim:.1f} ms"), ("drawn", "{engine:.0f} ms"),
         ("stored", "{store:.1f} ms"), ("received", "{answer:.1f} ms"), ("file", "{file_bytes:,} bytes")), _single,
         "{pictures} pictures each, one after another; medians."),
+    "h200-text-load": Table(("h200/text-load",), (
+        ("in flight × prompt/answer tokens", "{name}"), ("tokens/s", "{tokens_s:,.0f}"),
+        ("a step", "{step_ms:.2f} ms"), ("first token p50, p99", "{first_p50_s:.3f} s, {first_p99_s:.3f} s"),
+        ("requests", "{requests}")), _text_load, "{model} in {precision}, keys and values in {kv}."),
     "h200-before": Table(("h200/phases",), (
         ("graph, phase and rows", "{name}"), ("now", "{ms:.3f} ms"), ("before", "{before}"), ("ratio", "{ratio}")),
         _before, "Before: {before}."),
@@ -181,7 +190,7 @@ TABLES: dict[str, Table | Text] = {
         _loras, "{model} in {precision}, {loras} different LoRAs in {rows} rows; median of {rounds}."),
     **{name: recorded(file, name) for file, names in {
         "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
-        "history/text": ("h200-text-steps", "h200-text-engine", "h200-text-rates"),
+        "history/text": ("h200-text-steps",),
         "history/h200-control": ("h200-control",), "history/threads": ("h200-threads",),
         "history/emoji-xl": ("h200-fidelity",),
         "history/service": ("h200-starts", "h200-service"),

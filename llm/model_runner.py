@@ -86,13 +86,15 @@ class ModelRunner:
             self._landed_at = landed_at
         for i, part in enumerate(parts):
             if (pending := part.work.pending) is not None:
-                result.outcomes[i] = self._joined(pending.step.wait()[pending.row], result.outcomes[i])
+                token, outcome = pending.known, result.outcomes[i]
+                result.outcomes[i] = (
+                    SampledTokens([token], []) if outcome is None and token >= 0 else self._joined(token, outcome)
+                )
         return result
 
     def _land(self, parts: Sequence[ScheduledTokens], result: StepResult) -> None:
         """Wait for the parts' pending tokens."""
-        pending = (part.work.pending for part in parts)
-        for step in dict.fromkeys(token.step for token in pending if token is not None):
+        for step in {token.step: None for part in parts if (token := part.work.pending) is not None}:
             if step.known is None:
                 step.wait()
                 landed_at = time.perf_counter()
@@ -105,8 +107,6 @@ class ModelRunner:
         """A pending token, and the tokens after it."""
         if token < 0:
             return self._not_finite()
-        if outcome is None:
-            return SampledTokens([token], [])
         if isinstance(outcome, SampledTokens):
             outcome.tokens.insert(0, token)
         return outcome

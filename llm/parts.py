@@ -47,6 +47,11 @@ def gather_step(
             tokens.append(work.tokens[start] if work.pending is None else work.pending.known)
             positions.append(start)
             sequences.append(work.row)
+            if not work.parameters.prompt_logprobs:
+                if part.last and work.parameters.max_tokens:
+                    sample_requests[i] = SampleRequest(work, len(output_rows), guess)
+                    output_rows.append(len(tokens) - 1)
+                continue
         else:
             rows = part.count + len(guess.tokens)
             tokens += work.tokens[start : start + part.count]

@@ -27,7 +27,7 @@ class PendingTokens:
     def __init__(self, tokens: Tensor, rows: int, launched_at: float) -> None:
         """`rows` are those of the step."""
         self.rows, self.launched_at = rows, launched_at
-        self._known: list[int] | None = None
+        self.known: list[int] | None = None  # once somebody has waited for them
         self._event: torch.cuda.Event | None = None
         self._tokens = tokens
         if tokens.is_cuda:
@@ -36,17 +36,12 @@ class PendingTokens:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    @property
-    def known(self) -> list[int] | None:
-        """The tokens, once somebody has waited for them."""
-        return self._known
-
     def wait(self) -> list[int]:
-        if self._known is None:
+        if self.known is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._known = self._tokens.tolist()
-        return self._known
+            self.known = self._tokens.tolist()
+        return self.known
 
 
 class PendingToken(NamedTuple):
@@ -58,7 +53,8 @@ class PendingToken(NamedTuple):
     @property
     def known(self) -> int:
         """The token; -1 while nobody has waited for it."""
-        return -1 if self.step.known is None else self.step.known[self.row]
+        known = self.step.known
+        return -1 if known is None else known[self.row]
 
 
 class SequenceState:

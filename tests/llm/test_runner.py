@@ -17,7 +17,7 @@ import torch
 from contract.errors import Invalid
 from core.batching.engine import Aborted
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import Lane, NotYet
+from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
 from llm.parameters import TextDelta, TextParameters
@@ -48,6 +48,54 @@ def test_a_seed_means_one_text_whatever_the_companions(draft: str | None) -> Non
     assert [text.tokens for text in alone] == [text.tokens for text in crowd[:5]]
     assert [text.tokens for text in tight] == [text.tokens for text in crowd]
     assert len({text.tokens for text in crowd}) == len(crowd)
+
+
+class Failing:
+    """An execution every n-th step of which runs out of memory with more than one row, after it has begun."""
+
+    def __init__(self, execution: Any, every: int) -> None:
+        self._execution, self._steps = execution, itertools.cycle(range(every))
+
+    def __call__(self, step: Any) -> Any:
+        logits = self._execution(step)
+        if next(self._steps) == 0 and len(step.tokens) > 1:
+            self.latest.fill_(77)
+            raise OutOfMemory("planted")
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._execution, name)
+
+
+def of_all_kinds(model: stage.TextModel) -> list[TextParameters]:
+    """What the device draws by itself, and what needs the host's hand, of mixed lengths."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0, "logprobs": 2},
+        {"temperature": 0.8, "repetition_penalty": 1.3}, {"temperature": 0, "logit_bias": ((70, 5.0),)},
+        {"temperature": 0, "stop": ("e",)}, {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0, "max_tokens": 1},
+        {"temperature": 0, "prompt_logprobs": True, "logprobs": 1},
+    ]  # fmt: skip
+    return [
+        TextParameters(prompt, **{"max_tokens": 5 + 7 * i % 40, "seed": i, **kinds[i % len(kinds)]})
+        for i, prompt in enumerate(stage.prompts(model, 30))
+    ]
+
+
+def test_iterations_ahead_of_their_tokens_write_the_same() -> None:
+    """Whatever shares a step, after preemption, and where an iteration fails while tokens are pending."""
+    model = stage.emoji()
+    requests = of_all_kinds(model)
+    with stage.serving(model, kernels=stage.kernels(), ahead=False) as (engine, _):
+        expected = stage.answers(engine, requests)
+    with stage.serving(model, kernels=stage.kernels(), ahead=True) as (engine, runner):
+        assert stage.answers(engine, requests) == expected
+        runner._model_runner.execution = Failing(runner.execution, every=5)
+        alone = [replace(request, prompt_logprobs=False) for request in requests if request.max_tokens > 1]
+        assert [text.tokens for text in stage.answers(engine, alone)] == [
+            text.tokens for text, request in zip(expected, requests, strict=True) if request.max_tokens > 1
+        ]
+    with stage.serving(model, kernels=stage.kernels(), ahead=True, pages=14, chunk=5) as (engine, runner):
+        assert [text.tokens for text in stage.answers(engine, requests)] == [text.tokens for text in expected]
 
 
 def test_other_seeds_give_other_texts_and_no_seed_any() -> None:
@@ -148,7 +196,8 @@ def test_schemas_that_are_none_are_refused_at_once(schema: str) -> None:
         engine.submit(Request("a", "text", TextParameters((1, 7), 5, json_schema=schema)))
 
 
-def test_a_model_that_makes_nan_fails_the_request_alone() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_model_that_makes_nan_fails_the_request_alone(ahead: bool) -> None:
     model = stage.small()
     network, _ = stage.tiny.make(stage.tiny.SHAPES[stage.tiny.TINY])
     network.set_attn_implementation("diptych")
@@ -157,7 +206,7 @@ def test_a_model_that_makes_nan_fails_the_request_alone() -> None:
         network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.clone())
         network.lm_head.weight[77] = 0
     broken = replace(model, network=network.eval().requires_grad_(False))
-    with stage.serving(broken) as (engine, _):
+    with stage.serving(broken, ahead=ahead) as (engine, _):
         good = engine.submit(Request("good", "text", stage.greedy((1, 9, 8), 6)))
         bad = engine.submit(Request("bad", "text", stage.greedy((1, 77, 8), 6)))
         with pytest.raises(FloatingPointError, match="returned NaN"):
@@ -240,9 +289,13 @@ def test_an_abort_frees_pages_within_an_iteration() -> None:
         assert runner.held() == 0 and len(seen) < 400
 
 
-@pytest.mark.parametrize("count", [3_000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(3_000, {"draft": "lookup"}), (1_500, {"ahead": True}),
+     pytest.param(10_000, {"draft": "lookup"}, marks=pytest.mark.long)],
+)  # fmt: skip
 def test_thousands_of_admissions_aborts_and_preemptions_leave_every_page_free(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    count: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner under the scheduler, without an engine: what is done between iterations is drawn at random.
 
@@ -252,7 +305,7 @@ def test_thousands_of_admissions_aborts_and_preemptions_leave_every_page_free(
     for module in ("llm.runner", "llm.model_runner"):
         monkeypatch.setattr(f"{module}.time", clock)
     model, draw, lane = stage.small(), random.Random(5), Lane("text")
-    runner = TextRunner(model, lane=lane, max_requests=12, pages=22, chunk=6, kernels=stage.kernels(), draft="lookup")
+    runner = TextRunner(model, lane=lane, max_requests=12, pages=22, chunk=6, kernels=stage.kernels(), **options)
     scheduler = Scheduler([runner], starvation_s=0.5)
     away: list[str] = []
     preempt, release = runner.preempt, runner.release
@@ -286,10 +339,12 @@ def test_thousands_of_admissions_aborts_and_preemptions_leave_every_page_free(
     lane.close()
 
 
-def test_a_retried_iteration_draws_the_same() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_retried_iteration_draws_the_same(ahead: bool) -> None:
     """Nothing changes before an outcome is asked for: an iteration that is thrown away leaves no trace."""
     model, lane = stage.emoji(), Lane("text")
-    runner = TextRunner(model, lane=lane, kernels=stage.kernels(), draft=stage.emoji_draft())
+    options: dict[str, Any] = {"ahead": True} if ahead else {"draft": stage.emoji_draft()}
+    runner = TextRunner(model, lane=lane, kernels=stage.kernels(), **options)
     request = Request("a", "text", TextParameters(stage.chat(model, "cat"), 12, temperature=1.2, seed=4))
     assert runner.admit(request) is None
     made: list[Any] = []
@@ -301,7 +356,7 @@ def test_a_retried_iteration_draws_the_same() -> None:
             ended.wait()
         made.append(runner.launch([request]).outcome()["a"])
     runner.release(request)
-    with stage.serving(model, kernels=stage.kernels(), draft=stage.emoji_draft()) as (engine, _):
+    with stage.serving(model, kernels=stage.kernels(), **options) as (engine, _):
         assert stage.answers(engine, [request.parameters])[0] == made[-1].result
     lane.close()
 
