@@ -15,7 +15,7 @@ from core.ops.cuda_tokens import CudaTokenOps, FusedBatch, Residual
 from core.ops.ops import bind
 from core.ops.trace import TraceOps
 from llm import family
-from llm.network import Decoder, logits, trunk
+from llm.network import Decoder, logits, states, trunk
 
 
 class CudaDecoder:
@@ -29,7 +29,8 @@ class CudaDecoder:
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
         decoder = Decoder.of(network)
-        self._trunk, self._logits = bind(trunk, decoder), bind(logits, decoder)
+        self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
+        self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`
         embeddings = network.model.embed_tokens.weight
         self.cache, self.dtype = cache, embeddings.dtype
         self.group = int(network.config.num_attention_heads) // cache.kv_heads
@@ -45,6 +46,10 @@ class CudaDecoder:
     def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
         """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
         x: Residual = self._trunk(self.ops, rows.tokens, rows)
+        self.states = None
+        if rows.state_rows is not None:
+            x.output_rows = rows.state_rows
+            self.states = self._states(self.ops, x)
         x.output_rows = rows.output_rows
         logits: Tensor = self._logits(self.ops, x, out)
         return logits

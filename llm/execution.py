@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.decode_graphs import DecodeGraphs, rung
+from llm.family import body
 from llm.load import TextModel, TextModelError
 
 log = logging.getLogger(__name__)
@@ -54,6 +58,7 @@ class TextExecution:
             context=context, dtype=model.dtype if model.device.type != "cpu" else torch.float32, device=model.device,
             kind=kv, companion=companion,
         )  # fmt: skip
+        self._states: Tensor | None = None  # by torch
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context)
 
@@ -61,6 +66,13 @@ class TextExecution:
     def best(self) -> Tensor | None:
         """`sample.likeliest` of the last step's logits, if computed with them."""
         return None if self._fused is None else self._fused.best
+
+    @property
+    def states(self) -> Tensor | None:
+        """Hidden states [S, C] of the last step's `state_rows`, after the last norm."""
+        if self._programs is not None:
+            return self._programs.states
+        return self._states if self._fused is None else self._fused.model.states
 
     @property
     def kernels(self) -> str:
@@ -93,11 +105,8 @@ class TextExecution:
         self.cache.settle()
         if self._fused is not None:
             return self._fused(step)
-        device = self.model.device
-        if device.type != "cpu":
-            columns = (step.tokens, step.positions, step.sequences, step.output_rows)
-            step = TokenBatch(*(column.to(device, non_blocking=True) for column in columns))
-        with torch.inference_mode():
+        step = step.to(self.model.device)
+        with torch.inference_mode(), self._read_states(step.state_rows):
             output = self.model.network(
                 step.tokens.long()[None],
                 position_ids=step.positions.long()[None],
@@ -107,6 +116,23 @@ class TextExecution:
             )
             logits: Tensor = output.logits[0].float()
             return logits
+
+    @contextmanager
+    def _read_states(self, rows: Tensor | None) -> Iterator[None]:
+        """Keep these rows of what the layers return: a model with a head returns its logits alone."""
+        self._states = None
+        if rows is None:
+            yield
+            return
+
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            self._states = output.last_hidden_state[0, rows.long()]
+
+        hook = body(self.model.network).register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
         model = self.model
@@ -177,7 +203,10 @@ class FusedTextExecution:
             if logits is not None:
                 self.best = self.graphs.best[:rows]
                 return logits
-        return self.model(self._rows(columns, output_rows, firsts))
+        batch = self._rows(columns, output_rows, firsts)
+        if step.state_rows is not None:
+            batch = replace(batch, state_rows=step.state_rows.to(self._device))
+        return self.model(batch)
 
     def _rows(
         self, columns: np.ndarray[Any, np.dtype[np.int32]], output_rows: np.ndarray[Any, Any], firsts: Any

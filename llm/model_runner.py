@@ -14,7 +14,8 @@ from llm.choose import SampledTokens, choose, greedy_tokens
 from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
 from llm.parameters import Logprob
-from llm.parts import ScheduledTokens, gather_step
+from llm.parts import ScheduledTokens, Step, gather_step
+from llm.pooling import PooledStates
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
 
@@ -26,6 +27,7 @@ class StepResult:
     outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]
     scores: list[list[Logprob]]  # of prompts' tokens
+    pooled: list[PooledStates | None]  # of prompts that are embedded, with what was pooled before
     rows: int
     seconds: float  # without making guesses, which is timed separately
 
@@ -60,11 +62,14 @@ class ModelRunner:
         started = time.perf_counter()
         outcomes: list[SampledTokens | BaseException | None] = []
         scores: list[list[Logprob]] = []
+        pooled: list[PooledStates | None] = []
         rows = 0
         for run in self._runs(parts):
-            run_outcomes, run_scores, run_rows = self._forward(parts[run], guesses[run])
-            outcomes, scores, rows = outcomes + run_outcomes, scores + run_scores, rows + run_rows
-        return StepResult(outcomes, guesses, scores, rows, time.perf_counter() - started)
+            step = gather_step(parts[run], guesses[run])
+            run_outcomes, run_scores = self._forward(parts[run], step)
+            pooled += self._pool(parts[run], step, run_outcomes)
+            outcomes, scores, rows = outcomes + run_outcomes, scores + run_scores, rows + len(step.tokens.tokens)
+        return StepResult(outcomes, guesses, scores, pooled, rows, time.perf_counter() - started)
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
         """The parts of each forward, of which there is one unless prompts are scored."""
@@ -78,13 +83,13 @@ class ModelRunner:
         yield slice(first, len(parts))
 
     def _forward(
-        self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
-    ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]], int]:
-        step, sample_requests, score_requests = gather_step(parts, guesses)
+        self, parts: Sequence[ScheduledTokens], step: Step
+    ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]]]:
+        sample_requests, score_requests = step.sampled, step.scored
         matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
         masks = self._masks.submit(_compute, matchers) if matchers else None
         try:
-            logits = self.execution(step)
+            logits = self.execution(step.tokens)
         finally:
             if masks is not None:
                 masks.result()
@@ -94,19 +99,39 @@ class ModelRunner:
         scores: list[list[Logprob]] = [[] for _ in parts]
         good = list(sample_requests)
         if min(best, default=0) < 0:
-            model = self.execution.model
             rows = [(i, request.rows) for i, request in sample_requests.items()]
             rows += [(i, request.rows) for i, request in score_requests.items()]
             bad = {i for i, request_rows in rows if any(best[row] < 0 for row in request_rows)}
             good = [i for i in sample_requests if i not in bad]
             for i in bad:
-                outcomes[i] = FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+                outcomes[i] = self._nan()
         for i, score_request in score_requests.items():  # before `choose`, which overwrites logits
             if outcomes[i] is None:
                 scores[i] = score_request.logprobs(logits)
         for i, result in zip(good, choose(logits, [sample_requests[i] for i in good], best), strict=True):
             outcomes[i] = result
-        return outcomes, scores, len(step.tokens)
+        return outcomes, scores
+
+    def _pool(
+        self, parts: Sequence[ScheduledTokens], step: Step, outcomes: list[SampledTokens | BaseException | None]
+    ) -> list[PooledStates | None]:
+        """Pool the last forward's hidden states; prompts whose states are not finite get an error as outcome."""
+        pooled: list[PooledStates | None] = [None] * len(parts)
+        if not step.pooled:
+            return pooled
+        assert self.execution.states is not None
+        states = self.execution.states.float().cpu()
+        finite = states.isfinite().all(-1)
+        for i, rows in step.pooled.items():
+            if bool(finite[rows].all()):
+                pooled[i] = parts[i].work.pooled.plus(states[rows])
+            else:
+                outcomes[i] = self._nan()
+        return pooled
+
+    def _nan(self) -> FloatingPointError:
+        model = self.execution.model
+        return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
 
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
         """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""

@@ -75,6 +75,11 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
     return x
 
 
+def states(ops: TokenOps[A], decoder: Decoder, x: A) -> A:
+    """Hidden states [T, C] as embeddings are pooled of them: after the last norm."""
+    return ops.rms_norm(x, decoder.norm)
+
+
 def logits(ops: TokenOps[A], decoder: Decoder, x: A, out: Any = None) -> A:
     """Hidden states [T, C] to logits [T, V]."""
     assert decoder.lm_head is not None

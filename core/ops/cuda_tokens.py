@@ -36,6 +36,7 @@ class FusedBatch:
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
+    state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
 
 
 class TokenLinear(Linear):
@@ -196,7 +197,7 @@ class CudaTokenOps:
     def _reader(self, to: tuple[Layer, ...]) -> tuple[Tensor | None, torch.dtype]:
         reader = self._readers.get(to)
         if reader is None:
-            kind, inverse = Reader.of(to)
+            kind, inverse = Reader.of(to) if to else (None, None)
             reader = self._readers[to] = inverse, kind or self._base
         return reader
 

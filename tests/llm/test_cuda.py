@@ -277,6 +277,32 @@ def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> Non
             torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
+def test_hidden_states_beside_logits() -> None:
+    """Of some rows, among others whose logits are wanted: in every kind of step."""
+    model = model_of("plain")
+    network = model.network.model
+    with stage.by_transformers(model):
+        theirs = [
+            network(torch.tensor([text], device=DEVICE), use_cache=False).last_hidden_state[0].float() for text in TEXTS
+        ]
+    run = fused(model)
+    rows = [(s, p) for s, text in enumerate(TEXTS) for p in range(len(text))]
+    step = TokenBatch.of(
+        [TEXTS[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [rows.index((1, 2))],
+        [k for k, (s, _) in enumerate(rows) if s != 1],
+    )  # fmt: skip
+    logits = run(step)
+    assert run.model.states is not None
+    for found, expected in (
+        (run.model.states.float(), torch.cat([theirs[0], theirs[2]])),
+        (logits, stage.logits(model, TEXTS[1])[2:]),
+    ):
+        if CUDA:
+            assert cosine(found, expected) > 0.999
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_are_held_once() -> None:
     model = model_of("int8")
     before = stage.logits(model, TEXTS[0])
