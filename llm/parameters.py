@@ -130,12 +130,10 @@ def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> 
         raise Invalid("prompt", f"token ids must be between 0 and {vocabulary - 1}")
     check_whole("max_tokens", parameters.max_tokens, 0, MAX_SEED)
     if len(parameters.prompt) + parameters.max_tokens > context:
-        raise Invalid(
-            "max_tokens",
-            f"{len(parameters.prompt)} tokens of prompt and {short(parameters.max_tokens)} to come are more than the "
-            f"model's context of {context}",
-            CONTEXT_LENGTH,
-        )
+        field, words = "prompt", f"{len(parameters.prompt)} tokens"
+        if not parameters.embed:
+            field, words = "max_tokens", f"{words} of prompt and {short(parameters.max_tokens)} to come"
+        raise Invalid(field, f"{words} are more than the model's context of {context}", CONTEXT_LENGTH)
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
