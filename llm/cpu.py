@@ -52,7 +52,7 @@ class CpuDecoder:
             raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
         self._layers = PackedLayers(library, network, half=half)
         decoder = Decoder.of(network)
-        self._walk = bind(trunk, decoder)
+        self._walk, self._cap = bind(trunk, decoder), decoder.cap
         self._ends = {walk: bind(walk, decoder) for walk in (logits, states)}
         self._width, self._vocabulary = int(network.config.hidden_size), int(network.config.vocab_size)
         angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
@@ -75,7 +75,10 @@ class CpuDecoder:
         self.states = None
         if step.state_rows is not None:
             self.states = self._end(states, torch.index_select(trunk.x.x, 0, step.state_rows)).clone()
-        return self._end(logits, x) if len(x) else torch.empty(0, self._vocabulary)
+        if not len(x):
+            return torch.empty(0, self._vocabulary)
+        out = self._end(logits, x)
+        return out.div_(self._cap).tanh_().mul_(self._cap) if self._cap else out
 
     def _end(self, walk: Walk, x: Tensor) -> Tensor:
         """What the walk makes of hidden states [L, C], overwritten by the next program that runs."""

@@ -29,6 +29,8 @@ class CudaDecoder:
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
         decoder = Decoder.of(network)
+        if any(layer.branch_norms is not None for layer in decoder.layers):
+            raise ValueError(f"the GPU kernels do not support the norms and embeddings of {network.config.model_type}")
         self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
         self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`
         embeddings = network.model.embed_tokens.weight

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from contract.precision import PRECISIONS, SCHEMES, is_quantized
 from contract.precision import dtype as dtype_of
 from core.digests import digest_of
-from llm import tiny
+from llm import family, tiny
 from llm.pooling import Pooling
 
 if TYPE_CHECKING:
@@ -217,11 +217,10 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
             )
     if getattr(config, "is_encoder_decoder", False) or not hasattr(network, "lm_head"):
         raise TextModelError(f"{name}: {config.model_type} is not a decoder-only language model")
-    windows = {*(getattr(config, "layer_types", None) or ["full_attention"])} - {"full_attention"}
-    if windows or (config.model_type == "mistral" and config.sliding_window is not None):
-        raise TextModelError(f"{name}: has layers with sliding windows, which the cache does not know")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise TextModelError(f"{name}: caps the logits of its attention, which ours does not")
+    try:
+        family.check_attention(network)
+    except ValueError as error:
+        raise TextModelError(f"{name}: {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise TextModelError(f"{name}: its tokenizer has no tokenizer.json")
     if len(tokenizer) > config.vocab_size:

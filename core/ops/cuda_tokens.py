@@ -88,8 +88,10 @@ class CudaTokenOps:
     or the `Residual` stream, which is changed in place.
     """
 
-    def __init__(self, base: torch.dtype, cache: KVCache, angles: Tensor) -> None:
-        """`base` is the type of activations between layers. `angles` fp32 [positions, d]: cosines, then sines."""
+    def __init__(self, base: torch.dtype, cache: KVCache, angles: Sequence[Tensor]) -> None:
+        """`base` is the type of activations between layers. `angles` of each layer, fp32 [positions, d]: cosines, then
+        sines.
+        """
         device = cache.table.device
         # Programmatic dependent launch is available on Hopper and later.
         can_be_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -100,7 +102,9 @@ class CudaTokenOps:
         self._readers: dict[tuple[Layer, ...], tuple[Tensor | None, torch.dtype]] = {}
         self._norms: dict[Layer, tuple[Tensor, float]] = {}
 
-    def embed(self, tokens: Tensor, embedding: Layer) -> Residual:
+    def embed(self, tokens: Tensor, embedding: Layer, *, scale: float = 1.0) -> Residual:
+        if scale != 1:
+            raise ValueError("the GPU kernels do not scale embeddings")
         return Residual(embedding.weight.detach(), tokens)
 
     def rms_norm(self, x: Residual, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
@@ -146,23 +150,25 @@ class CudaTokenOps:
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Tensor:
         """[T, heads, d]."""
-        arguments = (qkv, self._angles, rows.positions, rows.sequences, self._cache, layer, heads, self._base)
+        arguments = (qkv, self._angles[layer], rows.positions, rows.sequences, self._cache, layer, heads, self._base)
         if norms is None:
             return rotate(*arguments, early=self.early)
         (q_norm, eps), (k_norm, _) = (self._norms.get(norm) or self._norm(norm) for norm in norms)
         return rotate(*arguments, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.early)
 
-    def attend_paged(self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer) -> Tensor:
+    def attend_paged(
+        self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         inverse, dtype = self._reader((to,))
         pages = (*self._cache.layer(layer), self._cache.table)
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         if rows.singles is None or len(rows.singles):
             decode_kernel.decode(
                 q, *pages, rows.positions, rows.sequences, scale, parts=rows.parts, index=rows.singles,
-                inverse=inverse, out=out, early=self.early,
+                inverse=inverse, out=out, window=window, cap=cap, early=self.early,
             )  # fmt: skip
         if rows.tiles is not None:
-            chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse)
+            chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
