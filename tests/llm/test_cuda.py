@@ -188,11 +188,15 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     singles = torch.tensor([40, 111], dtype=torch.int32, device=DEVICE)
     q = normal(generator, len(positions), heads, d).to(DTYPE)
     layer = (*cache.layer(0), cache.table)
-    for inverse, to in ((None, DTYPE), (30 + normal(generator, heads * d), torch.int8)):
+    for inverse, to, limits in (
+        (None, DTYPE, {}),
+        (30 + normal(generator, heads * d), torch.int8, {}),
+        *([(None, DTYPE, {"window": 65, "cap": 2.0})] if kind == "float" else []),
+    ):
         out = torch.full(q.shape, 77, dtype=to, device=DEVICE)
-        chunks(q, *layer, positions, cut, d**-0.5, out, inverse=inverse)
-        decode(q, *layer, positions, sequences, d**-0.5, index=singles, inverse=inverse, out=out)
-        close(out, decode_reference(q, *layer, positions, sequences, d**-0.5, inverse=inverse, dtype=to))
+        chunks(q, *layer, positions, cut, d**-0.5, out, inverse=inverse, **limits)
+        decode(q, *layer, positions, sequences, d**-0.5, index=singles, inverse=inverse, out=out, **limits)
+        close(out, decode_reference(q, *layer, positions, sequences, d**-0.5, inverse=inverse, dtype=to, **limits))
 
 
 def test_reach_grows_with_the_sequence_alone() -> None:
@@ -263,13 +267,13 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
         assert cosine(made, expected) > least, cosine(made, expected)
 
 
-@pytest.mark.parametrize("name", ["llama-with-biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-with-biases", "qwen3", "qwen2-window"])
 def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> None:
-    """With biases, and with norms of heads."""
+    """With biases, with norms of heads, and with windows of nine tokens in one of two layers."""
     model = load(str(saved(tmp_path / name, FAMILY[name][0])), device=DEVICE, precision="bf16" if CUDA else "fp32")
-    texts = [text[:6] for text in TEXTS]
+    texts, cuts = ([TEXTS[0][:13]], [11]) if "window" in name else ([text[:6] for text in TEXTS], [5, 2, 5])
     theirs = [stage.logits(model, text) for text in texts]
-    for found, expected in zip(read(fused(model), texts, [5, 2, 5]), theirs, strict=True):
+    for found, expected in zip(read(fused(model), texts, cuts), theirs, strict=True):
         made = torch.stack(found)
         if CUDA:
             assert cosine(made, expected) > 0.999
@@ -280,27 +284,30 @@ def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> Non
 def test_hidden_states_beside_logits() -> None:
     """Of some rows, among others whose logits are wanted: in every kind of step."""
     model = model_of("plain")
-    network = model.network.model
+    network, texts = model.network.model, TEXTS[1:]
     with stage.by_transformers(model):
-        theirs = [
-            network(torch.tensor([text], device=DEVICE), use_cache=False).last_hidden_state[0].float() for text in TEXTS
-        ]
+        theirs = network(torch.tensor([texts[1]], device=DEVICE), use_cache=False).last_hidden_state[0].float()
     run = fused(model)
-    rows = [(s, p) for s, text in enumerate(TEXTS) for p in range(len(text))]
+    rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
     step = TokenBatch.of(
-        [TEXTS[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [rows.index((1, 2))],
-        [k for k, (s, _) in enumerate(rows) if s != 1],
-    )  # fmt: skip
+        [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [2], [*range(3, len(rows))]
+    )
     logits = run(step)
     assert run.model.states is not None
     for found, expected in (
-        (run.model.states.float(), torch.cat([theirs[0], theirs[2]])),
-        (logits, stage.logits(model, TEXTS[1])[2:]),
+        (run.model.states.float(), theirs),
+        (logits, stage.logits(model, texts[0])[2:]),
     ):
         if CUDA:
             assert cosine(found, expected) > 0.999
         else:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_is_left_to_torch(tmp_path: Path) -> None:
+    model = load(str(saved(tmp_path / "gemma3", FAMILY["gemma3"][0])), device=DEVICE)
+    with pytest.raises(ValueError, match="norms and embeddings of gemma3_text"):
+        fused(model)
 
 
 def test_weights_are_held_once() -> None:

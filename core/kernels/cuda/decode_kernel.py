@@ -65,7 +65,7 @@ def _store_whole(  # type: ignore[no-untyped-def]
 @kernel()
 def limit(s, visible, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Visible scores, which are times log2(e); with CAP a score x is CAP · tanh(x / CAP)."""
-    if CAP:
+    if CAP != 0:
         s = CAP * 1.4426950408889634 * (1 - 2 / (tl.exp2(s * (2 / CAP)) + 1))
     return tl.where(visible, s, float("-inf"))
 
