@@ -46,6 +46,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def cacheless(network: Any) -> str:
+    """transformers' own attention for whole texts: SDPA, or eager where that lacks what the model does (Gemma 2)."""
+    return "sdpa" if network._supports_sdpa else "eager"
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     """Return no mask: visibility follows from positions."""
 
