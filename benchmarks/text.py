@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness import provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
+from llm.attention import cacheless
 from llm.pages import PAGE
 
 RUNGS = (

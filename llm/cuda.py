@@ -29,12 +29,10 @@ class CudaDecoder:
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
         decoder = Decoder.of(network)
-        if any(layer.branch_norms is not None for layer in decoder.layers):
-            raise ValueError(f"the GPU kernels do not support the norms and embeddings of {network.config.model_type}")
         self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
         self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`
         embeddings = network.model.embed_tokens.weight
-        self.cache, self.dtype = cache, embeddings.dtype
+        self.cache, self.dtype, self._cap = cache, embeddings.dtype, decoder.cap
         self.group = int(network.config.num_attention_heads) // cache.kv_heads
         self.vocabulary = len(network.lm_head.weight)
         angles = family.angles(network, cache.table.shape[1] * PAGE, embeddings.device)
@@ -54,7 +52,7 @@ class CudaDecoder:
             self.states = self._states(self.ops, x)
         x.output_rows = rows.output_rows
         logits: Tensor = self._logits(self.ops, x, out)
-        return logits
+        return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
 
 
 def _capability() -> tuple[int, int]:

@@ -104,11 +104,18 @@ class CudaTokenOps:
 
     def embed(self, tokens: Tensor, embedding: Layer, *, scale: float = 1.0) -> Residual:
         if scale != 1:
-            raise ValueError("the GPU kernels do not scale embeddings")
+            return Residual(embedding.weight.detach()[tokens.long()] * scale)
         return Residual(embedding.weight.detach(), tokens)
 
-    def rms_norm(self, x: Residual, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
+    def rms_norm(
+        self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
+    ) -> Tensor | Residual:
+        """Of a product's sums only to be added to the `residual`, as the result."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
+        if isinstance(x, SplitSums):
+            assert residual is not None
+            residual.x += add_norm(x.whole(), weight, eps, None, self._base)
+            return residual
         inverse, dtype = self._reader(tuple(to))
         if x.index is not None:
             out = torch.empty(len(x.index), x.x.shape[1], dtype=self._base, device=x.x.device)
@@ -138,13 +145,13 @@ class CudaTokenOps:
         return residual
 
     def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
-        assert act == "silu"
-        product = self._product(layers[::-1])
+        assert act in ("silu", "gelu_tanh")
+        product, gelu = self._product(layers[::-1]), act == "gelu_tanh"
         inverse, dtype = self._reader((to,))
         if len(x) > MOST_ROWS:
-            return gate(product.many(x), inverse, dtype)
+            return gate(product.many(x), inverse, dtype, gelu=gelu)
         tensors = (product.weight, product.scale, product.bias)
-        return stream_kernel.gated(x, *tensors, inverse, dtype, early=self.early)
+        return stream_kernel.gated(x, *tensors, inverse, dtype, gelu=gelu, early=self.early)
 
     def rotate_paged(
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None

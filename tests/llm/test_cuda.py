@@ -84,7 +84,9 @@ def test_gated(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
     if quantized:
         close(gated(x, weight, scale, bias, inverse, dtype), gated_reference(x, weight, scale, bias, inverse, dtype))
     else:
-        close(gated(x, weight, None, bias, None, dtype), gated_reference(x, weight, None, bias, None, dtype))
+        gelu = rows == 5
+        arguments = (x, weight, None, bias, None, dtype)
+        close(gated(*arguments, gelu=gelu), gated_reference(*arguments, gelu=gelu))
 
 
 def test_splits_fit_the_shapes_of_8b() -> None:
@@ -164,7 +166,8 @@ def test_gate(to: torch.dtype) -> None:
     generator = draw(5)
     x = normal(generator, 4, 2 * 96).to(DTYPE)
     inverse = 20 + normal(generator, 96) if to in EIGHT else None
-    close(gate(x, inverse, to), gate_reference(x, inverse, to))
+    for gelu in (False, True):
+        close(gate(x, inverse, to, gelu=gelu), gate_reference(x, inverse, to, gelu=gelu))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,11 +270,12 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
         assert cosine(made, expected) > least, cosine(made, expected)
 
 
-@pytest.mark.parametrize("name", ["llama-with-biases", "qwen3", "qwen2-window"])
+@pytest.mark.parametrize("name", ["llama-with-biases", "qwen3", "qwen2-window", "gemma2", "gemma3"])
 def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> None:
-    """With biases, with norms of heads, and with windows of nine tokens in one of two layers."""
+    """With biases, with norms of heads, with windows in one of two layers, and Gemma's embeddings, norms and caps."""
     model = load(str(saved(tmp_path / name, FAMILY[name][0])), device=DEVICE, precision="bf16" if CUDA else "fp32")
-    texts, cuts = ([TEXTS[0][:13]], [11]) if "window" in name else ([text[:6] for text in TEXTS], [5, 2, 5])
+    long = "window" in name or "gemma" in name
+    texts, cuts = ([TEXTS[0][:14]], [13]) if long else ([text[:6] for text in TEXTS], [5, 2, 5])
     theirs = [stage.logits(model, text) for text in texts]
     for found, expected in zip(read(fused(model), texts, cuts), theirs, strict=True):
         made = torch.stack(found)
@@ -302,12 +306,6 @@ def test_hidden_states_beside_logits() -> None:
             assert cosine(found, expected) > 0.999
         else:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_gemma_is_left_to_torch(tmp_path: Path) -> None:
-    model = load(str(saved(tmp_path / "gemma3", FAMILY["gemma3"][0])), device=DEVICE)
-    with pytest.raises(ValueError, match="norms and embeddings of gemma3_text"):
-        fused(model)
 
 
 def test_weights_are_held_once() -> None:

@@ -112,7 +112,7 @@ for number, (kind, size) in enumerate((("i8", 1), ("fp8e4nv", 1), ("bf16", 2))):
         types = {"x": f"*{kind}", "weight": f"*{kind}", "out": f"*{kind}", "rows": "i32"}
         types |= {"scale": "*fp32", "inverse": "*fp32"} if size == 1 else {}
         made(stream_kernel._gated, types, dict(N=14336, K=4096, STEPS=4096 // t.depth, WHOLE=True, INT8=kind == "i8",
-             OUT_INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, EARLY=2),
+             OUT_INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, GELU=kind == "bf16", EARLY=2),
              "wgmma.mma_async",
              num_warps=t.warps, num_stages=t.stages)
 for kind in ("bf16", "i8", "fp8e4nv"):
@@ -141,7 +141,7 @@ shape = dict(H=32, KV=8, D=128, G=4, GROUP=4, SPLITS=4, SIZE=16, INT8=True, TOP=
 made(fused_kernels._rotate, types, shape, num_warps=1)
 made(fused_kernels._rotate, types | {"q_norm": "*bf16", "k_norm": "*bf16", "eps": "fp32"}, shape, num_warps=1)
 made(fused_kernels._gate, {"x": "*bf16", "inverse": "*fp32", "out": "*i8", "rows": "i32"}, dict(N=14336, INT8=True,
-     BLOCK=1024))
+     GELU=True, BLOCK=1024))
 """
 
 
