@@ -17,6 +17,8 @@ from core.ops.trace import TraceOps
 from llm import family
 from llm.network import Decoder, logits, states, trunk
 
+_WIDE = 128  # channels of a head: twice as many take 193 KiB of shared memory in prefill
+
 
 class CudaDecoder:
     """Runs a model on a cache, by one thread at a time, on the current stream."""
@@ -28,6 +30,8 @@ class CudaDecoder:
             raise ValueError(reason)
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
+        if cache.head_dim > _WIDE and torch.cuda.is_available() and _capability() < (9, 0):
+            raise ValueError(f"heads wider than {_WIDE} want the shared memory of compute capability 9.0")
         decoder = Decoder.of(network)
         self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
         self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`

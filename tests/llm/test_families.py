@@ -6,12 +6,15 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from llm import tiny
-from llm.execution import KERNELS, TORCH
+from llm.execution import KERNELS, TORCH, TextExecution
 from llm.load import TextModel, load
+from llm.quantized import quantize
 from tests.llm import stage
 from tests.llm.test_exact import check, watch
+from tests.llm.test_load import logits
 
 MOST = 20
 # Windows of 12 tokens, in all layers, or in some beside full ones; mixtures of experts run on torch.
@@ -61,6 +64,19 @@ def test_answers_after_preemption(name: str, kernels: bool) -> None:
     options: dict[str, Any] = {"kernels": stage.kernels()} if kernels else {}
     _, found = answered(name, 12, max_requests=8, pages=14, chunk=7, **options)
     assert len(check(found, expected[:12], prompts, model)) <= 1
+
+
+@pytest.mark.parametrize("name", [tiny.MISTRAL_TINY, tiny.GEMMA2_TINY, tiny.GEMMA3_TINY])
+def test_quantized_models_are_torchs(name: str) -> None:
+    """In INT8 on our kernels: the logits of the same quantized layers in transformers' own code."""
+    model, prompts, _ = reference(name)
+    quantized = quantize(model, prompts[:4])
+    execution = TextExecution(quantized, pages=4, sequences=1, context=64, kernels=stage.kernels())
+    assert execution.kind == KERNELS
+    found = logits(execution, torch.tensor([prompts[5]]), [len(prompts[5]) - 1, 1])[0]
+    expected = stage.logits(quantized, prompts[5])
+    assert (found - expected).abs().mean() < 1e-4 * expected.abs().mean()
+    assert (expected - stage.logits(model, prompts[5])).abs().mean() > 1e-3 * expected.abs().mean()
 
 
 def test_a_row_has_the_same_bits_whatever_is_behind_its_window() -> None:
