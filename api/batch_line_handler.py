@@ -17,7 +17,6 @@ from api.images import generated
 from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
-from api.text_answers import TextAnswers
 from api.uploads import PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
@@ -93,8 +92,7 @@ class BatchLineHandler:
             return refusal(job_error(job), job.id)
         result: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
-            events = TextAnswers(job).result(job.result or {})
-            return {**result, "body": text_drafts.WRITERS[batch.endpoint](job).whole(events)}
+            return {**result, "body": text_drafts.answer(batch.endpoint, job, job.result or {})}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
         return {**result, "body": generated(job, links), "keys": [image.get("key") for image in results(job)]}

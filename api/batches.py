@@ -18,7 +18,7 @@ from api.paging import Pagination, missing, page
 from api.rate_limits import count_pictures, enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
-from api.text_drafts import CHAT, COMPLETIONS
+from api.text_drafts import CHAT, COMPLETIONS, EMBEDDINGS
 from contract.strict import StrictModel
 from contract.text import Metadata
 from core.artifacts import NoArtifact
@@ -32,7 +32,7 @@ WINDOW_S = 86_400
 KEEP_S = 2 * WINDOW_S  # minimum retention of a line's result: the API may be down for a day
 _PAGES = Pagination(default=20, maximum=100, id="batch_[0-9a-z]{1,57}", kind="a batch")
 
-_QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
+_QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text", EMBEDDINGS: "text"}
 _SCOPES = {"image": "images", "text": "text"}
 
 
@@ -43,7 +43,7 @@ class BatchFields(StrictModel):
 
     input_file_id: str = Field(max_length=64, description="of a file with the purpose batch")
     endpoint: Literal[
-        "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions", "/v1/completions"
+        "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
     ] = Field(description="that every line asks")  # fmt: skip
     completion_window: Literal["24h"] = Field(description="after which what is not done is given up")
     metadata: Metadata | None = Field(default=None, description="kept, and told again")

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 # OpenAI endpoints that this service does not have, and their replacements.
 _NOT_OFFERED = {
-    "/v1/embeddings": "Embeddings are not offered: no model here makes them; GET /v1/models lists those there are.",
     "/v1/images/variations": "Variations are not offered; use POST /v1/images/edits.",
 }
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions and /v1/responses: OpenAI's endpoints for text, streaming and not.
+"""POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/embeddings: OpenAI's endpoints for text.
 
 A body becomes a `TextJob` (`text_drafts.py`); the worker's reports and result become events (`text_answers.py`), and
 these the endpoint's answer, whole or streamed (`text_writers.py`). A request that only the worker can reject returns as
@@ -32,6 +32,7 @@ from api.text_events import Failure
 from api.text_writers import TextWriter
 from contract.card import TextCard
 from contract.chat import ChatFields
+from contract.embeddings import EmbeddingFields
 from contract.responses import ResponseFields
 from contract.text import CompletionFields
 from core.jobs.events import PROGRESS
@@ -70,6 +71,17 @@ async def respond(request: Request, service: Given, caller: By) -> Response:
     return await _answer(request, service, caller, text_drafts.RESPONSES)
 
 
+@router.post(
+    text_drafts.EMBEDDINGS,
+    summary="Embed texts",
+    response_class=JSONResponse,
+    openapi_extra=schemas.document(EmbeddingFields),
+)
+async def embed(request: Request, service: Given, caller: By) -> Response:
+    """Embed texts. A client that disconnects before the end cancels the request."""
+    return await _answer(request, service, caller, text_drafts.EMBEDDINGS)
+
+
 async def _answer(
     request: Request, service: Service, caller: Caller, endpoint: str, model: str | None = None
 ) -> Response:
@@ -80,8 +92,8 @@ async def _answer(
     card = await served(service, model or text_request.fields.model, TextCard)
     with errors_at(text_request.fields.FIELD_NAMES):
         job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
-        writer = text_drafts.WRITERS[endpoint](job, usage=text_request.fields.usage_wanted)
         if text_request.fields.stream:
+            writer = text_drafts.WRITERS[endpoint](job, usage=text_request.fields.usage_wanted)
             # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.
             begun = await wait(service, job, request, _begun(service, job), stays=False)
             if begun is None:
@@ -91,10 +103,8 @@ async def _answer(
             return EventStream(_stream(service, job, writer), lambda: service.follower.cancel(job))
         ended = await finished(service, request, job, stays=False)
         result = ended.result or {}
-        size = response_size(job, result)
-        return await body.run_parser(
-            caller.id, size, lambda: JSONResponse(writer.whole(TextAnswers(job).result(result)))
-        )
+        size = text_drafts.answer_size(job, result)
+        return await body.run_parser(caller.id, size, lambda: JSONResponse(text_drafts.answer(endpoint, job, result)))
 
 
 async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenerator[bytes]:

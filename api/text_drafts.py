@@ -5,20 +5,24 @@ Checks that need a tokenizer, such as the prompt's token count, run on the worke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from api import schemas
+from api import embeddings, schemas
 from api.errors import invalid_as_api_error
+from api.text_answers import TextAnswers, response_size
 from api.text_writers import ChatWriter, CompletionWriter, ResponseWriter, TextWriter
 from contract.bounds import PRIORITY
 from contract.card import TextCard
 from contract.chat import ChatFields
+from contract.embeddings import EmbeddingFields
 from contract.responses import ResponseFields
 from contract.text import CompletionFields, TextBody, TextJob
-from core.jobs.record import JobDraft, new_id
+from core.jobs.record import Job, JobDraft, new_id
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 
 _USUAL_TOKENS = 256  # estimated length of an answer without a limit
 
@@ -31,13 +35,25 @@ class TextRequest:
     job: TextJob
 
 
-# The body and the writer of each endpoint.
+# The body of each endpoint, and the writer of those that generate.
 _BODIES: dict[str, type[TextBody]] = {
-    CHAT: ChatFields, COMPLETIONS: CompletionFields, RESPONSES: ResponseFields,
+    CHAT: ChatFields, COMPLETIONS: CompletionFields, RESPONSES: ResponseFields, EMBEDDINGS: EmbeddingFields,
 }  # fmt: skip
 WRITERS: dict[str, type[TextWriter]] = {
     CHAT: ChatWriter, COMPLETIONS: CompletionWriter, RESPONSES: ResponseWriter,
 }  # fmt: skip
+
+
+def answer(endpoint: str, job: Job, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The endpoint's whole response, of a job that succeeded."""
+    if endpoint == EMBEDDINGS:
+        return embeddings.answer(job, result)
+    return WRITERS[endpoint](job).whole(TextAnswers(job).result(result))
+
+
+def answer_size(job: Job, result: Mapping[str, Any]) -> int:
+    """The number of bytes in that response, about."""
+    return embeddings.answer_size(result) if "embeddings" in result else response_size(job, result)
 
 
 def read(endpoint: str, body: dict[str, Any], *, ignore_unknown: bool = False) -> TextRequest:

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness import provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
+from llm.attention import cacheless
 from llm.pages import PAGE
 
 RUNGS = (
@@ -142,7 +143,7 @@ class _Bench:
             raise record.BenchError(str(error)) from error
         self.draft = "lookup" if guide == "lookup" else guide.name
         self._stock = self._lane.call(lambda: loaded(name)).network
-        self._stock.set_attn_implementation("sdpa")
+        self._stock.set_attn_implementation(cacheless(self._stock))
         self._kernels = None if self._cuda else self._lane.call(lambda: self._library(settings))
         self._speculating: Any = None
         self.writes: dict[str, Write] = {

@@ -241,7 +241,8 @@ class TextOffer:
     """A text model's offer. `context` is the most tokens of prompt and answer together; 0: not announced.
 
     `max_prompt_logprobs` bounds the log probabilities of a job's prompts, those of the likeliest tokens included.
-    `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced.
+    `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced. `embedding_dimensions` is
+    the width of an embedding; 0: the model gives none. `generates`: it answers, and does not only embed.
     """
 
     context: StrictInt = 0
@@ -254,6 +255,8 @@ class TextOffer:
     max_seed: StrictInt = MAX_SEED
     cache_tokens: StrictInt = 0
     tool_format: StrictStr = ""
+    embedding_dimensions: StrictInt = 0
+    generates: StrictBool = True
 
 
 BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds

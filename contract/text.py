@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from contract.bodies import InBody, declarations, with_fields_of
 from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, OBJECT, WORD, check_text
@@ -32,6 +32,10 @@ MAX_STOP_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MAX_REPETITION = 10.0
+MAX_INPUTS = 2048  # of an embedding request, as in OpenAI's API
+MAX_INPUT_TOKENS = 300_000  # of all inputs, as there
+MAX_EMBEDDED = 2**21  # numbers of all embeddings of a request
+NO_EMBEDDINGS, EMBEDS_ONLY = "gives no embeddings", "gives embeddings only"
 _COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
 _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -74,8 +78,9 @@ class TextJob:
     The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
     likely, `json_schema` is a schema as text. `echo` begins each text with its prompt: by the worker where it has log
     probabilities (`scores_prompts`), else by the API. `tools` are those that an answer may call, or must if
-    `tools_required`; calls are written in `tool_format`, of `contract.tools`. `warnings` are for people. None leaves a
-    value to the worker.
+    `tools_required`; calls are written in `tool_format`, of `contract.tools`. `warnings` are for people. `embedding`,
+    an encoding of OpenAI's API, requests the prompts' embeddings, of so many `dimensions`, in place of answers. None
+    leaves a value to the worker.
     """
 
     expand_prompt: ClassVar[bool] = False  # options of images
@@ -109,6 +114,8 @@ class TextJob:
     tool_format: str | None = None
     parallel_tool_calls: bool | None = None
     warnings: list[str] | None = None
+    embedding: str | None = None
+    dimensions: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the job as JSON, without fields that are None."""
@@ -144,6 +151,11 @@ class TextJob:
 
     def check(self, offer: TextOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer."""
+        if self.embedding is not None:
+            self._check_embeddings(offer)
+            return
+        if not offer.generates:
+            raise Invalid("model", EMBEDS_ONLY, UNSUPPORTED)
         if self.count > offer.max_choices:
             raise Invalid("n", f"n times the number of prompts must be at most {offer.max_choices}")
         if self.max_tokens is not None and offer.context and self.max_tokens >= offer.context:
@@ -154,6 +166,16 @@ class TextJob:
             raise Invalid("echo", _OLDER)
         if self.tools and offer.tool_format not in CALLS:
             raise Invalid(TOOLS, _OTHER_CALLS if offer.tool_format else _OLDER, UNSUPPORTED)
+
+    def _check_embeddings(self, offer: TextOffer) -> None:
+        width = offer.embedding_dimensions
+        if not width:
+            raise Invalid("model", NO_EMBEDDINGS, UNSUPPORTED)
+        if self.dimensions is not None and not 1 <= self.dimensions <= width:
+            raise Invalid("dimensions", f"must be between 1 and the model's {width}")
+        if self.count * (self.dimensions or width) > MAX_EMBEDDED:
+            most = MAX_EMBEDDED // (self.dimensions or width)
+            raise Invalid("input", f"must be at most {most} inputs of {self.dimensions or width} dimensions each")
 
     def complete(self, offer: TextOffer) -> TextJob:
         """The job for this model, which `check` accepts: in its format of calls, if it has any."""
@@ -263,6 +285,34 @@ def _is_bias(token: Any, value: Any) -> bool:
     return _TOKEN.fullmatch(token) is not None and number and abs(value) <= MAX_BIAS
 
 
+def _of_one_kind(value: str | list[Any]) -> str | list[Any]:
+    if isinstance(value, str) or _tokens(value):
+        return value
+    if not all(isinstance(item, str) for item in value) and not all(map(_tokens, value)):
+        raise field_error("", "must be a text, texts, token ids, or lists of token ids")
+    return value
+
+
+Prompts = Annotated[
+    Words | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
+    BY_KIND,
+    AfterValidator(_of_one_kind),
+]
+PROMPTS = "a text, texts, a list of token ids, or several of them"
+
+
+def prompts_of(value: str | list[Any]) -> list[str | list[int]]:
+    """The texts or lists of token ids that a field of the type `Prompts` has."""
+    return [value] if isinstance(value, str) or _tokens(value) else value
+
+
+def check_prompts(field: str, prompts: list[str | list[int]]) -> None:
+    """Raise `Invalid` for a text that is too long, or has control characters."""
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_text(field, prompt, MAX_CHARACTERS)
+
+
 _COMPLETIONS: Any = [
     {"prompt": "A man riding a", "max_tokens": 20},
     {"prompt": "A man riding a horse", "echo": True, "logprobs": 1, "max_tokens": 0},
@@ -274,10 +324,7 @@ class CompletionFields(TextFields):
 
     model_config = ConfigDict(title="CompletionRequest", json_schema_extra={"examples": _COMPLETIONS})
 
-    prompt: Annotated[
-        Words | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
-        BY_KIND,
-    ] = Field(description="a text, texts, a list of token ids, or several of them")
+    prompt: Prompts = Field(description=PROMPTS)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must be n: all are returned")
     max_tokens: int | None = Field(
@@ -287,16 +334,6 @@ class CompletionFields(TextFields):
         default=None, description="true: texts begin with their prompt, and logprobs are of its tokens too"
     )
     suffix: Literal[""] | None = Field(default=None, description="not offered")
-
-    @field_validator("prompt")
-    @classmethod
-    def _prompts_of_one_kind(cls, value: str | list[Any]) -> str | list[Any]:
-        if isinstance(value, str):
-            return value
-        first = _tokens(value)
-        if not first and not all(isinstance(item, str) for item in value) and not all(map(_tokens, value)):
-            raise field_error("", "must be a text, texts, token ids, or lists of token ids")
-        return value
 
     @model_validator(mode="after")
     def _all_of_them(self) -> CompletionFields:
@@ -310,13 +347,11 @@ class CompletionFields(TextFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
+        return prompts_of(self.prompt)
 
     def job(self) -> TextJob:
         """The job of this request. Raises `Invalid`."""
-        for prompt in self.prompts:
-            if isinstance(prompt, str):
-                check_text("prompt", prompt, MAX_CHARACTERS)
+        check_prompts("prompt", self.prompts)
         limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self._job(prompts=self.prompts, max_tokens=limit, logprobs=self.logprobs, echo=self.echo or None)
 

@@ -46,23 +46,42 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def cacheless(network: Any) -> str:
+    """transformers' own attention for whole texts: SDPA, or eager where that lacks what the model does (Gemma 2)."""
+    return "sdpa" if network._supports_sdpa else "eager"
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     """Return no mask: visibility follows from positions."""
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, paged: PagedContext, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    *,
+    scaling: float,
+    paged: PagedContext,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] of a step's tokens, to [1, T, heads, d]."""
     layer = module.layer_idx
     paged.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.step)
-    return paged_attention(query[0].transpose(0, 1), paged, layer, scaling)[None], None
+    out = paged_attention(query[0].transpose(0, 1), paged, layer, scaling, sliding_window or 0, softcap or 0.0)
+    return out[None], None
 
 
-def paged_attention(query: Tensor, paged: PagedContext, layer: int, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, paged: PagedContext, layer: int, scale: float, window: int = 0, cap: float = 0.0
+) -> Tensor:
     """query [T, heads, d] on the pages of its rows' sequences, each up to its own position, to [T, heads, d].
 
-    Query heads that share a key head are stacked as queries of one head, so that keys are read once.
+    Query heads that share a key head are stacked as queries of one head, so that keys are read once. `window` and `cap`
+    as in `core.ops.ops.TokenOps.attend_paged`.
     """
     step, cache = paged.step, paged.cache
     kv_heads = cache.kv_heads
@@ -73,25 +92,37 @@ def paged_attention(query: Tensor, paged: PagedContext, layer: int, scale: float
         value_scales = None if cache.value_scales is None else cache.value_scales[layer]
         attended = decode_kernel.decode(
             query[paged.singles], cache.keys[layer], cache.values[layer], key_scales, value_scales, cache.table,
-            step.positions[paged.singles], step.sequences[paged.singles], scale,
+            step.positions[paged.singles], step.sequences[paged.singles], scale, window=window, cap=cap,
         )  # fmt: skip
         out[paged.singles] = attended.unflatten(1, (kv_heads, -1))
     elif len(paged.singles):
         positions = step.positions[paged.singles]
         keys, values = cache.read(layer, step.sequences[paged.singles], int(positions.max()) + 1)
-        seen = torch.arange(keys.shape[2], device=query.device) <= positions[:, None]
-        out[paged.singles] = F.scaled_dot_product_attention(
-            packed[paged.singles], keys, values, attn_mask=seen[:, None, None], scale=scale
-        )
+        seen = _seen(keys, positions, window)
+        out[paged.singles] = _attend(packed[paged.singles], keys, values, seen[:, None, None], scale, cap)
     for first, count in paged.runs:
         rows = slice(first, first + count)
         positions = step.positions[rows]
         keys, values = cache.read(layer, step.sequences[first : first + 1], int(positions[-1]) + 1)
-        seen = torch.arange(keys.shape[2], device=query.device) <= positions[:, None]  # [count, L]
         group = packed.shape[2]
-        attended = F.scaled_dot_product_attention(
-            packed[rows].permute(1, 2, 0, 3).flatten(1, 2)[None],  # [1, kv_heads, g · count, d]
-            keys, values, attn_mask=seen.repeat(group, 1), scale=scale,
-        )[0]  # fmt: skip
+        stacked = packed[rows].permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, kv_heads, g · count, d]
+        seen = _seen(keys, positions, window).repeat(group, 1)
+        attended = _attend(stacked, keys, values, seen, scale, cap)[0]
         out[rows] = attended.unflatten(1, (group, count)).permute(2, 0, 1, 3)
     return out.flatten(1, 2)
+
+
+def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
+    """Which of L keys [..., L, d] rows at these positions [T] attend to: bool [T, L]."""
+    places = torch.arange(keys.shape[2], device=positions.device)
+    seen = places <= positions[:, None]
+    return seen & (places > positions[:, None] - window) if window else seen
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+    """SDPA; with `cap`, which that does not have, step by step."""
+    if not cap:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+    scores = cap * torch.tanh(query @ keys.mT * scale / cap)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(query.dtype) @ values

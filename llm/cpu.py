@@ -16,10 +16,10 @@ from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
 from core.ops.cpu_arrays import Array
 from core.ops.cpu_tokens import CpuTokenOps
-from core.ops.ops import bind
+from core.ops.ops import Walk, bind
 from core.ops.packed import PackedLayers
 from llm import family
-from llm.network import Decoder, logits, trunk
+from llm.network import Decoder, logits, states, trunk
 
 
 class _Trunk(NamedTuple):
@@ -32,11 +32,11 @@ class _Trunk(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Hidden states to logits."""
+    """Hidden states of the last layer to logits, or to normed states."""
 
     ops: CpuTokenOps
     x: Array  # [L, C]
-    logits: Array  # [L, V]
+    out: Array  # [L, V] or [L, C]
 
 
 class CpuDecoder:
@@ -52,14 +52,16 @@ class CpuDecoder:
             raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
         self._layers = PackedLayers(library, network, half=half)
         decoder = Decoder.of(network)
-        self._walks = bind(trunk, decoder), bind(logits, decoder)
+        self._walk, self._cap = bind(trunk, decoder), decoder.cap
+        self._ends = {walk: bind(walk, decoder) for walk in (logits, states)}
         self._width, self._vocabulary = int(network.config.hidden_size), int(network.config.vocab_size)
         angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
         self._ops = partial(CpuTokenOps, library, self._layers, cache, angles)
         self._trunks: dict[int, _Trunk] = {}
-        self._heads: dict[int, _Head] = {}
+        self._heads: dict[tuple[Walk, int], _Head] = {}
+        self.states: Tensor | None = None  # fp32 [S, C] of the last step's `state_rows`
         self._trunk(1)  # packs all layers, and finds any that are unsupported
-        self._head(1)
+        self._head(logits, 1)
 
     @torch.inference_mode()
     def __call__(self, step: TokenBatch) -> Tensor:
@@ -69,13 +71,21 @@ class CpuDecoder:
         trunk.rows.positions.copy_(step.positions)
         trunk.rows.sequences.copy_(step.sequences)
         trunk.ops.program.run()
-        count = len(step.output_rows)
-        if not count:
+        x = torch.index_select(trunk.x.x, 0, step.output_rows)  # copies: programs share their memory
+        self.states = None
+        if step.state_rows is not None:
+            self.states = self._end(states, torch.index_select(trunk.x.x, 0, step.state_rows)).clone()
+        if not len(x):
             return torch.empty(0, self._vocabulary)
-        head = self._heads.get(count) or self._head(count)
-        head.x.x.copy_(torch.index_select(trunk.x.x, 0, step.output_rows))
+        out = self._end(logits, x)
+        return out.div_(self._cap).tanh_().mul_(self._cap) if self._cap else out
+
+    def _end(self, walk: Walk, x: Tensor) -> Tensor:
+        """What the walk makes of hidden states [L, C], overwritten by the next program that runs."""
+        head = self._heads.get((walk, len(x))) or self._head(walk, len(x))
+        head.x.x.copy_(x)
         head.ops.program.run()
-        return head.logits.x
+        return head.out.x
 
     def release(self) -> None:
         """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""
@@ -89,11 +99,11 @@ class CpuDecoder:
     def _trunk(self, count: int) -> _Trunk:
         ops = self._ops()
         tokens, rows = ops.input((count,)), ops.rows(count)
-        trunk = self._trunks[count] = _Trunk(ops, tokens, rows, self._walks[0](ops, tokens, rows))
+        trunk = self._trunks[count] = _Trunk(ops, tokens, rows, self._walk(ops, tokens, rows))
         return trunk
 
-    def _head(self, count: int) -> _Head:
+    def _head(self, walk: Walk, count: int) -> _Head:
         ops = self._ops()
         x = ops.input((count, self._width))
-        head = self._heads[count] = _Head(ops, x, self._walks[1](ops, x))
+        head = self._heads[walk, count] = _Head(ops, x, self._ends[walk](ops, x))
         return head

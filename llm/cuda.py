@@ -15,7 +15,9 @@ from core.ops.cuda_tokens import CudaTokenOps, FusedBatch, Residual
 from core.ops.ops import bind
 from core.ops.trace import TraceOps
 from llm import family
-from llm.network import Decoder, logits, trunk
+from llm.network import Decoder, logits, states, trunk
+
+_WIDE = 128  # channels of a head: twice as many take 193 KiB of shared memory in prefill
 
 
 class CudaDecoder:
@@ -28,10 +30,13 @@ class CudaDecoder:
             raise ValueError(reason)
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
+        if cache.head_dim > _WIDE and torch.cuda.is_available() and _capability() < (9, 0):
+            raise ValueError(f"heads wider than {_WIDE} want the shared memory of compute capability 9.0")
         decoder = Decoder.of(network)
-        self._trunk, self._logits = bind(trunk, decoder), bind(logits, decoder)
+        self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
+        self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`
         embeddings = network.model.embed_tokens.weight
-        self.cache, self.dtype = cache, embeddings.dtype
+        self.cache, self.dtype, self._cap = cache, embeddings.dtype, decoder.cap
         self.group = int(network.config.num_attention_heads) // cache.kv_heads
         self.vocabulary = len(network.lm_head.weight)
         angles = family.angles(network, cache.table.shape[1] * PAGE, embeddings.device)
@@ -45,9 +50,13 @@ class CudaDecoder:
     def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
         """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
         x: Residual = self._trunk(self.ops, rows.tokens, rows)
+        self.states = None
+        if rows.state_rows is not None:
+            x.output_rows = rows.state_rows
+            self.states = self._states(self.ops, x)
         x.output_rows = rows.output_rows
         logits: Tensor = self._logits(self.ops, x, out)
-        return logits
+        return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
 
 
 def _capability() -> tuple[int, int]:

@@ -29,9 +29,11 @@ class PromptEncoder:
         """
         family.check(network)
         decoder = Decoder.of(network)
+        if decoder.embedding_scale != 1 or any(layer.window or layer.cap for layer in decoder.layers):
+            raise ValueError(f"prompts are not encoded by models with the attention of {network.config.model_type}")
         self._lowering, self._network = lowering, network
         self._weight = decoder.embed_tokens.weight.detach()
-        self._angles = family.angles(network, MULTIPLE, self._weight.device)
+        self._angles = family.angles(network, MULTIPLE, self._weight.device)[0]
         walk = bind(hidden_states, decoder.layers[:layers])
         lowering.prepare(walk, (1, 1, self._weight.shape[1]), (1, 1, self._angles.shape[1]), (1,))
         self._run = lowering.lower(walk, "prompts")
@@ -50,6 +52,6 @@ class PromptEncoder:
         """Tokens int32 [B, T], of which each prompt's first `lengths` [B] count, to hidden states [B, T, C]."""
         rows, width = tokens.shape
         if width > len(self._angles):
-            self._angles = family.angles(self._network, width, self._weight.device)
+            self._angles = family.angles(self._network, width, self._weight.device)[0]
         x = F.embedding(tokens, self._weight).to(self._lowering.dtype)
         return self._run(x, self._angles[:width].expand(rows, -1, -1), lengths)[0]

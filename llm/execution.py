@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from core.ops.cuda_tokens import FusedBatch
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
+from llm.family import body
 from llm.load import TextModel, TextModelError
 from llm.step_graphs import Step, StepGraphs, rung
 
@@ -56,6 +60,7 @@ class TextExecution:
             context=context, dtype=model.dtype if model.device.type != "cpu" else torch.float32, device=model.device,
             kind=kv, companion=companion,
         )  # fmt: skip
+        self._states: Tensor | None = None  # by torch
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
         # Each sequence's latest token, for rows whose token is -1; the last one is of padding rows.
@@ -69,6 +74,13 @@ class TextExecution:
     def best(self) -> Tensor | None:
         """`sample.likeliest` of the last step's logits, if computed with them."""
         return None if self._fused is None else self._fused.best
+
+    @property
+    def states(self) -> Tensor | None:
+        """Hidden states [S, C] of the last step's `state_rows`, after the last norm."""
+        if self._programs is not None:
+            return self._programs.states
+        return self._states if self._fused is None else self._fused.model.states
 
     @property
     def kernels(self) -> str:
@@ -109,10 +121,8 @@ class TextExecution:
         if self._programs is not None:
             return self._programs(step)
         self.cache.settle()
-        if device.type != "cpu":
-            columns = (step.tokens, step.positions, step.sequences, step.output_rows)
-            step = TokenBatch(*(column.to(device, non_blocking=True) for column in columns))
-        with torch.inference_mode():
+        step = step.to(device)
+        with torch.inference_mode(), self._read_states(step.state_rows):
             output = self.model.network(
                 step.tokens.long()[None],
                 position_ids=step.positions.long()[None],
@@ -127,6 +137,23 @@ class TextExecution:
         """Make these tokens [L], on the model's device, the latest of the output rows' sequences."""
         owners = on_device(step.sequences[step.output_rows.long()].long(), self.latest.device)
         self.latest[owners] = tokens.int()
+
+    @contextmanager
+    def _read_states(self, rows: Tensor | None) -> Iterator[None]:
+        """Keep these rows of what the layers return: a model with a head returns its logits alone."""
+        self._states = None
+        if rows is None:
+            yield
+            return
+
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            self._states = output.last_hidden_state[0, rows.long()]
+
+        hook = body(self.model.network).register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
         model = self.model
@@ -181,11 +208,14 @@ class FusedTextExecution:
     def __call__(self, batch: TokenBatch) -> Tensor:
         """Compute one step; see `TextExecution`."""
         step = self._step(batch)
-        logits = self.graphs(step)
+        logits = self.graphs(step) if batch.state_rows is None else None
         if logits is None:
-            logits = self.graphs.run(*self._on_device(step))
-        rows = len(step.output_rows)
-        self.best = self.graphs.best[:rows] if rows <= len(self.graphs.best) else None
+            rows, owners = self._on_device(step)
+            if batch.state_rows is not None:
+                rows = replace(rows, state_rows=on_device(batch.state_rows, self._device))
+            logits = self.graphs.run(rows, owners)
+        count = len(step.output_rows)
+        self.best = self.graphs.best[:count] if count <= len(self.graphs.best) else None
         return logits
 
     def _step(self, batch: TokenBatch) -> Step:

@@ -1,4 +1,4 @@
-"""The properties of Llama-family models, as transformers lays them out, that our kernels rely on."""
+"""The properties of models, as transformers lays them out, that our attention and our kernels rely on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from core.ops.ops import Activation
+
+GEMMA = ("gemma2", "gemma3_text")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position only
+_ACTS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Whose attention passes the window of each layer on, which has been compared with transformers'.
+_WINDOWED = (
+    *MODEL_TYPES, "cohere2", "ministral", "mixtral", "olmo3", "phi3", "qwen3_moe", "starcoder2",
+)  # fmt: skip
 
 
 def body(network: Any) -> Any:
@@ -16,25 +25,65 @@ def body(network: Any) -> Any:
     return getattr(network, "model", network)
 
 
+def windows(config: Any) -> tuple[int, ...]:
+    """How many of the last tokens each layer attends to; 0: all. Raises ValueError for other kinds of attention."""
+    kinds = getattr(config, "layer_types", None)
+    window = int(getattr(config, "sliding_window", None) or 0)
+    if kinds is None:  # the window of all layers
+        kinds = [_SLIDING if window else _FULL] * config.num_hidden_layers
+    if unknown := sorted({*kinds} - {_FULL, _SLIDING}):
+        raise ValueError(f"has layers of {unknown[0].replace('_', ' ')}, which the cache does not know")
+    if _SLIDING in kinds and config.model_type not in _WINDOWED:
+        raise ValueError(f"has sliding windows, which are not known of {config.model_type}")
+    return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+
+
+def check_attention(network: Any) -> None:
+    """Reject a model whose attention is not ours, on any kernels. Raises ValueError."""
+    config = network.config
+    windows(config)
+    if getattr(config, "attn_logit_softcapping", None) is not None and config.model_type != "gemma2":
+        raise ValueError("caps the logits of its attention, which ours does not")
+    if any(getattr(module, "is_causal", True) is False for module in network.modules()):
+        raise ValueError("attends to later tokens, which the cache does not hold")
+    if any(name.endswith("sinks") for name, _ in network.named_parameters()):
+        raise ValueError("has sinks in its attention, which ours has not")
+
+
 def check(network: Any) -> None:
     """Reject, by name, what our kernels would compute differently from transformers. Raises ValueError."""
     config = network.config
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"the native kernels support {', '.join(MODEL_TYPES)}, not {config.model_type}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _ROPE_TYPES:
-        raise ValueError(f"the native kernels do not support rotary positions of type {rope}")
-    if config.hidden_act != "silu":
-        raise ValueError(f"the native kernels support SwiGLU, not {config.hidden_act}")
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    if set(kinds) != {"full_attention"} or (
-        config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
-    ):
-        raise ValueError("the native kernels do not support sliding windows")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if config.model_type == "gemma3_text" else [rope]:
+        if (kind := parameters.get("rope_type", "default")) not in _ROPE_TYPES:
+            raise ValueError(f"the native kernels do not support rotary positions of type {kind}")
+    if _activation(config) not in _ACTS:
+        raise ValueError(f"the native kernels support SwiGLU and GeGLU by tanh, not {_activation(config)}")
+    check_attention(network)
 
 
-def angles(network: Any, positions: int, device: torch.device) -> Tensor:
-    """Cosines, then sines, of half a head's channels at the first so many positions: fp32 [positions, d]."""
-    tables = body(network).rotary_emb(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
-    half = tables[0].shape[-1] // 2
-    return torch.cat([part[0, :, :half] for part in tables], dim=-1).float().contiguous()
+def activation(config: Any) -> Activation:
+    """The activation of gates, which `check` accepts."""
+    return _ACTS[_activation(config)]
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+
+
+def angles(network: Any, positions: int, device: torch.device) -> list[Tensor]:
+    """Cosines, then sines, of half a head's channels at the first so many positions: fp32 [positions, d], by layer."""
+    config, rotary = network.config, body(network).rotary_emb
+    x, places = torch.zeros(1, device=device), torch.arange(positions, device=device)[None]
+    kinds: list[Any] = [None] * config.num_hidden_layers
+    if config.model_type == "gemma3_text":
+        kinds = config.layer_types
+    tables = {kind: _angles(*(rotary(x, places) if kind is None else rotary(x, places, kind))) for kind in {*kinds}}
+    return [tables[kind] for kind in kinds]
+
+
+def _angles(cosines: Tensor, sines: Tensor) -> Tensor:
+    half = cosines.shape[-1] // 2
+    return torch.cat([part[0, :, :half] for part in (cosines, sines)], dim=-1).float().contiguous()

@@ -27,7 +27,7 @@ class KVAllocator:
         return self._rows.taken + self._pages.held
 
     def allocate(self, work: SequenceState) -> bool:
-        """A row, and pages for the tokens and one more; those known by their content count as computed.
+        """A row, and pages for the tokens and, of an answer, one more; those known by their content count as computed.
 
         False: there is too little, and nothing is held.
         """
@@ -37,7 +37,8 @@ class KVAllocator:
         self._pages.find(work.holding, work.known_tokens)
         other_rows = self._rows.taken - 1
         # A page for each of the others to grow into, or the last one admitted would be preempted at once.
-        if not self._pages.extend(work.holding, len(work.tokens) + 1) or self._pages.free < other_rows:
+        count = len(work.tokens) + (work.parameters.max_tokens > 0)
+        if not self._pages.extend(work.holding, count) or self._pages.free < other_rows:
             self._pages.release(work.holding)
             self._rows.give(row)
             return False

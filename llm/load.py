@@ -10,17 +10,21 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract.precision import PRECISIONS, SCHEMES, is_quantized
 from contract.precision import dtype as dtype_of
 from core.digests import digest_of
-from llm import tiny
+from llm import family, tiny
+from llm.pooling import Pooling
 
 if TYPE_CHECKING:
     import torch
+
+
+_HEAD = "lm_head.weight"
 
 
 def variant(scheme: str) -> str:
@@ -34,7 +38,10 @@ class TextModelError(ValueError):
 
 @dataclass(eq=False)
 class TextModel:
-    """A network in evaluation mode on one device, and its tokenizer. `digest` identifies its weights."""
+    """A network in evaluation mode on one device, and its tokenizer. `digest` identifies its weights.
+
+    `pooling` is how it embeds texts; one that does not `generates` has no head, and only embeds.
+    """
 
     name: str
     digest: str
@@ -44,6 +51,8 @@ class TextModel:
     network: Any
     tokenizer: Any
     ends: frozenset[int]  # tokens that end an answer
+    pooling: Pooling = field(default_factory=Pooling)
+    generates: bool = True
 
     @property
     def config(self) -> Any:
@@ -96,6 +105,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
     where = _device(device)
     dtype = getattr(torch, dtype_of(precision, where.type))
     register()
+    pooling, generates = Pooling(), True
     with _quiet():
         if name in tiny.SHAPES:
             shape = tiny.SHAPES[name]
@@ -105,14 +115,16 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
             folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
         else:
             folder = _find(name)
-            network, tokenizer = _read(folder, torch.float32 if is_quantized(precision) else dtype)
+            pooling = _pooling(folder)
+            network, tokenizer, generates = _read(folder, torch.float32 if is_quantized(precision) else dtype)
             short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
             digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
         if is_quantized(precision):
             digest = _quantized(name, folder, network, digest, precision)
         network = _moved(network, where, dtype).eval().requires_grad_(False)
-    return TextModel(short, digest, precision, where, dtype, network, tokenizer, _ends(network, tokenizer))
+    ends = _ends(network, tokenizer)
+    return TextModel(short, digest, precision, where, dtype, network, tokenizer, ends, pooling, generates)
 
 
 def _moved(network: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -162,7 +174,15 @@ def _find(name: str) -> Path:
         raise TextModelError(f"{short}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
 
 
-def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _pooling(folder: Path) -> Pooling:
+    try:
+        return Pooling.read(folder)
+    except ValueError as error:
+        raise TextModelError(str(error)) from error
+
+
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
+    """The network, its tokenizer, and whether it has a head: those that only embed are published without."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
@@ -176,29 +196,31 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # many libraries, many exceptions: the model does not load
         raise TextModelError(f"{folder}: does not load ({type(error).__name__}: {_first_line(error)})") from error
+    generates = _HEAD not in (info.get("missing_keys") or ()) or not (folder / "modules.json").is_file()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(kind) or ())
-        if keys:
+        if keys and (generates or keys != [_HEAD]):
             raise TextModelError(
                 f"{folder}: does not fit its config.json: {len(keys)} {kind.replace('_', ' ')}, the first is {keys[0]}"
             )
-    return network, tokenizer
+    if not generates:
+        network.lm_head.weight = network.get_input_embeddings().weight
+    return network, tokenizer, generates
 
 
 def _check(name: str, network: Any, tokenizer: Any) -> None:
     config = network.config
-    for field in ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_key_value_heads"):
-        if not isinstance(getattr(config, field, None), int):
+    for attribute in ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_key_value_heads"):
+        if not isinstance(getattr(config, attribute, None), int):
             raise TextModelError(
-                f"{name}: {config.model_type} is of no family that is served: its config has no {field}"
+                f"{name}: {config.model_type} is of no family that is served: its config has no {attribute}"
             )
     if getattr(config, "is_encoder_decoder", False) or not hasattr(network, "lm_head"):
         raise TextModelError(f"{name}: {config.model_type} is not a decoder-only language model")
-    windows = {*(getattr(config, "layer_types", None) or ["full_attention"])} - {"full_attention"}
-    if windows or (config.model_type == "mistral" and config.sliding_window is not None):
-        raise TextModelError(f"{name}: has layers with sliding windows, which the cache does not know")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise TextModelError(f"{name}: caps the logits of its attention, which ours does not")
+    try:
+        family.check_attention(network)
+    except ValueError as error:
+        raise TextModelError(f"{name}: {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise TextModelError(f"{name}: its tokenizer has no tokenizer.json")
     if len(tokenizer) > config.vocab_size:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from llm.choose import SampledTokens, choose, draw_on_device, greedy_tokens
 from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
 from llm.parameters import Logprob
-from llm.parts import ScheduledTokens, gather_step
+from llm.parts import ScheduledTokens, Step, gather_step
+from llm.pooling import PooledStates
 from llm.sample import likeliest
 from llm.sequence import PendingToken, PendingTokens
 from llm.speculate import DraftTokens
@@ -29,11 +31,37 @@ class StepResult:
     Of one that runs ahead these are pending tokens of the iterations before; its own are in `pending`.
     """
 
-    outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]
-    scores: list[list[Logprob]]  # of prompts' tokens
     pending: list[PendingToken | None]
-    timings: list[tuple[int, float]]  # rows and seconds of iterations that ended, without making guesses
+    outcomes: list[SampledTokens | BaseException | None] = field(default_factory=list)
+    scores: list[list[Logprob]] = field(default_factory=list)  # of prompts' tokens
+    pooled: list[PooledStates | None] = field(default_factory=list)  # of embedded prompts, with what was pooled before
+    timings: list[tuple[int, float]] = field(default_factory=list)  # rows and seconds of iterations that ended
+
+
+class _Timer:
+    """Seconds of an iteration from its first forward on, by the device's clock on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._start, self._end = self._now(), self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """Waits for the end."""
+        if not self._cuda:
+            return float(self._end - self._start)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1e3
 
 
 _SCORE_BYTES = 64 * 2**20  # of the logits of prompts' tokens in one forward
@@ -56,7 +84,7 @@ class ModelRunner:
         self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
         self._ahead = ahead
-        self._landed_at = 0.0  # when the last iteration ended
+        self._flying: list[tuple[PendingTokens, int, _Timer]] = []  # an iteration that may still run, and its rows
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
@@ -69,21 +97,24 @@ class ModelRunner:
     @torch.inference_mode()
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
         guesses = self._guessing.make(parts)
-        started = time.perf_counter()
-        result = StepResult([], guesses, [], [None] * len(parts), [])
-        rows = 0
+        result = StepResult(guesses, [None] * len(parts))
+        previous, self._flying = self._flying, []
+        timer, rows = _Timer(self.execution.model.device), 0
         try:
             for run in self._runs(parts):
-                outcomes, scores, run_rows = self._forward(parts[run], guesses[run], result, run.start, started)
+                step = gather_step(parts[run], guesses[run])
+                outcomes, scores = self._forward(parts[run], step, run.start, result, timer)
+                result.pooled += self._pool(parts[run], step, outcomes)
                 result.outcomes += outcomes
                 result.scores += scores
-                rows += run_rows
+                rows += len(step.tokens.tokens)
         finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
-            self._land(parts, result)
-        if rows and not any(result.pending):
-            landed_at = time.perf_counter()
-            result.timings.append((rows, landed_at - max(started, self._landed_at)))
-            self._landed_at = landed_at
+            for tokens, count, ended in previous:
+                tokens.wait()
+                result.timings.append((count, ended.seconds()))
+        if rows and not self._flying:
+            timer.stop()
+            result.timings.append((rows, timer.seconds()))
         for i, part in enumerate(parts):
             if (pending := part.work.pending) is not None:
                 token, outcome = pending.known, result.outcomes[i]
@@ -92,21 +123,12 @@ class ModelRunner:
                 )
         return result
 
-    def _land(self, parts: Sequence[ScheduledTokens], result: StepResult) -> None:
-        """Wait for the parts' pending tokens."""
-        for step in {token.step: None for part in parts if (token := part.work.pending) is not None}:
-            if step.known is None:
-                step.wait()
-                landed_at = time.perf_counter()
-                result.timings.append((step.rows, landed_at - max(step.launched_at, self._landed_at)))
-                self._landed_at = landed_at
-
     def _joined(
         self, token: int, outcome: SampledTokens | BaseException | None
     ) -> SampledTokens | BaseException | None:
         """A pending token, and the tokens after it."""
         if token < 0:
-            return self._not_finite()
+            return self._nan()
         if isinstance(outcome, SampledTokens):
             outcome.tokens.insert(0, token)
         return outcome
@@ -123,25 +145,20 @@ class ModelRunner:
         yield slice(first, len(parts))
 
     def _forward(
-        self,
-        parts: Sequence[ScheduledTokens],
-        guesses: Sequence[DraftTokens],
-        result: StepResult,
-        first: int,
-        started: float,
-    ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]], int]:
-        """Compute these parts, the first of which is the iteration's `first`. Returns their outcomes, scores and rows,
-        and puts tokens that are not waited for into `result.pending`.
+        self, parts: Sequence[ScheduledTokens], step: Step, first: int, result: StepResult, timer: _Timer
+    ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]]]:
+        """Compute these parts, the first of which is the iteration's `first`. Returns their outcomes and scores, and
+        puts tokens that are not waited for into `result.pending`.
         """
         outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
         scores: list[list[Logprob]] = [[] for _ in parts]
-        step, sample_requests, score_requests = gather_step(parts, guesses)
-        if not len(step.tokens):
-            return outcomes, scores, 0
+        sample_requests, score_requests, rows = step.sampled, step.scored, len(step.tokens.tokens)
+        if not rows:
+            return outcomes, scores
         matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
         masks = self._masks.submit(_compute, matchers) if matchers else None
         try:
-            logits = self.execution(step)
+            logits = self.execution(step.tokens)
         finally:
             if masks is not None:
                 masks.result()
@@ -151,29 +168,47 @@ class ModelRunner:
             best = self.execution.best
             tokens = draw_on_device(logits, requests, likeliest(logits) if best is None else best)
             if tokens is not best:
-                self.execution.keep(step, tokens)
-            pending = PendingTokens(tokens, len(step.tokens), started)
+                self.execution.keep(step.tokens, tokens)
+            pending = PendingTokens(tokens)
+            timer.stop()
+            self._flying.append((pending, rows, timer))
             for i, request in sample_requests.items():
                 result.pending[first + i] = PendingToken(pending, request.first)
-            return outcomes, scores, len(step.tokens)
-        self._land(parts, result)  # or the wait below would be timed as theirs
+            return outcomes, scores
         best_tokens = greedy_tokens(logits, requests, self.execution.best)
         good = list(sample_requests)
         if min(best_tokens, default=0) < 0:
-            rows = [(i, request.rows) for i, request in sample_requests.items()]
-            rows += [(i, request.rows) for i, request in score_requests.items()]
-            bad = {i for i, request_rows in rows if any(best_tokens[row] < 0 for row in request_rows)}
+            asked = [(i, request.rows) for i, request in sample_requests.items()]
+            asked += [(i, request.rows) for i, request in score_requests.items()]
+            bad = {i for i, request_rows in asked if any(best_tokens[row] < 0 for row in request_rows)}
             good = [i for i in sample_requests if i not in bad]
             for i in bad:
-                outcomes[i] = self._not_finite()
+                outcomes[i] = self._nan()
         for i, score_request in score_requests.items():  # before `choose`, which overwrites logits
             if outcomes[i] is None:
                 scores[i] = score_request.logprobs(logits)
         for i, chosen in zip(good, choose(logits, [sample_requests[i] for i in good], best_tokens), strict=True):
             outcomes[i] = chosen
-        return outcomes, scores, len(step.tokens)
+        return outcomes, scores
 
-    def _not_finite(self) -> FloatingPointError:
+    def _pool(
+        self, parts: Sequence[ScheduledTokens], step: Step, outcomes: list[SampledTokens | BaseException | None]
+    ) -> list[PooledStates | None]:
+        """Pool the last forward's hidden states; prompts whose states are not finite get an error as outcome."""
+        pooled: list[PooledStates | None] = [None] * len(parts)
+        if not step.pooled:
+            return pooled
+        assert self.execution.states is not None
+        states = self.execution.states.float().cpu()
+        finite = states.isfinite().all(-1)
+        for i, rows in step.pooled.items():
+            if bool(finite[rows].all()):
+                pooled[i] = parts[i].work.pooled.plus(states[rows])
+            else:
+                outcomes[i] = self._nan()
+        return pooled
+
+    def _nan(self) -> FloatingPointError:
         model = self.execution.model
         return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
 

@@ -1,8 +1,10 @@
-"""The decoder of the Llama family, written down once: Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder of the Llama family, written down once: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and the text of Gemma 3.
 
 The layout is that of transformers, whose modules hold the weights: RMSNorm, attention with rotary positions and fewer
 heads of keys than of queries, RMSNorm, SwiGLU, each added to the residual stream (Touvron et al., 2023). Qwen3 norms
-each head of queries and keys before their rotation.
+each head of queries and keys before their rotation. A layer may attend to a window of the last tokens only. Gemma has
+GELU in place of SiLU, scales its embeddings, norms each branch before it is added, and stores the weights of norms less
+one.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from core.ops.ops import Layer, Ops, TokenOps
-from llm.family import body
+from core.ops.ops import Activation, Layer, Ops, TokenOps
+from llm import family
 
 A = TypeVar("A")
 
@@ -26,23 +28,45 @@ class DecoderLayer:
     qkv: tuple[Layer, ...]  # q_proj, k_proj and v_proj, which read one input
     head_norms: tuple[Layer, Layer] | None  # q_norm and k_norm
     o_proj: Layer
-    post_attention_layernorm: Layer
-    up_gate: tuple[Layer, ...]  # up_proj, and gate_proj, which goes through SiLU
+    mlp_layernorm: Layer
+    up_gate: tuple[Layer, ...]  # up_proj, and gate_proj, which goes through `act`
     down_proj: Layer
+    branch_norms: tuple[Layer, Layer] | None  # of what o_proj and down_proj give
+    act: Activation
     heads: int
     kv_heads: int
     head_dim: int
     scale: float  # of attention's scores
+    window: int
+    cap: float
 
     @classmethod
     def of(cls, layer: Any, index: int, config: Any) -> DecoderLayer:
-        attn, mlp = layer.self_attn, layer.mlp
-        norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
+        attn, mlp, gemma = layer.self_attn, layer.mlp, config.model_type in family.GEMMA
+        norm = ShiftedNorm if gemma else _itself
+        mlp_norm, branch_norms = layer.post_attention_layernorm, None
+        if gemma:
+            branch_norms = norm(layer.post_attention_layernorm), norm(layer.post_feedforward_layernorm)
+            mlp_norm = layer.pre_feedforward_layernorm
         return cls(
-            index, layer.input_layernorm, (attn.q_proj, attn.k_proj, attn.v_proj), norms, attn.o_proj,
-            layer.post_attention_layernorm, (mlp.up_proj, mlp.gate_proj), mlp.down_proj,
+            index, norm(layer.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj),
+            (norm(attn.q_norm), norm(attn.k_norm)) if hasattr(attn, "q_norm") else None, attn.o_proj,
+            norm(mlp_norm), (mlp.up_proj, mlp.gate_proj), mlp.down_proj, branch_norms, family.activation(config),
             int(config.num_attention_heads), int(config.num_key_value_heads), int(attn.head_dim), float(attn.scaling),
+            family.windows(config)[index], float(getattr(config, "attn_logit_softcapping", None) or 0),
         )  # fmt: skip
+
+
+class ShiftedNorm:
+    """An RMSNorm of Gemma, whose weights are stored less one."""
+
+    def __init__(self, norm: Layer) -> None:
+        self.weight = 1 + norm.weight.detach().float()
+        self.eps = float(norm.eps)
+
+
+def _itself(norm: Layer) -> Layer:
+    return norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +77,20 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: Layer
     lm_head: Layer | None  # None: of a model that only encodes
+    embedding_scale: float = 1.0
+    cap: float = 0.0  # a logit x is cap · tanh(x / cap); 0: none
 
     @classmethod
     def of(cls, network: Any) -> Decoder:
         """Build it of a transformers model with or without a head."""
-        model = body(network)
-        layers = (DecoderLayer.of(layer, index, network.config) for index, layer in enumerate(model.layers))
-        return cls(model.embed_tokens, tuple(layers), model.norm, getattr(network, "lm_head", None))
+        model, config = family.body(network), network.config
+        layers = tuple(DecoderLayer.of(layer, index, config) for index, layer in enumerate(model.layers))
+        head = getattr(network, "lm_head", None)
+        if config.model_type not in family.GEMMA:
+            return cls(model.embed_tokens, layers, model.norm, head)
+        scale = model.embed_tokens.embed_scale.to(model.embed_tokens.weight.dtype)
+        cap = float(config.final_logit_softcapping or 0)
+        return cls(model.embed_tokens, layers, ShiftedNorm(model.norm), head, float(scale), cap)
 
 
 def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
@@ -67,16 +98,23 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
         q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
-        return ops.attend_paged(q, rows, layer.index, scale=layer.scale, to=layer.o_proj)
+        return ops.attend_paged(
+            q, rows, layer.index, scale=layer.scale, to=layer.o_proj, window=layer.window, cap=layer.cap
+        )
 
-    x = ops.embed(tokens, decoder.embed_tokens)
+    x = ops.embed(tokens, decoder.embed_tokens, scale=decoder.embedding_scale)
     for layer in decoder.layers:
         x = decoder_layer(ops, layer, x, attend)
     return x
 
 
+def states(ops: TokenOps[A], decoder: Decoder, x: A) -> A:
+    """Hidden states [T, C] as embeddings are pooled of them: after the last norm."""
+    return ops.rms_norm(x, decoder.norm)
+
+
 def logits(ops: TokenOps[A], decoder: Decoder, x: A, out: Any = None) -> A:
-    """Hidden states [T, C] to logits [T, V]."""
+    """Hidden states [T, C] to logits [T, V], before `Decoder.cap`."""
     assert decoder.lm_head is not None
     return ops.head(ops.rms_norm(x, decoder.norm, to=(decoder.lm_head,)), decoder.lm_head, out)
 
@@ -103,7 +141,14 @@ def decoder_layer(ops: Ops[A], layer: DecoderLayer, x: A, attend: Callable[[Deco
     """`attend` makes of queries, keys and values side by side what `o_proj` reads."""
     a = ops.rms_norm(x, layer.input_layernorm, to=layer.qkv)
     b = attend(layer, ops.linear(a, *layer.qkv))
-    x = ops.linear(b, layer.o_proj, residual=x)
-    a = ops.rms_norm(x, layer.post_attention_layernorm, to=layer.up_gate)
-    b = ops.gated(a, *layer.up_gate, act="silu", to=layer.down_proj)
-    return ops.linear(b, layer.down_proj, residual=x)
+    x = _added(ops, layer, 0, x, b, layer.o_proj)
+    a = ops.rms_norm(x, layer.mlp_layernorm, to=layer.up_gate)
+    b = ops.gated(a, *layer.up_gate, act=layer.act, to=layer.down_proj)
+    return _added(ops, layer, 1, x, b, layer.down_proj)
+
+
+def _added(ops: Ops[A], layer: DecoderLayer, branch: int, x: A, b: A, projection: Layer) -> A:
+    """x and the projection of a branch's result b, normed if the layer has a norm for it."""
+    if layer.branch_norms is None:
+        return ops.linear(b, projection, residual=x)
+    return ops.rms_norm(ops.linear(b, projection), layer.branch_norms[branch], residual=x)

@@ -34,7 +34,7 @@ class TextParameters:
     `presence_penalty` and `frequency_penalty` are OpenAI's, over the answer only. `logprobs` n ≥ 0 requests log
     probabilities of the tokens and of the n most likely, from the model's unmodified logits; None requests none.
     `prompt_logprobs` requests them for the prompt's tokens too, whose cached pages are then computed anew.
-    `max_tokens` 0 reads the prompt only.
+    `max_tokens` 0 reads the prompt only. `embed`, with that, requests the pooled hidden states of the prompt.
     `continues`: the text goes on with the prompt's, with a space between them; else it is a text of its own.
     `logit_bias` is OpenAI's: values added to the logits of these tokens; -100 excludes a token, and 100 excludes all
     others. `json_schema` is a schema as text, or "{}" for any JSON. `stop` strings are left out of the text, and so are
@@ -58,6 +58,7 @@ class TextParameters:
     tool_grammar: str | None = None  # in place of a schema: llguidance's Lark, of llm/tool_calls.py
     logit_bias: tuple[tuple[int, float], ...] = ()
     continues: bool = False
+    embed: bool = False
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 
     @property
@@ -89,7 +90,11 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """A finished continuation. `cached` of its prompt's tokens were found in the KV cache instead of computed."""
+    """A finished continuation. `cached` of its prompt's tokens were found in the KV cache instead of computed.
+
+    `pooled` are the pooled hidden states of its prompt in fp32, if they were requested: `llm.pooling` makes the
+    embedding of them.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -98,6 +103,7 @@ class GeneratedText:
     cached: int = 0
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()  # of the prompt's tokens but the first
+    pooled: bytes = b""
 
 
 def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
@@ -124,12 +130,10 @@ def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> 
         raise Invalid("prompt", f"token ids must be between 0 and {vocabulary - 1}")
     check_whole("max_tokens", parameters.max_tokens, 0, MAX_SEED)
     if len(parameters.prompt) + parameters.max_tokens > context:
-        raise Invalid(
-            "max_tokens",
-            f"{len(parameters.prompt)} tokens of prompt and {short(parameters.max_tokens)} to come are more than the "
-            f"model's context of {context}",
-            CONTEXT_LENGTH,
-        )
+        field, words = "prompt", f"{len(parameters.prompt)} tokens"
+        if not parameters.embed:
+            field, words = "max_tokens", f"{words} of prompt and {short(parameters.max_tokens)} to come"
+        raise Invalid(field, f"{words} are more than the model's context of {context}", CONTEXT_LENGTH)
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:

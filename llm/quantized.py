@@ -13,7 +13,7 @@ from contract.precision import Scheme, is_calibrated
 from core.quant import store
 from core.quant.convert import QuantizationReport, Recipe, quantize_
 from core.quant.statistics import Statistics, StatisticsError
-from llm.attention import NAME
+from llm.attention import NAME, cacheless
 from llm.load import TextModel, variant
 from llm.recipe import llama
 
@@ -27,7 +27,7 @@ def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) 
         raise StatisticsError("calibration needs texts, and there are none")
     statistics = Statistics(model.digest)
     targets = recipe.targets(model.network)
-    model.network.set_attn_implementation("sdpa")  # a whole text at once needs no cache
+    model.network.set_attn_implementation(cacheless(model.network))  # a whole text at once needs no cache
     try:
         for text in texts:
             ids = torch.tensor([list(text)], device=model.device)

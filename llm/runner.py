@@ -11,7 +11,8 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-from contract.errors import Invalid
+from contract.errors import UNSUPPORTED, Invalid
+from contract.text import EMBEDS_ONLY, NO_EMBEDDINGS
 from contract.tools import TOOLS
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
@@ -28,6 +29,7 @@ from llm.model_runner import ModelRunner, StepResult
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import Logprob
 from llm.parts import ScheduledTokens
+from llm.pooling import PooledStates
 from llm.sequence import PendingToken, SequenceState
 from llm.speculate import MOST, DraftModel, DraftTokens
 from llm.speculator import Speculator
@@ -104,6 +106,10 @@ class TextRunner:
             raise Invalid("parameters", f"must be TextParameters, not {type(text_parameters).__name__}")
         limit = min(self.context, self.pages.tokens)
         parameters.check(text_parameters, vocabulary=self.model.vocabulary, context=limit)
+        if text_parameters.embed and self.model.pooling.reason:
+            raise Invalid("model", f"{NO_EMBEDDINGS}: {self.model.pooling.reason}", UNSUPPORTED)
+        if text_parameters.max_tokens and not self.model.generates:
+            raise Invalid("model", EMBEDS_ONLY, UNSUPPORTED)
         if text_parameters.json_schema is not None:
             request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
         if text_parameters.tool_grammar is not None:
@@ -187,7 +193,7 @@ class TextRunner:
             outcomes = {
                 request.id: self._commit(part, *results)
                 for request, part, *results in zip(
-                    requests, parts, step.outcomes, step.guesses, step.scores, step.pending, strict=True
+                    requests, parts, step.outcomes, step.guesses, step.scores, step.pooled, step.pending, strict=True
                 )
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
@@ -212,6 +218,7 @@ class TextRunner:
         outcome: SampledTokens | BaseException | None,
         guess: DraftTokens,
         scores: list[Logprob],
+        pooled: PooledStates | None,
         pending: PendingToken | None,
     ) -> Outcome:
         if isinstance(outcome, BaseException):
@@ -225,6 +232,7 @@ class TextRunner:
                 self.guessing.settle(part, guess, accepted)
             work.computed = part.start + part.count + accepted
             work.prompt_logprobs += scores
+            work.pooled = pooled or work.pooled
             if outcome is not None or (part.last and not total):
                 tokens, logprobs = ([], []) if outcome is None else (outcome.tokens, outcome.logprobs)
                 news, text = work.take(tokens, logprobs, self.model.ends)
@@ -241,8 +249,10 @@ class TextRunner:
         parameters, grammar = request.parameters, request.checked
         matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(
-            parameters, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup
-        )
+            parameters, self.model.tokenizer, self.model.vocabulary, matcher,
+            lookup=self.guessing.lookup and not parameters.embed,
+            pooling=self.model.pooling if parameters.embed else None,
+        )  # fmt: skip
 
     # -- before and after --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from llm.constrain import GrammarMatcher
 from llm.detokenizer import Detokenizer
 from llm.pages import SequencePages
 from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
+from llm.pooling import PooledStates, Pooling
 from llm.speculate import AcceptanceRate, PromptLookup
 
 
@@ -24,9 +25,7 @@ class PendingTokens:
     Made on the thread that submits to the device.
     """
 
-    def __init__(self, tokens: Tensor, rows: int, launched_at: float) -> None:
-        """`rows` are those of the step."""
-        self.rows, self.launched_at = rows, launched_at
+    def __init__(self, tokens: Tensor) -> None:
         self.known: list[int] | None = None  # once somebody has waited for them
         self._event: torch.cuda.Event | None = None
         self._tokens = tokens
@@ -62,8 +61,8 @@ class SequenceState:
 
     __slots__ = (
         "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
-        "matcher", "output_counts", "pace", "parameters", "pending", "prompt", "prompt_logprobs", "row", "seen",
-        "settings", "tokens", "writer",
+        "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling", "prompt", "prompt_logprobs",
+        "row", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -74,8 +73,12 @@ class SequenceState:
         matcher: GrammarMatcher | None,
         *,
         lookup: bool,
+        pooling: Pooling | None = None,
     ) -> None:
+        """`pooling` is the model's, of a prompt that is embedded."""
         self.parameters = parameters
+        self.pooling = pooling
+        self.pooled = PooledStates()
         self.tokens = list(parameters.prompt)
         self.prompt = len(self.tokens)
         self.holding = SequencePages()
@@ -139,9 +142,19 @@ class SequenceState:
         return range(first, self.prompt - 1 if wanted else first)
 
     @property
+    def unpooled(self) -> range:
+        """The positions of a prompt that is embedded whose hidden states are yet to be pooled. As `scored`."""
+        if self.pooling is None:
+            return range(0)
+        return range(self.pooling.first(self.prompt) + self.pooled.count, self.prompt)
+
+    @property
     def known_tokens(self) -> list[int]:
-        """The tokens whose pages may be cached ones: of those that are scored none, since they have no logits."""
-        return self.tokens[: self.scored.start + 1] if self.scored else self.tokens
+        """The tokens whose pages may be cached ones: of those that are scored or pooled none, since they have no
+        logits and no hidden states.
+        """
+        unknown = self.scored or self.unpooled
+        return self.tokens[: unknown.start + 1] if unknown else self.tokens
 
     @property
     def guessable(self) -> bool:
@@ -214,7 +227,7 @@ class SequenceState:
         tokens = tuple(self.tokens[self.prompt :])
         return GeneratedText(
             self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs),
-            tuple(self.prompt_logprobs),
+            tuple(self.prompt_logprobs), self.pooled.mean().numpy().tobytes() if self.pooled.count else b"",
         )  # fmt: skip
 
 

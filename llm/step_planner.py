@@ -39,5 +39,5 @@ class StepPlanner:
             self.chunk //= 2
         lengths = self._guessing.lengths(decoding)
         for request in requests:
-            if lengths is not None or request.phase != DECODE:  # without guesses decoding has nothing to plan
+            if self._guessing.active or request.phase != DECODE:  # without guesses decoding has nothing to plan
                 self.plan(request, lengths)

@@ -1,14 +1,17 @@
-"""Llamas and Qwen3s with seeded random weights, built in code, for tests and benchmarks."""
+"""Models of the text room's families with seeded random weights, built in code, for tests and benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 TINY, LLAMA_100M, LLAMA_8B = "random:llama-tiny", "random:llama-100m", "random:llama-8b"
-QWEN3_TINY = "random:qwen3-tiny"
+QWEN3_TINY, MISTRAL_TINY = "random:qwen3-tiny", "random:mistral-tiny"
+GEMMA2_TINY, GEMMA3_TINY = "random:gemma2-tiny", "random:gemma3-tiny"
+MIXTRAL_TINY, QWEN3_MOE_TINY = "random:mixtral-tiny", "random:qwen3-moe-tiny"
 _SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim + "
@@ -18,9 +21,10 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The dimensions of a Llama, or of a Qwen3 (`kind` "qwen3").
+    """The dimensions of a Llama, or of a model of another `kind`, of `_KINDS`.
 
-    Its tokens are bytes; a larger vocabulary has tokens without text.
+    Its tokens are bytes; a larger vocabulary has tokens without text. `window`: the last tokens that layers attend to
+    which have a window in a model of this kind; 0: all.
     """
 
     vocabulary: int = 262
@@ -34,6 +38,7 @@ class LlamaShape:
     tied: bool = True
     rope: Mapping[str, Any] | None = None
     kind: str = "llama"
+    window: int = 0
 
     @property
     def parameters(self) -> int:
@@ -46,9 +51,33 @@ class LlamaShape:
         return self.parameters > 10**9
 
 
+# The class of each kind's models, in transformers.models, and its fields beside those that all have.
+_KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama.modeling_llama.LlamaForCausalLM", {}),
+    "mistral": ("mistral.modeling_mistral.MistralForCausalLM", {}),
+    "qwen3": ("qwen3.modeling_qwen3.Qwen3ForCausalLM", {}),
+    # Caps that bite on scores and logits of random weights.
+    "gemma2": (
+        "gemma2.modeling_gemma2.Gemma2ForCausalLM",
+        {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma3": (
+        "gemma3.modeling_gemma3.Gemma3ForCausalLM", {"query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
+    ),
+    "mixtral": ("mixtral.modeling_mixtral.MixtralForCausalLM", {"num_local_experts": 4}),
+    "qwen3-moe": (
+        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+}  # fmt: skip
 SHAPES = {
     TINY: LlamaShape(),
     QWEN3_TINY: LlamaShape(kind="qwen3", width=48),
+    MISTRAL_TINY: LlamaShape(kind="mistral", window=12, tied=False),
+    GEMMA2_TINY: LlamaShape(kind="gemma2", window=12, tied=False),
+    GEMMA3_TINY: LlamaShape(kind="gemma3", window=12, layers=3, tied=False),
+    MIXTRAL_TINY: LlamaShape(kind="mixtral", window=12, tied=False),
+    QWEN3_MOE_TINY: LlamaShape(kind="qwen3-moe", tied=False),
     # 100 million parameters, in the proportions of Llama 3's.
     LLAMA_100M: LlamaShape(
         vocabulary=16_000, width=768, inner=2048, layers=12, heads=12, kv_heads=4, head_dim=64, context=2048, tied=False
@@ -83,17 +112,14 @@ def make(shape: LlamaShape, seed: int = 0, *, device: str = "cpu", dtype: str = 
     kind of device.
     """
     import torch
-    from transformers.models.llama.configuration_llama import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
-    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-    kinds: dict[str, tuple[Any, Any]] = {
-        "llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }  # fmt: skip
-    config_class, model_class = kinds[shape.kind]
-    options = {} if shape.rope is None else {"rope_parameters": dict(shape.rope)}
-    config = config_class(
+    path, fields = _KINDS[shape.kind]
+    module, _, name = path.rpartition(".")
+    model_class = getattr(import_module(f"transformers.models.{module}"), name)
+    options = {**fields, **({} if shape.rope is None else {"rope_parameters": dict(shape.rope)})}
+    if shape.kind != "llama":
+        options["sliding_window"] = shape.window or None
+    config = model_class.config_class(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
         intermediate_size=shape.inner,

@@ -5,6 +5,7 @@ Imports no torch at module level, because the worker imports it before torch.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,11 @@ from contract.bounds import next_seed
 from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.messages import MAX_CHARACTERS
-from contract.text import MAX_BIASED, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
+from contract.text import MAX_BIASED, MAX_INPUT_TOKENS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
 from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
 from llm import token_text, tool_calls
-from llm.parameters import Logprob, TextParameters
+from llm.parameters import Logprob, TextParameters, check
 from workers.stream_buffer import StreamBuffer
 
 if TYPE_CHECKING:
@@ -49,6 +50,19 @@ class TextJobHandler:
         self._controls = [token.content for token in added.values() if token.special]
         self._control_ids = frozenset(id for id, token in added.items() if token.special)
         self._tool_format = tool_calls.call_format(self._template([{}]) or "", self._controls)
+        model = runner.model
+        self._offer = TextOffer(
+            context=runner.context,
+            max_prompt_characters=MAX_CHARACTERS,
+            max_stops=MAX_STOPS,
+            max_logprobs=MAX_LOGPROBS,
+            max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+            max_logit_bias=MAX_BIASED,
+            cache_tokens=runner.pages.tokens,
+            tool_format=self._tool_format,
+            embedding_dimensions=0 if model.pooling.reason else int(model.config.hidden_size),
+            generates=model.generates,
+        )
 
     def card(self) -> TextCard:
         runner = self._runner
@@ -60,16 +74,7 @@ class TextJobHandler:
             kernels=runner.execution.kernels,
             kernels_reason=runner.execution.kernels_reason,
             device=str(runner.model.device),
-            limits=TextOffer(
-                context=runner.context,
-                max_prompt_characters=MAX_CHARACTERS,
-                max_stops=MAX_STOPS,
-                max_logprobs=MAX_LOGPROBS,
-                max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
-                max_logit_bias=MAX_BIASED,
-                cache_tokens=runner.pages.tokens,
-                tool_format=self._tool_format,
-            ),
+            limits=self._offer,
             costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
             expansion_instruction=self.expansion_instruction,
@@ -86,6 +91,8 @@ class TextJobHandler:
 
     def requests(self, job: TextJob) -> list[TextParameters]:
         """The engine requests of a job, in the order of its prompts. Raises `Invalid`."""
+        if job.embedding is not None:
+            return self._embedding_requests(job)
         prompts = self._prompts(job)
         if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
             raise Invalid("n", f"must be a whole number; n times the number of prompts must be at most {MAX_CHOICES}")
@@ -112,6 +119,25 @@ class TextJobHandler:
             for k in range(job.n)
         ]
 
+    def _embedding_requests(self, job: TextJob) -> list[TextParameters]:
+        """The requests of an embedding job, checked, so that errors name the job's field. Raises `Invalid`."""
+        job.check(self._offer)
+        runner = self._runner
+        encode = self._tokenizer.encode  # with the special tokens that the tokenizer adds to a text
+        requests = [
+            TextParameters(tuple(prompt) if isinstance(prompt, list) else tuple(encode(prompt).ids), 0, embed=True)
+            for prompt in job.prompts or []
+        ]
+        tokens = sum(len(request.prompt) for request in requests)
+        if tokens > MAX_INPUT_TOKENS:
+            raise Invalid("input", f"{tokens} tokens are more than the {MAX_INPUT_TOKENS} of a request")
+        for request in requests:
+            try:
+                check(request, vocabulary=runner.model.vocabulary, context=min(runner.context, runner.pages.tokens))
+            except Invalid as error:
+                raise error.of("input") from error
+        return requests
+
     def tally(self, requests: Sequence[TextParameters]) -> TextJobProgress:
         # Log probabilities of prompts come with the whole text, at the end: they are too many for the engine's thread.
         hidden = any(request.prompt_logprobs for request in requests)
@@ -121,6 +147,8 @@ class TextJobHandler:
         self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:  # fmt: skip
+        if job.embedding is not None:
+            return self._embeddings(job, outputs)
         prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
         choices = [
             {
@@ -138,6 +166,19 @@ class TextJobHandler:
             "choices": choices,
             "prompt_tokens": [text.prompt_tokens for text in outputs],
             "cached_tokens": max(text.cached for text in prompts.values()),
+        }
+
+    def _embeddings(self, job: TextJob, outputs: Sequence[GeneratedText]) -> dict[str, Any]:
+        """The result of an embedding job: vectors in fp32, little-endian, as base64."""
+        from llm.pooling import embedding
+
+        pooling = self._runner.model.pooling
+        vectors = [embedding(text.pooled, pooling, job.dimensions) for text in outputs]
+        return {
+            "embeddings": [base64.b64encode(vector).decode() for vector in vectors],
+            "choices": [],
+            "prompt_tokens": [text.prompt_tokens for text in outputs],
+            "cached_tokens": sum(text.cached for text in outputs),
         }
 
     def logprobs(self, tokens: Sequence[Logprob]) -> list[dict[str, Any]]:

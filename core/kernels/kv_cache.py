@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -30,11 +30,24 @@ class TokenBatch:
     positions: Tensor  # int32 [T]
     sequences: Tensor  # int32 [T], rows of the cache's table
     output_rows: Tensor  # int32 [L]: the rows whose logits are wanted
+    state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
 
     @classmethod
-    def of(cls, tokens: list[int], positions: list[int], sequences: list[int], output_rows: list[int]) -> TokenBatch:
-        columns = (tokens, positions, sequences, output_rows)
+    def of(
+        cls,
+        tokens: list[int],
+        positions: list[int],
+        sequences: list[int],
+        output_rows: list[int],
+        state_rows: list[int] | None = None,
+    ) -> TokenBatch:
+        columns = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
         return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same on a device, copied without waiting."""
+        columns: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in columns.items() if x is not None})
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:

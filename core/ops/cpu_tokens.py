@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from core.ops.packed import PackedLayers
 class CpuTokenOps(CpuOps):
     """`core.ops.ops.TokenOps` on arrays of one program. Rows are `TokenPositions`."""
 
-    def __init__(self, library: ctypes.CDLL, layers: PackedLayers, cache: KVCache, angles: Tensor) -> None:
-        """`angles` fp32 [positions, d]: cosines, then sines."""
+    def __init__(self, library: ctypes.CDLL, layers: PackedLayers, cache: KVCache, angles: Sequence[Tensor]) -> None:
+        """`angles` of each layer, fp32 [positions, d]: cosines, then sines."""
         super().__init__(library, layers)
         self._cache, self._angles = cache, angles
 
@@ -28,20 +29,24 @@ class CpuTokenOps(CpuOps):
         positions, sequences = (self.program.buffer(count, dtype=torch.int32) for _ in range(2))
         return TokenPositions(positions, sequences, self._cache.table)
 
-    def embed(self, tokens: Array, embedding: Layer) -> Array:
-        return self._own(self.program.embed(self._layers.embedding(embedding), tokens.x), tokens.shape)
+    def embed(self, tokens: Array, embedding: Layer, *, scale: float = 1.0) -> Array:
+        return self._own(self.program.embed(self._layers.embedding(embedding), tokens.x, scale=scale), tokens.shape)
 
     def rotate_paged(
         self, qkv: Array, rows: TokenPositions, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Array:
         pages = PagedLayer(*self._cache.layer(layer))
-        q = self.program.rotate(qkv.x, self._angles, rows, pages, heads=heads, **head_norms(norms))
+        q = self.program.rotate(qkv.x, self._angles[layer], rows, pages, heads=heads, **head_norms(norms))
         return Array(q, (*qkv.shape[:-1], q.shape[-1]), None, qkv)
 
-    def attend_paged(self, q: Array, rows: TokenPositions, layer: int, *, scale: float, to: Layer) -> Array:
+    def attend_paged(
+        self, q: Array, rows: TokenPositions, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0
+    ) -> Array:
         pages, heads = PagedLayer(*self._cache.layer(layer)), q.shape[-1] // self._cache.head_dim
         inverse = self._layers.inverse(to)
-        out = self.program.paged_attention(q.x, rows, pages, heads=heads, scale=scale, inverse=inverse)
+        out = self.program.paged_attention(
+            q.x, rows, pages, heads=heads, scale=scale, inverse=inverse, window=window, cap=cap
+        )
         return self._own(out, q.shape[:-1])
 
     def head(self, x: Array, layer: Layer, out: None = None) -> Array:

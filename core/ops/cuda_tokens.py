@@ -36,6 +36,7 @@ class FusedBatch:
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
+    state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
 
     def of(self, tokens: Tensor) -> FusedBatch:
         """The same rows with other tokens."""
@@ -91,8 +92,10 @@ class CudaTokenOps:
     or the `Residual` stream, which is changed in place.
     """
 
-    def __init__(self, base: torch.dtype, cache: KVCache, angles: Tensor) -> None:
-        """`base` is the type of activations between layers. `angles` fp32 [positions, d]: cosines, then sines."""
+    def __init__(self, base: torch.dtype, cache: KVCache, angles: Sequence[Tensor]) -> None:
+        """`base` is the type of activations between layers. `angles` of each layer, fp32 [positions, d]: cosines, then
+        sines.
+        """
         device = cache.table.device
         # Programmatic dependent launch is available on Hopper and later.
         can_be_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -103,11 +106,20 @@ class CudaTokenOps:
         self._readers: dict[tuple[Layer, ...], tuple[Tensor | None, torch.dtype]] = {}
         self._norms: dict[Layer, tuple[Tensor, float]] = {}
 
-    def embed(self, tokens: Tensor, embedding: Layer) -> Residual:
+    def embed(self, tokens: Tensor, embedding: Layer, *, scale: float = 1.0) -> Residual:
+        if scale != 1:
+            return Residual(embedding.weight.detach()[tokens.long()] * scale)
         return Residual(embedding.weight.detach(), tokens)
 
-    def rms_norm(self, x: Residual, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
+    def rms_norm(
+        self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
+    ) -> Tensor | Residual:
+        """Of a product's sums only to be added to the `residual`, as the result."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
+        if isinstance(x, SplitSums):
+            assert residual is not None
+            residual.x += add_norm(x.whole(), weight, eps, None, self._base)
+            return residual
         inverse, dtype = self._reader(tuple(to))
         if x.index is not None:
             out = torch.empty(len(x.index), x.x.shape[1], dtype=self._base, device=x.x.device)
@@ -137,35 +149,37 @@ class CudaTokenOps:
         return residual
 
     def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
-        assert act == "silu"
-        product = self._product(layers[::-1])
+        assert act in ("silu", "gelu_tanh")
+        product, gelu = self._product(layers[::-1]), act == "gelu_tanh"
         inverse, dtype = self._reader((to,))
         if len(x) > MOST_ROWS:
-            return gate(product.many(x), inverse, dtype)
+            return gate(product.many(x), inverse, dtype, gelu=gelu)
         tensors = (product.weight, product.scale, product.bias)
-        return stream_kernel.gated(x, *tensors, inverse, dtype, early=self.early)
+        return stream_kernel.gated(x, *tensors, inverse, dtype, gelu=gelu, early=self.early)
 
     def rotate_paged(
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Tensor:
         """[T, heads, d]."""
-        arguments = (qkv, self._angles, rows.positions, rows.sequences, self._cache, layer, heads, self._base)
+        arguments = (qkv, self._angles[layer], rows.positions, rows.sequences, self._cache, layer, heads, self._base)
         if norms is None:
             return rotate(*arguments, early=self.early)
         (q_norm, eps), (k_norm, _) = (self._norms.get(norm) or self._norm(norm) for norm in norms)
         return rotate(*arguments, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.early)
 
-    def attend_paged(self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer) -> Tensor:
+    def attend_paged(
+        self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         inverse, dtype = self._reader((to,))
         pages = (*self._cache.layer(layer), self._cache.table)
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         if rows.singles is None or len(rows.singles):
             decode_kernel.decode(
                 q, *pages, rows.positions, rows.sequences, scale, parts=rows.parts, index=rows.singles,
-                inverse=inverse, out=out, early=self.early,
+                inverse=inverse, out=out, window=window, cap=cap, early=self.early,
             )  # fmt: skip
         if rows.tiles is not None:
-            chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse)
+            chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
@@ -200,7 +214,7 @@ class CudaTokenOps:
     def _reader(self, to: tuple[Layer, ...]) -> tuple[Tensor | None, torch.dtype]:
         reader = self._readers.get(to)
         if reader is None:
-            kind, inverse = Reader.of(to)
+            kind, inverse = Reader.of(to) if to else (None, None)
             reader = self._readers[to] = inverse, kind or self._base
         return reader
 

@@ -146,8 +146,8 @@ class TokenOps(Ops[A], Protocol[A]):
     result may take its place.
     """
 
-    def embed(self, tokens: A, embedding: Layer) -> A:
-        """Rows of the embedding's weight, [T, C], by int32 numbers [T]."""
+    def embed(self, tokens: A, embedding: Layer, *, scale: float = 1.0) -> A:
+        """Rows of the embedding's weight, times `scale`, [T, C], by int32 numbers [T]."""
 
     def rotate_paged(self, qkv: A, rows: Any, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None) -> A:
         """Queries [T, heads · d] of queries, keys and values, rotated for their positions, in pairs of halves.
@@ -155,8 +155,13 @@ class TokenOps(Ops[A], Protocol[A]):
         Keys, rotated, too, and values go into this layer's pages. `norms` as in `rotate`.
         """
 
-    def attend_paged(self, q: A, rows: Any, layer: int, *, scale: float, to: Layer) -> A:
-        """softmax(q · kᵀ · scale) · v for the layer `to`, on the pages of each row's sequence up to its position."""
+    def attend_paged(
+        self, q: A, rows: Any, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0
+    ) -> A:
+        """softmax(q · kᵀ · scale) · v for the layer `to`, on the pages of each row's sequence up to its position.
+
+        `window`: the last so many tokens only, itself among them. `cap`: a score s is cap · tanh(s / cap). 0: none.
+        """
 
     def head(self, x: A, layer: Layer, out: Any = None) -> A:
         """x · Wᵀ + b in fp32: logits [T, V]. `out`, a tensor, may receive them."""

@@ -93,7 +93,7 @@ class TraceOps:
     ) -> Shape:  # fmt: skip
         return self._call("attend", (), q, q)
 
-    def embed(self, tokens: Shape, embedding: Layer) -> Shape:
+    def embed(self, tokens: Shape, embedding: Layer, *, scale: float = 1.0) -> Shape:
         return self._call("embed", (embedding,), tokens, (*tokens, embedding.embedding_dim))
 
     def rotate_paged(
@@ -101,7 +101,9 @@ class TraceOps:
     ) -> Shape:
         return self._call("rotate_paged", norms or (), qkv, qkv)
 
-    def attend_paged(self, q: Shape, rows: Any, layer: int, *, scale: float, to: Layer) -> Shape:
+    def attend_paged(
+        self, q: Shape, rows: Any, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0
+    ) -> Shape:
         return self._call("attend_paged", (), q, (*q[:-1], to.in_features))
 
     def head(self, x: Shape, layer: Layer, out: Any = None) -> Shape:

@@ -18,19 +18,21 @@ from api.errors import ApiError
 from api.inference import InferenceBody
 from api.predictions.routes import PredictionBody
 from contract.chat import ChatFields
+from contract.embeddings import EmbeddingFields
 from contract.responses import ResponseFields
 from contract.text import CompletionFields
 from tests.api.world import Api, check_error, settings_of
 
 MODELS: list[type[BaseModel]] = [
     schemas.ImageRequest, schemas.EditRequest, schemas.EditBody, schemas.JobFields, schemas.EditJobFields,
-    PredictionBody, ChatFields, CompletionFields, ResponseFields, InferenceBody, BatchFields,
+    PredictionBody, ChatFields, CompletionFields, EmbeddingFields, ResponseFields, InferenceBody, BatchFields,
 ]  # fmt: skip
-WHOLE: list[type[BaseModel]] = [schemas.EditJobFields, *MODELS[-5:]]  # all parts
+WHOLE: list[type[BaseModel]] = [schemas.EditJobFields, *MODELS[-6:]]  # all parts
 MAX_ERRORS = 100  # pydantic builds, for any body
 # Any JSON, bounded by the body's bytes, values and depth alone.
 FREE = {
     "InferenceRequest.parameters.*", "InferenceRequest.options.*", "JsonSchema.schema.*", "CompletionRequest.prompt[]",
+    "EmbeddingRequest.input[]",
     "ChatRequest.prediction", "ChatRequest.prompt_cache_options", "Message.annotations", "Message.reasoning",
     "Message.reasoning_content", "Message.reasoning_details", "Message.thinking_blocks",
     "Message.provider_specific_fields", "TextPart.annotations", "TextPart.prompt_cache_breakpoint",

@@ -13,7 +13,7 @@ from tests.faults.payloads import chunk, form_body, png
 
 JSON_PATHS = (
     "/v1/jobs", "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions", "/v1/completions", "/v1/batches",
-    "/", "/v1/models/emoji-xl",
+    "/v1/embeddings", "/", "/v1/models/emoji-xl",
 )  # fmt: skip
 FORM_PATHS = ("/v1/images/edits", "/v1/files")
 _MIB = 2**20

@@ -15,6 +15,7 @@ from torch import Tensor
 from core.batching.engine import Engine
 from core.batching.request import Request
 from llm import tiny
+from llm.attention import cacheless
 from llm.load import TextModel, load
 from llm.parameters import GeneratedText, TextParameters
 from llm.runner import TextRunner
@@ -84,7 +85,7 @@ def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
 @contextmanager
 def by_transformers(model: TextModel) -> Iterator[Any]:
     """The network with transformers' own attention."""
-    model.network.set_attn_implementation("sdpa")
+    model.network.set_attn_implementation(cacheless(model.network))
     try:
         with torch.inference_mode():
             yield model.network

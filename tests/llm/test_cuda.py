@@ -86,7 +86,9 @@ def test_gated(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
     if quantized:
         close(gated(x, weight, scale, bias, inverse, dtype), gated_reference(x, weight, scale, bias, inverse, dtype))
     else:
-        close(gated(x, weight, None, bias, None, dtype), gated_reference(x, weight, None, bias, None, dtype))
+        gelu = rows == 5
+        arguments = (x, weight, None, bias, None, dtype)
+        close(gated(*arguments, gelu=gelu), gated_reference(*arguments, gelu=gelu))
 
 
 def test_splits_fit_the_shapes_of_8b() -> None:
@@ -166,7 +168,8 @@ def test_gate(to: torch.dtype) -> None:
     generator = draw(5)
     x = normal(generator, 4, 2 * 96).to(DTYPE)
     inverse = 20 + normal(generator, 96) if to in EIGHT else None
-    close(gate(x, inverse, to), gate_reference(x, inverse, to))
+    for gelu in (False, True):
+        close(gate(x, inverse, to, gelu=gelu), gate_reference(x, inverse, to, gelu=gelu))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,11 +193,15 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     singles = torch.tensor([40, 111], dtype=torch.int32, device=DEVICE)
     q = normal(generator, len(positions), heads, d).to(DTYPE)
     layer = (*cache.layer(0), cache.table)
-    for inverse, to in ((None, DTYPE), (30 + normal(generator, heads * d), torch.int8)):
+    for inverse, to, limits in (
+        (None, DTYPE, {}),
+        (30 + normal(generator, heads * d), torch.int8, {}),
+        *([(None, DTYPE, {"window": 65, "cap": 2.0})] if kind == "float" else []),
+    ):
         out = torch.full(q.shape, 77, dtype=to, device=DEVICE)
-        chunks(q, *layer, positions, cut, d**-0.5, out, inverse=inverse)
-        decode(q, *layer, positions, sequences, d**-0.5, index=singles, inverse=inverse, out=out)
-        close(out, decode_reference(q, *layer, positions, sequences, d**-0.5, inverse=inverse, dtype=to))
+        chunks(q, *layer, positions, cut, d**-0.5, out, inverse=inverse, **limits)
+        decode(q, *layer, positions, sequences, d**-0.5, index=singles, inverse=inverse, out=out, **limits)
+        close(out, decode_reference(q, *layer, positions, sequences, d**-0.5, inverse=inverse, dtype=to, **limits))
 
 
 def test_reach_grows_with_the_sequence_alone() -> None:
@@ -265,18 +272,42 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
         assert cosine(made, expected) > least, cosine(made, expected)
 
 
-@pytest.mark.parametrize("name", ["llama-with-biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-with-biases", "qwen3", "qwen2-window", "gemma2", "gemma3"])
 def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> None:
-    """With biases, and with norms of heads."""
+    """With biases, with norms of heads, with windows in one of two layers, and Gemma's embeddings, norms and caps."""
     model = load(str(saved(tmp_path / name, FAMILY[name][0])), device=DEVICE, precision="bf16" if CUDA else "fp32")
-    texts = [text[:6] for text in TEXTS]
+    long = "window" in name or "gemma" in name
+    texts, cuts = ([TEXTS[0][:14]], [13]) if long else ([text[:6] for text in TEXTS], [5, 2, 5])
     theirs = [stage.logits(model, text) for text in texts]
-    for found, expected in zip(read(fused(model), texts, [5, 2, 5]), theirs, strict=True):
+    for found, expected in zip(read(fused(model), texts, cuts), theirs, strict=True):
         made = torch.stack(found)
         if CUDA:
             assert cosine(made, expected) > 0.999
         else:
             torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_hidden_states_beside_logits() -> None:
+    """Of some rows, among others whose logits are wanted: in every kind of step."""
+    model = model_of("plain")
+    network, texts = model.network.model, TEXTS[1:]
+    with stage.by_transformers(model):
+        theirs = network(torch.tensor([texts[1]], device=DEVICE), use_cache=False).last_hidden_state[0].float()
+    run = fused(model)
+    rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
+    step = TokenBatch.of(
+        [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [2], [*range(3, len(rows))]
+    )
+    logits = run(step)
+    assert run.model.states is not None
+    for found, expected in (
+        (run.model.states.float(), theirs),
+        (logits, stage.logits(model, texts[0])[2:]),
+    ):
+        if CUDA:
+            assert cosine(found, expected) > 0.999
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_held_once() -> None:

@@ -34,14 +34,19 @@ def gap(model: TextModel, tokens: tuple[int, ...]) -> float:
     return float(top[0] - top[1])
 
 
-def check(found: list[tuple[int, ...]], expected: list[tuple[int, ...]], given: list[tuple[int, ...]]) -> list[str]:
-    """Equal, but for flips at near ties, which are listed."""
+def check(
+    found: list[tuple[int, ...]],
+    expected: list[tuple[int, ...]],
+    given: list[tuple[int, ...]],
+    model: TextModel | None = None,
+) -> list[str]:
+    """Equal, but for flips at near ties, which are listed. The model is emoji-lm by default."""
     flips = []
     for i, (answer, reference) in enumerate(zip(found, expected, strict=True)):
         if answer == reference:
             continue
         at = next(n for n in range(len(reference)) if answer[: n + 1] != reference[: n + 1])
-        apart = gap(stage.emoji(), given[i] + reference[:at])
+        apart = gap(model or stage.emoji(), given[i] + reference[:at])
         assert apart <= CLOSE, f"prompt {i} differs at token {at}, where the likeliest two are {apart} apart"
         flips.append(f"prompt {i}, token {at}: {apart:.1e} apart")
     print(f"{len(found)} answers, {len(flips)} flips: {flips}")

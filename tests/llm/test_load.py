@@ -12,12 +12,22 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.cohere2.configuration_cohere2 import Cohere2Config
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.ministral.configuration_ministral import MinistralConfig
 from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.olmo.configuration_olmo import OlmoConfig
+from transformers.models.olmo3.configuration_olmo3 import Olmo3Config
+from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
+from transformers.models.starcoder2.configuration_starcoder2 import Starcoder2Config
 from transformers.models.t5.configuration_t5 import T5Config
 
 from contract.precision import PRECISIONS
@@ -32,6 +42,8 @@ SIZE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA: dict[str, Any] = {**SIZE, "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
 FAMILY: dict[str, tuple[Any, str]] = {
     "llama": (LlamaConfig(**SIZE, head_dim=32), KERNELS),
     "llama-with-biases": (LlamaConfig(**SIZE, attention_bias=True, mlp_bias=True), KERNELS),
@@ -45,6 +57,21 @@ FAMILY: dict[str, tuple[Any, str]] = {
     "qwen2": (Qwen2Config(**SIZE), KERNELS),
     "qwen3": (Qwen3Config(**SIZE, head_dim=32), KERNELS),
     "olmo": (OlmoConfig(**SIZE), TORCH),
+    "mistral-window": (MistralConfig(**SIZE, sliding_window=17), KERNELS),
+    "qwen2-window": (Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=9, max_window_layers=1), KERNELS),
+    "qwen3-window": (
+        Qwen3Config(**SIZE, head_dim=32, use_sliding_window=True, sliding_window=16, max_window_layers=1), KERNELS),
+    "gemma2": (Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0), KERNELS),
+    "gemma3": (Gemma3TextConfig(**GEMMA, sliding_window_pattern=2), KERNELS),
+    "cohere2": (Cohere2Config(**SIZE, sliding_window=7), TORCH),
+    "ministral": (MinistralConfig(**SIZE, head_dim=16, sliding_window=7, layer_types=MIXED), TORCH),
+    "mixtral": (MixtralConfig(**SIZE, sliding_window=7, num_local_experts=4), TORCH),
+    "olmo3": (Olmo3Config(**SIZE, sliding_window=7, layer_types=MIXED), TORCH),
+    "phi3": (Phi3Config(**SIZE, sliding_window=7), TORCH),
+    "qwen3-moe": (
+        Qwen3MoeConfig(**SIZE, use_sliding_window=True, sliding_window=7, num_experts=4, num_experts_per_tok=2,
+                       moe_intermediate_size=48), TORCH),
+    "starcoder2": (Starcoder2Config(**SIZE, sliding_window=7), TORCH),
 }  # fmt: skip
 
 
@@ -149,15 +176,25 @@ def test_damaged_models_are_refused(spoil: Any, said: str, tmp_path: Path) -> No
     assert said in str(caught.value) and "model" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "softcap", "t5", "words"])
+@pytest.mark.parametrize("kind", ["windows", "chunks", "softcap", "both ways", "sinks", "t5", "words"])
 def test_models_of_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / kind
-    if kind == "gemma2":
-        saved(folder, Gemma2Config(**SIZE, head_dim=16, sliding_window=32))
-        said = "sliding windows"
+    if kind == "windows":
+        saved(folder, SmolLM3Config(**SIZE, use_sliding_window=True, sliding_window=8, layer_types=MIXED))
+        said = "sliding windows, which are not known of smollm3"
+    elif kind == "chunks":
+        saved(folder, LlamaConfig(**SIZE))
+        config_with(folder, layer_types=["chunked_attention", "full_attention"])
+        said = "layers of chunked attention"
     elif kind == "softcap":
-        saved(folder, Gemma2Config(**SIZE, head_dim=16, layer_types=["full_attention"] * SIZE["num_hidden_layers"]))
+        saved(folder, Gemma3TextConfig(**GEMMA, attn_logit_softcapping=2.0))
         said = "caps the logits of its attention"
+    elif kind == "both ways":  # EmbeddingGemma
+        saved(folder, Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True))
+        said = "attends to later tokens"
+    elif kind == "sinks":
+        saved(folder, GptOssConfig(**SIZE, head_dim=32, num_local_experts=2, layer_types=["full_attention"] * 2))
+        said = "sinks"
     elif kind == "t5":
         T5Config(vocab_size=300, d_model=32, num_layers=1).save_pretrained(folder)
         said = "does not load"

@@ -92,7 +92,7 @@ class PagedAttention(ctypes.Structure):
 
     KIND: ClassVar[int] = 7
     _fields_: ClassVar[Any] = [
-        *_PAGED, *_fields(pointers="q inverse bytes floats", longs="q_stride", floats="scale")
+        *_PAGED, *_fields(pointers="q inverse bytes floats", longs="q_stride window", floats="scale cap")
     ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class Embed(ctypes.Structure):
 
     KIND: ClassVar[int] = 9
     _fields_: ClassVar[Any] = _fields(
-        pointers="table indices positions floats", longs="rows channels tokens stride", ints="bf16"
+        pointers="table indices positions floats", longs="rows channels tokens stride", floats="scale", ints="bf16"
     )
 
 

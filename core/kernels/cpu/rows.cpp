@@ -20,7 +20,7 @@ void gather_rows(const Embed& e) {
     const T* from = static_cast<const T*>(e.table) + e.indices[m] * e.stride;
     const float* position = e.positions ? e.positions + m % e.tokens * e.channels : nullptr;
     float* to = e.floats + m * e.channels;
-    for (int64_t c = 0; c < e.channels; ++c) to[c] = wide(from[c]);
+    for (int64_t c = 0; c < e.channels; ++c) to[c] = wide(from[c]) * e.scale;
     if (!position) continue;
     for (int64_t c = 0; c < e.channels; ++c) to[c] += position[c];
   }

@@ -1,5 +1,4 @@
-// Declares the arguments of kernels that move rows without arithmetic on them. calls.py mirrors these structures: change
-// both together.
+// Declares the arguments of kernels that move rows. calls.py mirrors these structures: change both together.
 
 #pragma once
 
@@ -7,7 +6,7 @@
 
 namespace diptych {
 
-// out[m] = table[indices[m]], plus positions[m % tokens] if given: an embedding, or a gather of a buffer's rows. The
+// out[m] = table[indices[m]] · scale, plus positions[m % tokens] if given: an embedding, or a gather of a buffer's rows. The
 // table's rows are `stride` elements apart, in fp32 or bf16.
 struct Embed {
   const void* table;
@@ -15,6 +14,7 @@ struct Embed {
   const float* positions;
   float* floats;
   int64_t rows, channels, tokens, stride;
+  float scale;
   int32_t bf16;
 };
 

@@ -164,25 +164,44 @@ class TokenProgram(Program):
         )  # fmt: skip
 
     def paged_attention(
-        self, q: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int, scale: float, inverse: Tensor | None
+        self,
+        q: Tensor,
+        places: TokenPositions,
+        layer: PagedLayer,
+        *,
+        heads: int,
+        scale: float,
+        inverse: Tensor | None,
+        window: int = 0,
+        cap: float = 0.0,
     ) -> Tensor:
-        """Attention of q [rows, heads · d], which may be a slice, each row on its sequence up to its own position."""
+        """Attention of q [rows, heads · d], which may be a slice, each row on its sequence up to its own position.
+
+        `window` and `cap` as in tokens.h; 0: none.
+        """
         rows, _, _, d, _ = self._paged("paged_attention", q.shape[0], places, layer, heads)
         check("q", q, rows, heads * d, rows_apart=True)
         check("inverse", inverse, heads * d)
         out = self.buffer(rows, heads * d, dtype=dtype_for(inverse is not None))
         self._add(
             calls.PagedAttention(
-                **_at(places, layer, heads), q=q.data_ptr(), **ends(out, inverse), q_stride=q.stride(0), scale=scale
+                **_at(places, layer, heads), q=q.data_ptr(), **ends(out, inverse), q_stride=q.stride(0), window=window,
+                scale=scale, cap=cap,
             ),
             q, places, layer, inverse, out,
         )  # fmt: skip
         return out
 
     def embed(
-        self, table: Tensor, indices: Tensor, *, positions: Tensor | None = None, out: Tensor | None = None
+        self,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Rows `indices` of `table` [n, channels] as floats [rows, channels]; the table is fp32 or bf16.
+        """Rows `indices` of `table` [n, channels], in fp32 or bf16, times `scale`, as floats [rows, channels].
 
         Indices are int32 [rows] and not checked when the program runs. `positions` [tokens, channels] is added to the
         rows of each image. A buffer as table gathers its rows.
@@ -199,7 +218,7 @@ class TokenProgram(Program):
         self._add(
             calls.Embed(
                 table=table.data_ptr(), indices=indices.data_ptr(), positions=pointer(positions),
-                floats=out.data_ptr(), rows=rows, channels=channels, tokens=tokens, stride=table.stride(0),
+                floats=out.data_ptr(), rows=rows, channels=channels, tokens=tokens, stride=table.stride(0), scale=scale,
                 bf16=int(dtype == torch.bfloat16),
             ),
             table, indices, positions, out,

@@ -51,10 +51,11 @@ void rotate_row(const Rotate& r, int64_t m) {
   }
 }
 
-// Computes scores[head, key] of HEADS queries that share keys, one page of keys at a time.
+// Computes scores[head, key] of HEADS queries that share keys, one page of keys at a time. Those of the first `before`
+// keys, which are in the first page and behind the window, are -infinity.
 template <class Kind, int HEADS>
-void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_t kv_head, int64_t count, float* scores,
-           int64_t padded, float* largest) {
+void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_t kv_head, int64_t before, int64_t count,
+           float* scores, int64_t padded, float* largest) {
   const Paged& p = a.at;
   const Vec scale = all(a.scale);
   Vec top[HEADS];
@@ -74,8 +75,13 @@ void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_
     const Mask mask = lanes(count - first);
     const Vec factor = p.key_scales ? scale * load(p.key_scales + head * PAGE) : scale;
     for (int h = 0; h < HEADS; ++h) {
-      const Vec s = (even[h] + odd[h]) * factor;
+      Vec s = (even[h] + odd[h]) * factor;
+      if (a.cap > 0) s = tanh(s / all(a.cap)) * all(a.cap);
       save(scores + h * padded + first, s);
+      if (first < before) {
+        std::fill_n(scores + h * padded, before, -INFINITY);
+        s = load(scores + h * padded);
+      }
       top[h] = max(top[h], s, mask);
     }
   }
@@ -85,13 +91,14 @@ void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_
 template <class Kind, int HEADS>
 void attend(const PagedAttention& a, int64_t m, int64_t first_head, std::vector<float>& scores) {
   const Paged& p = a.at;
-  const int64_t count = p.positions[m] + 1, padded = (count + PAGE - 1) / PAGE * PAGE;
-  const int64_t kv_head = first_head / (p.heads / p.kv_heads);
-  const int32_t* pages = p.table + p.sequences[m] * p.table_stride;
+  const int64_t tokens = p.positions[m] + 1, begin = a.window ? std::max<int64_t>(0, tokens - a.window) : 0;
+  const int64_t page = begin / PAGE, before = begin % PAGE, count = tokens - page * PAGE;  // from the window's first page
+  const int64_t padded = (count + PAGE - 1) / PAGE * PAGE, kv_head = first_head / (p.heads / p.kv_heads);
+  const int32_t* pages = p.table + p.sequences[m] * p.table_stride + page;
   if (scores.size() < static_cast<size_t>(HEADS * padded)) scores.resize(HEADS * padded);
   float share[HEADS];
   const float* q = a.q + m * a.q_stride + first_head * p.d;
-  score<Kind, HEADS>(a, q, pages, kv_head, count, scores.data(), padded, share);
+  score<Kind, HEADS>(a, q, pages, kv_head, before, count, scores.data(), padded, share);
   for (int h = 0; h < HEADS; ++h) share[h] = soften(scores.data() + h * padded, share[h], count);
   if (p.value_scales)  // folds a token's scale into its weight
     for (int64_t first = 0; first < count; first += PAGE) {
@@ -107,8 +114,9 @@ void attend(const PagedAttention& a, int64_t m, int64_t first_head, std::vector<
     for (int h = 0; h < HEADS; ++h) sums[h] = zero();
     for (int64_t first = 0; first < count; first += PAGE) {
       const int64_t head = pages[first / PAGE] * p.kv_heads + kv_head, left = std::min(PAGE, count - first);
-      const auto* v = static_cast<const typename Kind::Element*>(p.values) + head * PAGE * p.d + c;
-      for (int64_t s = 0; s < left; ++s, v += p.d) {
+      const int64_t skip = first < before ? before : 0;
+      const auto* v = static_cast<const typename Kind::Element*>(p.values) + (head * PAGE + skip) * p.d + c;
+      for (int64_t s = skip; s < left; ++s, v += p.d) {
         const Vec value = Kind::read(v);
         for (int h = 0; h < HEADS; ++h)
           sums[h] = fma(all(scores[h * padded + first + s]), value, sums[h]);

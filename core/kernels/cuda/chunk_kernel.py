@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from core.kernels.cuda.decode_kernel import limit
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import kernel
 from core.kernels.cuda.quantize import levels
@@ -38,7 +39,7 @@ def tiles(runs: list[tuple[int, int, int]], group: int) -> list[tuple[int, int, 
 def _chunks(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, positions, tiles, inverse, out, scale, table_stride,
     H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, OUT_INT8: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, OUT_INT8: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     first, rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1)
@@ -54,7 +55,8 @@ def _chunks(  # type: ignore[no-untyped-def]
     top = tl.full([M], -1e30, tl.float32)  # finite: padding rows see nothing
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    for start in range(0, count, BLOCK):
+    begin = tl.maximum(tl.load(positions + first) + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
+    for start in range(begin, count, BLOCK):
         seen = start + tl.arange(0, BLOCK)
         valid = seen // SIZE * SIZE < count
         page = tl.load(pages + seen // SIZE, mask=valid, other=0).to(tl.int64) * KV + head
@@ -66,7 +68,10 @@ def _chunks(  # type: ignore[no-untyped-def]
         s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]
         if key_scales is not None:
             s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
-        s = tl.where(seen[None] <= position[:, None], s, float("-inf"))
+        visible = seen[None] <= position[:, None]
+        if WINDOW:
+            visible &= seen[None] > position[:, None] - WINDOW
+        s = limit(s, visible, CAP)
         above = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - above[:, None])
         fade = tl.exp2(top - above)
@@ -96,6 +101,8 @@ def chunks(
     out: Tensor,
     *,
     inverse: Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Run `decode_kernel.decode` for the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`.
 
@@ -108,7 +115,7 @@ def chunks(
         _chunks[(len(cut), kv_heads)](
             q, keys, values, key_scales, value_scales, table, positions, cut, inverse, out,
             scale * 1.4426950408889634, table.stride(0), heads, kv_heads, group, power(group),
-            tokens_per_tile(group) * power(group), d, _BLOCK, PAGE, out.dtype == torch.int8,
+            tokens_per_tile(group) * power(group), d, _BLOCK, PAGE, window, cap, out.dtype == torch.int8,
             num_warps=8 if d * power(group) >= 256 else 4, num_stages=3,
         )  # fmt: skip
     return out

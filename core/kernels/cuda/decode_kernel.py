@@ -62,12 +62,20 @@ def _store_whole(  # type: ignore[no-untyped-def]
         tl.store(out + to, y.to(out.dtype.element_ty), real[:, None])
 
 
+@kernel()
+def limit(s, visible, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Visible scores, which are times log2(e); with CAP a score x is CAP · tanh(x / CAP)."""
+    if CAP != 0:
+        s = CAP * 1.4426950408889634 * (1 - 2 / (tl.exp2(s * (2 / CAP)) + 1))
+    return tl.where(visible, s, float("-inf"))
+
+
 @kernel("table_stride")
 def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
     sums, scale, table_stride, H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`scale` is for powers of two: that of the scores times log2(e)."""
     enter(EARLY)
@@ -89,7 +97,8 @@ def _parts(  # type: ignore[no-untyped-def]
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D], tl.float32)
         end = tl.minimum(start + part, count)
-        for first in range(start, end, BLOCK):
+        begin = tl.maximum(count - WINDOW, 0) if WINDOW else 0  # each block has a token from here on
+        for first in range(tl.maximum(start, begin // BLOCK * BLOCK), end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             # By whole pages, so that loads stay wide: values beyond the sequence's end in its last page are finite.
             valid = token // SIZE * SIZE < end
@@ -104,7 +113,7 @@ def _parts(  # type: ignore[no-untyped-def]
             s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]
             if key_scales is not None:
                 s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
-            s = tl.where((token < end)[None], s, float("-inf"))
+            s = limit(s, ((token < end) & (token >= begin))[None], CAP)
             above = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - above[:, None])
             fade = tl.exp2(top - above)
@@ -170,6 +179,8 @@ def decode(
     index: Tensor | None = None,
     inverse: Tensor | None = None,
     out: Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
     early: int = 0,
 ) -> Tensor:
     """q [T, heads, d] on one layer's pages, each row on its sequence up to its own position, to [T, heads, d].
@@ -178,7 +189,7 @@ def decode(
     kv_heads, 16]. table int32 [S, pages of one]; positions and sequences int32 [T]. A row at position -1 reads nothing
     and gets zeros. `parts` is at least the `reach` of the longest sequence; default: that of the table's width. Only
     rows `index`, if given, of which -1 is none. `inverse` [heads · d] quantizes to the levels of `out`, which receives
-    the result.
+    the result. `window`: only the last so many tokens; `cap`: a score s is cap · tanh(s / cap); 0: none.
     """
     rows, heads, d = q.shape
     rows = rows if index is None else len(index)
@@ -196,7 +207,8 @@ def decode(
     _parts[(rows, kv_heads, parts)](
         q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
         partials, largest, sums, scale * 1.4426950408889634, table.stride(0),
-        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _UNIT, block, PAGE, int8, early,
+        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _UNIT, block, PAGE, window, cap, int8,
+        early,
         num_warps=warps, num_stages=stages, **options(early),
     )  # fmt: skip
     if parts > 1:
@@ -220,6 +232,8 @@ def decode_reference(
     *,
     inverse: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """The reference of `decode`: row by row in fp32, as `dtype` or q's."""
     keys, values = keys.float(), values.float()
@@ -232,6 +246,8 @@ def decode_reference(
         k = keys[at].transpose(0, 1).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         v = values[at].permute(1, 0, 3, 2).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         scores = torch.einsum("hd,htd->ht", x, k) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        scores[:, : max(0, position + 1 - window) if window else 0] = -torch.inf
         outputs.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
     y = torch.stack(outputs)
     return y.to(dtype or q.dtype) if inverse is None else to_levels(y * inverse.view(y.shape[1:]), dtype or torch.int8)

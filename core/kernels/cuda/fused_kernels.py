@@ -15,6 +15,7 @@ from torch import Tensor
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import enter, kernel, options
 from core.kernels.cuda.quantize import levels, to_levels
+from core.kernels.cuda.stream_kernel import activated
 from core.kernels.kv_cache import PAGE, KVCache
 
 
@@ -155,14 +156,14 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @kernel("rows")
 def _gate(  # type: ignore[no-untyped-def]
-    x, inverse, out, rows, N: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr
+    x, inverse, out, rows, N: tl.constexpr, INT8: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < N
     g = tl.load(x + row * (2 * N) + c, inside, other=0.0).to(tl.float32)
     u = tl.load(x + row * (2 * N) + N + c, inside, other=0.0).to(tl.float32)
-    y = g / (1.0 + tl.exp(-g)) * u
+    y = activated(g, GELU) * u
     if inverse is not None:
         tl.store(out + row * N + c, levels(y * tl.load(inverse + c, inside, other=0.0), INT8), inside)
     else:
@@ -232,12 +233,16 @@ def rotate(
     return q
 
 
-def gate(x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """silu(first half) · second half of x [T, 2N], times `inverse` [N] in `dtype`'s levels, or as `dtype`: [T, N]."""
+def gate(x: Tensor, inverse: Tensor | None, dtype: torch.dtype, *, gelu: bool = False) -> Tensor:
+    """silu(first half) · second half of x [T, 2N], times `inverse` [N] in `dtype`'s levels, or as `dtype`: [T, N].
+
+    Or GELU, by tanh.
+    """
     rows, channels = len(x), x.shape[1] // 2
     out = torch.empty(rows, channels, dtype=dtype, device=x.device)
     block = min(1024, power(channels))
-    _gate[(rows, -(-channels // block))](x, inverse, out, rows, channels, dtype == torch.int8, block, num_warps=4)
+    int8 = dtype == torch.int8
+    _gate[(rows, -(-channels // block))](x, inverse, out, rows, channels, int8, gelu, block, num_warps=4)
     return out
 
 
@@ -276,7 +281,7 @@ def rotate_reference(
     return turned(q), turned(k), v
 
 
-def gate_reference(x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
+def gate_reference(x: Tensor, inverse: Tensor | None, dtype: torch.dtype, *, gelu: bool = False) -> Tensor:
     g, u = x.float().chunk(2, dim=1)
-    y = F.silu(g) * u
+    y = (F.gelu(g, approximate="tanh") if gelu else F.silu(g)) * u
     return y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)

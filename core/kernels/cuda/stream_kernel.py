@@ -102,11 +102,19 @@ def _stream(  # type: ignore[no-untyped-def]
     tl.store(to, acc, valid & (n < N)[:, None])
 
 
+@kernel()
+def activated(x, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU, or GELU by tanh: x/2 · (1 + tanh y) is x · σ(2 y)."""
+    # Below -80 the result is 0 in fp32; exp would overflow.
+    y = tl.maximum(1.5957691216057308 * (x + 0.044715 * x * x * x), -80.0) if GELU else x
+    return x / (1.0 + tl.exp(-y))
+
+
 @kernel("rows")
 def _gated(  # type: ignore[no-untyped-def]
     x, weight, scale, bias, inverse, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, INT8: tl.constexpr, OUT_INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -150,7 +158,7 @@ def _gated(  # type: ignore[no-untyped-def]
     if bias is not None:
         gs += tl.load(bias + n, in_columns, other=0.0)[:, None]
         us += tl.load(bias + N + n, in_columns, other=0.0)[:, None]
-    y = gs / (1.0 + tl.exp(-gs)) * us
+    y = activated(gs, GELU) * us
     to = out + m.to(tl.int64)[None, :] * N + n[:, None]
     if inverse is not None:
         y *= out_step[:, None]
@@ -197,10 +205,11 @@ def gated(
     inverse: Tensor | None,
     dtype: torch.dtype,
     *,
+    gelu: bool = False,
     tile: StreamTile | None = None,
     early: int = 0,
 ) -> Tensor:
-    """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`.
+    """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`; or GELU, by tanh.
 
     scale and bias [2N] fp32. With `inverse` [N], times that, in `dtype`'s levels: int8 or E4M3.
     """
@@ -210,7 +219,7 @@ def gated(
     _gated[(math.ceil(rows / tile.rows), math.ceil(columns / tile.columns))](
         x, weight, scale, bias, inverse, out, rows, columns, depth, math.ceil(depth / tile.depth),
         _whole(tile, columns, depth), x.dtype == torch.int8, dtype == torch.int8,
-        tile.rows, tile.columns, tile.depth, early,
+        tile.rows, tile.columns, tile.depth, gelu, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
     return out
@@ -223,10 +232,17 @@ def stream_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_reference(
-    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inverse: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    inverse: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    gelu: bool = False,
 ) -> Tensor:
     y = (x.double() @ weight.double().t()).float()
     y = y if scale is None else y * scale
     gate, up = (y if bias is None else y + bias).chunk(2, dim=1)
-    y = F.silu(gate) * up
+    y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     return y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)

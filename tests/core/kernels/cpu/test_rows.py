@@ -17,16 +17,18 @@ from tests.core.quant.stage import Watched, called, kernels, normal, seeded, thr
 @settings(max_examples=60)
 @given(
     images=st.integers(1, 3), tokens=st.integers(1, 9), channels=st.integers(1, 70), count=st.integers(1, 20),
-    half=st.booleans(), placed=st.booleans(), seed=st.integers(0, 99),
+    half=st.booleans(), placed=st.booleans(), scale=st.sampled_from((1.0, 2.3)), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_embed(images: int, tokens: int, channels: int, count: int, half: bool, placed: bool, seed: int) -> None:
-    """Of fp32 and bf16 tables, which may be slices, with and without positions."""
+def test_embed(
+    images: int, tokens: int, channels: int, count: int, half: bool, placed: bool, scale: float, seed: int
+) -> None:
+    """Of fp32 and bf16 tables, which may be slices, scaled, with and without positions."""
     table = normal(seed, count, channels + 3).to(torch.bfloat16 if half else torch.float32)[:, 2:-1]
     table[0, 0] = -0.0
     indices = torch.randint(0, count, (images * tokens,), generator=seeded(seed), dtype=torch.int32)
     positions = normal(seed + 1, tokens, channels)
-    found = called(lambda p: p.embed(table, indices, positions=positions if placed else None))
-    wanted = table[indices.long()].float()
+    found = called(lambda p: p.embed(table, indices, scale=scale, positions=positions if placed else None))
+    wanted = table[indices.long()].float() * scale
     wanted = wanted + positions.repeat(images, 1) if placed else wanted
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 

@@ -132,11 +132,14 @@ def test_a_modulated_rows_bits_depend_neither_on_its_companions_nor_threads(floa
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4), kv_heads=st.integers(1, 3), group=st.integers(1, 7),
     d=st.sampled_from((16, 48, 128)), int8=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
+    window=st.one_of(st.just(0), st.integers(1, 60)), cap=st.sampled_from((0.0, 0.7, 50.0)),
 )  # fmt: skip
 def test_attention_over_pages(
-    lengths: list[int], kv_heads: int, group: int, d: int, int8: bool, floats: bool, seed: int
+    lengths: list[int], kv_heads: int, group: int, d: int, int8: bool, floats: bool, seed: int, window: int, cap: float
 ) -> None:
-    """Any rows of any sequences, also several of one; what lies behind a row's position must not matter."""
+    """Any rows of any sequences, also several of one; what lies behind a row's position or before its window must not
+    matter.
+    """
     there = world(lengths, kv_heads, d, int8=int8, seed=seed)
     sequences = [i for i, n in enumerate(lengths) for _ in range(min(n, 3))]
     positions = [n - 1 - j for n in lengths for j in range(min(n, 3))]
@@ -145,12 +148,16 @@ def test_attention_over_pages(
     q, inverse = wide[:, 3:], normal(seed + 6, heads * d, scale=40)
     p, scale = Watched(), 1 / math.sqrt(d)
     places = TokenPositions(ints(positions), ints(sequences), there.table)
-    out = p.paged_attention(q, places, there.layer, heads=heads, scale=scale, inverse=None if floats else inverse)
+    out = p.paged_attention(
+        q, places, there.layer, heads=heads, scale=scale, inverse=None if floats else inverse, window=window, cap=cap
+    )
     p.run()
     wanted = []
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-        k, v = (x[sequence][: position + 1].double().repeat_interleave(group, 1) for x in (there.keys, there.values))
+        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+        k, v = (x[sequence][seen].double().repeat_interleave(group, 1) for x in (there.keys, there.values))
         scores = torch.einsum("hd,thd->ht", q[row].double().view(heads, d), k) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
         wanted.append(torch.einsum("ht,thd->hd", scores.softmax(-1), v).flatten())
     if floats:
         check_close(out, torch.stack(wanted), relative=4e-6)

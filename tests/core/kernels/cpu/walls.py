@@ -142,6 +142,7 @@ def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bo
         )  # fmt: skip
     for inverse in (None, p.wall(torch.ones(heads * d))):
         p.paged_attention(q, places, layer, heads=heads, scale=1.0, inverse=inverse)
+        p.paged_attention(q, places, layer, heads=heads, scale=1.0, inverse=inverse, window=5, cap=2.0)
 
 
 def rows(p: Walled, channels: int) -> None:

@@ -63,6 +63,27 @@ def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
         assert torch.equal(out[short.long()], found[short.long()]) and not out[1].any()
 
 
+@pytest.mark.parametrize(("window", "cap"), [(20, 0.0), (290, 1.5)])
+def test_decode_in_a_window(window: int, cap: float) -> None:
+    """Windows within a part and over several, of a row alone in its part or with parts behind the window."""
+    lengths = [1, 30, 300, 530]
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    cache = filled(lengths, 2, 16, dtype, "float", 768)
+    q = torch.randn(4, 4, 16, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE).to(dtype)
+    layer = (*cache.layer(0), cache.table)
+    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
+    sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
+    found = decode(q, *layer, positions, sequences, 0.5, window=window, cap=cap)
+    wanted = decode_reference(q, *layer, positions, sequences, 0.5, window=window, cap=cap)
+    slack = 2e-2 if CUDA else 2e-5
+    torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
+    for behind in (cache.keys, cache.values):  # pages of the longest row that are behind its window
+        behind[:, cache.table[3, : (530 - window) // 16].long()] = 9.0
+    last = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    again = decode(q, *layer, positions, sequences, 0.5, index=last, window=window, cap=cap, out=torch.zeros_like(q))
+    assert torch.equal(again[3], found[3])
+
+
 def test_rows_of_nobody_get_zeros() -> None:
     cache = filled([20], 2, 16, torch.float32, "float", 512)
     q = torch.ones(2, 4, 16, device=DEVICE)
@@ -91,20 +112,22 @@ for number, (kind, size) in enumerate((("i8", 1), ("fp8e4nv", 1), ("bf16", 2))):
         types = {"x": f"*{kind}", "weight": f"*{kind}", "out": f"*{kind}", "rows": "i32"}
         types |= {"scale": "*fp32", "inverse": "*fp32"} if size == 1 else {}
         made(stream_kernel._gated, types, dict(N=14336, K=4096, STEPS=4096 // t.depth, WHOLE=True, INT8=kind == "i8",
-             OUT_INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, EARLY=2),
+             OUT_INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, GELU=kind == "bf16", EARLY=2),
              "wgmma.mma_async",
              num_warps=t.warps, num_stages=t.stages)
 for kind in ("bf16", "i8", "fp8e4nv"):
     types = {"q": "*bf16", "keys": f"*{kind}", "values": f"*{kind}", "table": "*i32", "positions": "*i32",
              "sequences": "*i32", "inverse": "*fp32", "out": "*i8", "scale": "fp32", "table_stride": "i32"}
     types |= {} if kind == "bf16" else {"key_scales": "*fp32", "value_scales": "*fp32"}
-    shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=64, SIZE=16, OUT_INT8=True, EARLY=0)
+    shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0,
+                 OUT_INT8=True, EARLY=0)
     made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=4, num_stages=3)
+    limits = {"WINDOW": 4096, "CAP": 50.0} if kind == "bf16" else {}
     more = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32"}
-    made(decode_kernel._parts, types | more, shape | {"REACH": 16}, num_warps=4, num_stages=3)
+    made(decode_kernel._parts, types | more, shape | limits | {"REACH": 16}, num_warps=4, num_stages=3)
     types = {name: kind for name, kind in types.items() if name != "sequences"} | {"tiles": "*i32"}
-    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, OUT_INT8=True)
-    made(chunk_kernel._chunks, types, shape, "wgmma.mma_async", num_warps=8, num_stages=3)
+    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0, OUT_INT8=True)
+    made(chunk_kernel._chunks, types, shape | limits, "wgmma.mma_async", num_warps=8, num_stages=3)
 types = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32", "positions": "*i32", "out": "*bf16"}
 made(decode_kernel._together, types, dict(H=32, D=128, REACH=4, PART=256, PARTS=16, UNIT=128, OUT_INT8=False,
      EARLY=0))
@@ -118,7 +141,7 @@ shape = dict(H=32, KV=8, D=128, G=4, GROUP=4, SPLITS=4, SIZE=16, INT8=True, TOP=
 made(fused_kernels._rotate, types, shape, num_warps=1)
 made(fused_kernels._rotate, types | {"q_norm": "*bf16", "k_norm": "*bf16", "eps": "fp32"}, shape, num_warps=1)
 made(fused_kernels._gate, {"x": "*bf16", "inverse": "*fp32", "out": "*i8", "rows": "i32"}, dict(N=14336, INT8=True,
-     BLOCK=1024))
+     GELU=True, BLOCK=1024))
 """
 
 

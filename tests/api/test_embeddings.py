@@ -1,0 +1,173 @@
+"""Embeddings: the unmodified OpenAI client against a real engine, alone and in batches, and every refusal by name."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from openai.types import CreateEmbeddingResponse
+
+from api.text_drafts import EMBEDDINGS
+from contract.card import TextOffer
+from contract.embeddings import EmbeddingFields
+from contract.errors import Invalid
+from contract.text import MAX_EMBEDDED, MAX_INPUTS
+from deployment.redis import RedisServer
+from llm.pooling import Pooling
+from tests.api.test_text_batches import done, whole
+from tests.api.world import PATIENCE_S, Api, check_error, settings_of
+from tests.api.writing import TextWorker
+from tests.llm import stage
+
+MODEL = stage.small()
+WIDTH: int = MODEL.config.hidden_size
+TEXTS = ["a cat", "a very long story of a dog", "a cat"]
+OFFER = TextOffer(context=256, embedding_dimensions=1024)
+
+
+@pytest.fixture(scope="module")
+def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, TextWorker]]:
+    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
+    with TextWorker(settings, MODEL, kernels=stage.kernels()) as worker, Api(settings) as api:
+        yield api, worker
+
+
+@pytest.fixture
+def api(worker: tuple[Api, TextWorker]) -> Api:
+    return worker[0]
+
+
+@pytest.fixture
+def client(api: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def expected(text: str | list[int]) -> np.ndarray[Any, Any]:
+    """What transformers computes of a text as its tokenizer reads it: the last state, of length 1."""
+    ids = MODEL.tokenizer(text)["input_ids"] if isinstance(text, str) else text
+    with stage.by_transformers(MODEL) as network:
+        state = network.model(torch.tensor([ids])).last_hidden_state[0, -1]
+    return np.asarray(torch.nn.functional.normalize(state, dim=0))
+
+
+def test_openais_client_gets_transformers_vectors(client: openai.OpenAI) -> None:
+    made = client.embeddings.create(model=MODEL.name, input=TEXTS, user="somebody")  # in base64, as it asks
+    assert made.object == "list" and made.model == MODEL.name
+    assert [(one.object, one.index) for one in made.data] == [("embedding", k) for k in range(3)]
+    for one, text in zip(made.data, TEXTS, strict=True):
+        np.testing.assert_allclose(one.embedding, expected(text), atol=1e-5)
+    tokens = sum(len(MODEL.tokenizer(text)["input_ids"]) for text in TEXTS)
+    assert made.usage.prompt_tokens == made.usage.total_tokens == tokens
+    ids = [[5, 6, 7], [8, 9]]
+    for given, several in ((ids, ids), (ids[0], ids[:1]), ("a cat", ["a cat"])):
+        for format in ("float", "base64"):
+            again = client.embeddings.create(model=MODEL.name, input=given, encoding_format=format)  # type: ignore[arg-type]
+            assert len(again.data) == len(several)
+            for one, each in zip(again.data, several, strict=True):
+                data: Any = one.embedding
+                values = np.frombuffer(base64.b64decode(data), "<f4") if format == "base64" else np.array(data)
+                np.testing.assert_allclose(values, expected(each), atol=1e-5)
+
+
+def test_both_encodings_have_the_same_bits(api: Api) -> None:
+    floats, packed = (
+        api.post(EMBEDDINGS, input=TEXTS[1], **options).json()["data"][0]["embedding"]
+        for options in ({}, {"encoding_format": "base64"})
+    )
+    assert struct.pack(f"<{WIDTH}f", *floats) == base64.b64decode(packed)
+
+
+def test_fewer_dimensions_are_the_first_of_length_one(client: openai.OpenAI) -> None:
+    (one,) = client.embeddings.create(model=MODEL.name, input="a cat", dimensions=5).data
+    first = expected("a cat")[:5]
+    np.testing.assert_allclose(one.embedding, first / np.linalg.norm(first), atol=1e-5)
+
+
+def test_many_inputs_are_embedded_in_order(api: Api, client: openai.OpenAI) -> None:
+    inputs = [[3 + k % 200, 3 + k // 200] for k in range(400)]
+    made = client.embeddings.create(model=MODEL.name, input=inputs)
+    assert [one.index for one in made.data] == [*range(len(inputs))]
+    for k in (0, 199, 200, 399):
+        np.testing.assert_allclose(made.data[k].embedding, expected(inputs[k]), atol=1e-5)
+    check_error(api.post(EMBEDDINGS, input=[[3]] * (MAX_INPUTS + 1)), 400, "input")
+
+
+BAD: list[tuple[dict[str, Any], str | None, str | None]] = [
+    ({}, "input", "missing_required_parameter"),
+    ({"input": ""}, "input", None),
+    ({"input": ["a", ""]}, "input", None),
+    ({"input": []}, "input", None),
+    ({"input": [[]]}, "input", None),
+    ({"input": ["a", [5]]}, "input", None),
+    ({"input": [5.5]}, "input", None),
+    ({"input": "a\x01"}, "input", None),
+    ({"input": [99_999]}, "input", None),
+    ({"input": [-1]}, "input", None),
+    ({"input": ["a", "word " * 500]}, "input", "context_length_exceeded"),
+    ({"input": "a", "dimensions": 0}, "dimensions", None),
+    ({"input": "a", "dimensions": WIDTH + 1}, "dimensions", None),
+    ({"input": "a", "encoding_format": "int8"}, "encoding_format", None),
+    ({"input": "a", "stream": True}, "stream", None),
+    ({"input": "a", "n": 1}, "n", "unknown_parameter"),
+    ({"input": "a", "model": "gpt-none"}, "model", "model_not_found"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), BAD)
+def test_bad_input_is_refused_by_name(api: Api, fields: dict[str, Any], param: str | None, code: str | None) -> None:
+    error = check_error(api.post(EMBEDDINGS, **fields), 404 if "model" in fields else 400, param, code)
+    assert "word word" not in error["message"]
+
+
+def test_batches_are_answered_and_refused_as_alone(api: Api, client: openai.OpenAI) -> None:
+    asked = [{"input": TEXTS, "dimensions": 4}, {"input": [5, 6], "encoding_format": "base64"}]
+    bad = [fields for fields, _, _ in BAD]
+    _, well, ill = done(client, EMBEDDINGS, *asked, *bad)
+    assert list(well) == ["c0", "c1"] and len(ill) == len(bad)
+    for line, fields in zip(well.values(), asked, strict=True):
+        made = whole(line)
+        assert made == api.post(EMBEDDINGS, **fields).json()
+        if "dimensions" in fields:
+            assert len(CreateEmbeddingResponse.model_validate(made).data[0].embedding) == 4
+    for line, fields in zip(ill.values(), bad, strict=True):
+        alone = api.post(EMBEDDINGS, **fields)
+        assert (line["response"]["status_code"], line["response"]["body"]) == (alone.status_code, alone.json())
+
+
+def test_models_say_whether_they_embed(worker: tuple[Api, TextWorker]) -> None:
+    _, serving = worker
+    assert serving.handler.card().limits.embedding_dimensions == WIDTH and serving.handler.card().limits.generates
+    model = serving.runner.model
+    serving.runner.model = dataclasses.replace(model, pooling=Pooling(reason="why"), generates=False)
+    try:
+        limits = type(serving.handler)(serving.runner).card().limits
+    finally:
+        serving.runner.model = model
+    assert (limits.embedding_dimensions, limits.generates) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("count", "dimensions", "offer", "field"),
+    [
+        (MAX_EMBEDDED // 1024 + 1, None, OFFER, "input"),
+        (1, 1025, OFFER, "dimensions"),
+        (1, None, TextOffer(context=256), "model"),
+    ],
+)
+def test_what_a_model_does_not_offer_is_named(count: int, dimensions: int | None, offer: TextOffer, field: str) -> None:
+    wide = dataclasses.replace(EmbeddingFields(input="a", dimensions=dimensions).job(), prompts=["a"] * count)
+    with pytest.raises(Invalid) as caught:
+        wide.check(offer)
+    assert caught.value.field == field
+    dataclasses.replace(wide, prompts=["a"] * (MAX_EMBEDDED // 1024), dimensions=1024).check(OFFER)
+    generated = dataclasses.replace(wide, embedding=None, max_tokens=1, prompts=["a"])
+    with pytest.raises(Invalid, match="embeddings only"):
+        generated.check(dataclasses.replace(OFFER, generates=False))

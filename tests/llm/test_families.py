@@ -1,0 +1,89 @@
+"""Models of the families write transformers' own greedy answers: in flight, preempted, by our kernels and by torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from llm import tiny
+from llm.execution import KERNELS, TORCH, TextExecution
+from llm.load import TextModel, load
+from llm.quantized import quantize
+from tests.llm import stage
+from tests.llm.test_exact import check, watch
+from tests.llm.test_load import logits
+
+MOST = 20
+# Windows of 12 tokens, in all layers, or in some beside full ones; mixtures of experts run on torch.
+FAMILIES = {
+    tiny.MISTRAL_TINY: KERNELS, tiny.GEMMA2_TINY: KERNELS, tiny.GEMMA3_TINY: KERNELS, tiny.MIXTRAL_TINY: TORCH,
+    tiny.QWEN3_MOE_TINY: TORCH,
+}  # fmt: skip
+
+
+@functools.cache
+def reference(name: str) -> tuple[TextModel, list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The model, 40 prompts, most of them longer than its windows, and transformers' answers."""
+    model = load(name)
+    prompts = stage.prompts(model, 40)
+    assert sum(len(prompt) > 12 for prompt in prompts) > 20
+    answers = stage.generated(model, prompts, MOST)
+    assert len(set(answers)) > 30 and sum(len({*answer}) > 8 for answer in answers) > 20
+    return model, prompts, answers
+
+
+def answered(name: str, count: int, **options: Any) -> tuple[str, list[tuple[int, ...]]]:
+    """The kind of kernels, and answers up to their ends; with few pages they go on behind these, and need more."""
+    model, prompts, _ = reference(name)
+    few = "pages" in options
+    with stage.serving(model, **options) as (engine, runner):
+        preempted = watch(runner)
+        requests = [stage.greedy(prompt, 2 * MOST if few else MOST, ignore_end=few) for prompt in prompts[:count]]
+        texts = stage.answers(engine, requests)
+        assert bool(preempted) == few
+    ends = [next((n for n, t in enumerate(text.tokens, 1) if t in model.ends), MOST) for text in texts]
+    return runner.execution.kind, [text.tokens[:end][:MOST] for text, end in zip(texts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_in_flight(name: str) -> None:
+    model, prompts, expected = reference(name)
+    kind, found = answered(name, 40, kernels=stage.kernels(), chunk=16, draft="lookup")
+    assert kind == FAMILIES[name]
+    assert len(check(found, expected, prompts, model)) <= 1
+
+
+@pytest.mark.parametrize("name", [tiny.MISTRAL_TINY, tiny.GEMMA2_TINY, tiny.GEMMA3_TINY])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_answers_after_preemption(name: str, kernels: bool) -> None:
+    """With few pages, and by the models' own code on our attention."""
+    model, prompts, expected = reference(name)
+    options: dict[str, Any] = {"kernels": stage.kernels()} if kernels else {}
+    _, found = answered(name, 12, max_requests=8, pages=14, chunk=7, **options)
+    assert len(check(found, expected[:12], prompts, model)) <= 1
+
+
+@pytest.mark.parametrize("name", [tiny.MISTRAL_TINY, tiny.GEMMA2_TINY, tiny.GEMMA3_TINY])
+def test_quantized_models_are_torchs(name: str) -> None:
+    """In INT8 on our kernels: the logits of the same quantized layers in transformers' own code."""
+    model, prompts, _ = reference(name)
+    quantized = quantize(model, prompts[:4])
+    execution = TextExecution(quantized, pages=4, sequences=1, context=64, kernels=stage.kernels())
+    assert execution.kind == KERNELS
+    found = logits(execution, torch.tensor([prompts[5]]), [len(prompts[5]) - 1, 1])[0]
+    expected = stage.logits(quantized, prompts[5])
+    assert (found - expected).abs().mean() < 1e-4 * expected.abs().mean()
+    assert (expected - stage.logits(model, prompts[5])).abs().mean() > 1e-3 * expected.abs().mean()
+
+
+def test_a_row_has_the_same_bits_whatever_is_behind_its_window() -> None:
+    """Tokens before the windows of all layers change neither a logit's bits nor what is pooled."""
+    model = load(tiny.MISTRAL_TINY)  # two layers of 12: the last row knows 23 tokens
+    tail = tuple(range(20, 70))
+    one, other = ((1, *before, *tail) for before in ((5, 6, 7), (8, 9, 10)))
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        texts = stage.answers(engine, [stage.greedy(prompt, 1, logprobs=5) for prompt in (one, other)])
+    assert texts[0].logprobs == texts[1].logprobs
