@@ -141,7 +141,7 @@ class TextJobHandler:
     def tally(self, requests: Sequence[TextParameters]) -> TextJobProgress:
         # Log probabilities of prompts come with the whole text, at the end: they are too many for the engine's thread.
         hidden = any(request.prompt_logprobs for request in requests)
-        return TextJobProgress(self, [request.max_tokens for request in requests], hidden=hidden)
+        return TextJobProgress(self, [request.max_tokens or 1 for request in requests], hidden=hidden)
 
     def build_result(
         self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
@@ -301,7 +301,7 @@ class TextJobProgress:
         delta = outcome.token
         if delta is None:
             return None
-        self._tokens[index] += len(delta.tokens)
+        self._tokens[index] += len(delta.tokens) or outcome.finished  # one where only the prompt is read
         if not self._hidden:
             self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs))
         return {"steps_done": sum(self._tokens), "steps": self._most}

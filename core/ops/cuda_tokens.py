@@ -114,7 +114,7 @@ class CudaTokenOps:
     def rms_norm(
         self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
     ) -> Tensor | Residual:
-        """Of a product's sums only to be added to the `residual`, as the result."""
+        """RMSNorm of the stream for the layers `to`; of a product's sums, added to `residual`, which is the result."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
         if isinstance(x, SplitSums):
             assert residual is not None

@@ -20,14 +20,14 @@ from contract.embeddings import EmbeddingFields
 from contract.errors import Invalid
 from contract.text import MAX_EMBEDDED, MAX_INPUTS
 from deployment.redis import RedisServer
+from llm import tiny
 from llm.pooling import Pooling
 from tests.api.test_text_batches import done, whole
 from tests.api.world import PATIENCE_S, Api, check_error, settings_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
-MODEL = stage.small()
-WIDTH: int = MODEL.config.hidden_size
+WIDTH = tiny.SHAPES[tiny.TINY].width
 TEXTS = ["a cat", "a very long story of a dog", "a cat"]
 OFFER = TextOffer(context=256, embedding_dimensions=1024)
 
@@ -35,7 +35,7 @@ OFFER = TextOffer(context=256, embedding_dimensions=1024)
 @pytest.fixture(scope="module")
 def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, TextWorker]]:
     settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with TextWorker(settings, MODEL, kernels=stage.kernels()) as worker, Api(settings) as api:
+    with TextWorker(settings, stage.small(), kernels=stage.kernels()) as worker, Api(settings) as api:
         yield api, worker
 
 
@@ -52,24 +52,24 @@ def client(api: Api) -> Iterator[openai.OpenAI]:
 
 def expected(text: str | list[int]) -> np.ndarray[Any, Any]:
     """What transformers computes of a text as its tokenizer reads it: the last state, of length 1."""
-    ids = MODEL.tokenizer(text)["input_ids"] if isinstance(text, str) else text
-    with stage.by_transformers(MODEL) as network:
+    ids = stage.small().tokenizer(text)["input_ids"] if isinstance(text, str) else text
+    with stage.by_transformers(stage.small()) as network:
         state = network.model(torch.tensor([ids])).last_hidden_state[0, -1]
     return np.asarray(torch.nn.functional.normalize(state, dim=0))
 
 
 def test_openais_client_gets_transformers_vectors(client: openai.OpenAI) -> None:
-    made = client.embeddings.create(model=MODEL.name, input=TEXTS, user="somebody")  # in base64, as it asks
-    assert made.object == "list" and made.model == MODEL.name
+    made = client.embeddings.create(model=tiny.TINY, input=TEXTS, user="somebody")  # in base64, as it asks
+    assert made.object == "list" and made.model == tiny.TINY
     assert [(one.object, one.index) for one in made.data] == [("embedding", k) for k in range(3)]
     for one, text in zip(made.data, TEXTS, strict=True):
         np.testing.assert_allclose(one.embedding, expected(text), atol=1e-5)
-    tokens = sum(len(MODEL.tokenizer(text)["input_ids"]) for text in TEXTS)
+    tokens = sum(len(stage.small().tokenizer(text)["input_ids"]) for text in TEXTS)
     assert made.usage.prompt_tokens == made.usage.total_tokens == tokens
     ids = [[5, 6, 7], [8, 9]]
     for given, several in ((ids, ids), (ids[0], ids[:1]), ("a cat", ["a cat"])):
         for format in ("float", "base64"):
-            again = client.embeddings.create(model=MODEL.name, input=given, encoding_format=format)  # type: ignore[arg-type]
+            again = client.embeddings.create(model=tiny.TINY, input=given, encoding_format=format)  # type: ignore[arg-type]
             assert len(again.data) == len(several)
             for one, each in zip(again.data, several, strict=True):
                 data: Any = one.embedding
@@ -86,14 +86,14 @@ def test_both_encodings_have_the_same_bits(api: Api) -> None:
 
 
 def test_fewer_dimensions_are_the_first_of_length_one(client: openai.OpenAI) -> None:
-    (one,) = client.embeddings.create(model=MODEL.name, input="a cat", dimensions=5).data
+    (one,) = client.embeddings.create(model=tiny.TINY, input="a cat", dimensions=5).data
     first = expected("a cat")[:5]
     np.testing.assert_allclose(one.embedding, first / np.linalg.norm(first), atol=1e-5)
 
 
 def test_many_inputs_are_embedded_in_order(api: Api, client: openai.OpenAI) -> None:
     inputs = [[3 + k % 200, 3 + k // 200] for k in range(400)]
-    made = client.embeddings.create(model=MODEL.name, input=inputs)
+    made = client.embeddings.create(model=tiny.TINY, input=inputs)
     assert [one.index for one in made.data] == [*range(len(inputs))]
     for k in (0, 199, 200, 399):
         np.testing.assert_allclose(made.data[k].embedding, expected(inputs[k]), atol=1e-5)

@@ -19,6 +19,7 @@ from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.linear import Int8Linear
 from core.quant.statistics import Statistics
+from llm import tiny
 from llm.encoder import MULTIPLE, PromptEncoder
 from llm.recipe import llama
 from tests.core.quant.stage import kernels
@@ -118,5 +119,8 @@ def test_widths_are_few() -> None:
 def test_other_models_are_refused() -> None:
     network = text_encoder()
     network.config.hidden_act = "gelu"
-    with pytest.raises(ValueError, match="SwiGLU, not gelu"):
+    with pytest.raises(ValueError, match="GeGLU by tanh, not gelu"):
         PromptEncoder(TorchLowering(torch.float32), network)
+    windowed, _ = tiny.make(tiny.SHAPES[tiny.MISTRAL_TINY])
+    with pytest.raises(ValueError, match="with the attention of mistral"):
+        PromptEncoder(TorchLowering(torch.float32), windowed)

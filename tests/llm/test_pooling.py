@@ -46,8 +46,10 @@ def assert_transformers_own(model: TextModel, prompt: tuple[int, ...], text: Gen
     torch.testing.assert_close(vector(text.pooled), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("pooling", [Pooling(), MEAN])
-@pytest.mark.parametrize(("name", "kernels"), [("llama", True), ("llama", False), ("emoji", True)])
+@pytest.mark.parametrize(
+    ("name", "kernels", "pooling"),
+    [("llama", True, Pooling()), ("llama", True, MEAN), ("llama", False, MEAN), ("emoji", True, Pooling())],
+)
 def test_they_are_transformers_own_beside_answers(name: str, pooling: Pooling, kernels: bool) -> None:
     """Prompts of several chunks among answers with guesses; the answers are what they are without."""
     model = replace(stage.small() if name == "llama" else stage.emoji(), pooling=pooling)
