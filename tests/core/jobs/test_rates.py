@@ -72,28 +72,28 @@ def test_counted_where_the_library_looks(
     rates: RateLimiter, library: SlidingWindowCounterRateLimiter, rate: str
 ) -> None:
     item = parse(rate)
-    first = rates.take(RateLimitCost(rate, "key", "requests", 2))
+    (first,) = rates.take(RateLimitCost(rate, "key", "requests", 2))
     assert (first.allowed, first.limit, first.remaining) == (True, item.amount, item.amount - 2)
     last, _, this, _ = library.storage.get_sliding_window(item.key_for("requests", "key"), item.get_expiry())
     assert last + this == 2
-    assert library.hit(item, "requests", "key") and rates.take(RateLimitCost(rate, "other", "requests")).allowed
-    told = rates.take(RateLimitCost(rate, "key", "requests"))
+    assert library.hit(item, "requests", "key") and rates.take(RateLimitCost(rate, "other", "requests"))[0].allowed
+    (told,) = rates.take(RateLimitCost(rate, "key", "requests"))
     assert told.allowed and told.remaining == item.amount - 4
 
 
 def test_nobody_gets_more_than_the_rate(rates: RateLimiter) -> None:
     with ThreadPoolExecutor(16) as crowd:
-        told = list(crowd.map(lambda _: rates.take(RateLimitCost("30/hour", "key", "requests")), range(100)))
+        told = list(crowd.map(lambda _: rates.take(RateLimitCost("30/hour", "key", "requests"))[0], range(100)))
     allowed = [one for one in told if one.allowed]
     assert sorted(one.remaining for one in allowed) == list(range(30))
     assert all(one.remaining == 0 and one.reset_s > 0 for one in told if not one.allowed)
-    assert not rates.take(RateLimitCost("30/hour", "key", "requests")).allowed
-    assert rates.take(RateLimitCost("30/hour", "key", "pictures")).remaining == 29, "another counter"
+    assert not rates.take(RateLimitCost("30/hour", "key", "requests"))[0].allowed
+    assert rates.take(RateLimitCost("30/hour", "key", "pictures"))[0].remaining == 29, "another counter"
 
 
 def test_what_costs_more_than_a_window_is_all_of_it(rates: RateLimiter) -> None:
-    assert rates.take(RateLimitCost("5/day", "key", "pictures", 9)).remaining == 0
-    refused = rates.take(RateLimitCost("5/day", "key", "pictures"))
+    assert rates.take(RateLimitCost("5/day", "key", "pictures", 9))[0].remaining == 0
+    (refused,) = rates.take(RateLimitCost("5/day", "key", "pictures"))
     assert not refused.allowed and 1 <= refused.retry_after_s <= 120
 
 
@@ -102,7 +102,7 @@ def test_a_redis_that_is_away(rates: RateLimiter, mortal: RedisServer) -> None:
     with pytest.raises(StoreDown):
         rates.take(RateLimitCost("5/day", "key", "pictures"))
     mortal.start()
-    assert rates.take(RateLimitCost("5/day", "key", "pictures")).remaining == 4
+    assert rates.take(RateLimitCost("5/day", "key", "pictures"))[0].remaining == 4
 
 
 def test_counters_end(rates: RateLimiter, client: redis.Redis) -> None:
