@@ -18,7 +18,7 @@ local function charge(list, first, always, only_always)
     if not within then
       for j = always + 1, #states - 1 do
         local at = first + 5 * (j - 1)
-        redis.call('INCRBY', list[at + 1], -list[at + 4])
+        redis.call('INCRBY', list[at + 1], 0 - list[at + 4])
         states[j] = '1 ' .. window(list, at)
       end
       break
