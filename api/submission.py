@@ -104,10 +104,15 @@ async def submit(
         count = partial(charge, request, service, costs)
         check = partial(_check_deadline, service, card=card)
         draft = await with_inputs(service, caller.id, partial(draft_for, card=card), pictures, count, check)
-        costs = []
     else:
         await _check_deadline(service, draft, card)
-    job, standing = await create(service, draft, request, costs, keyless=not caller.id)
+    try:
+        job, standing = await create(service, draft, request, [] if pictured else costs, keyless=not caller.id)
+    except ApiError:  # no room, which costs no image
+        refunds = [cost for cost in costs if pictured and cost.unit != "requests"]
+        if refunds:
+            await service.call(service.rates.refund, *refunds)
+        raise
     return _same(job, caller, digest), standing
 
 
@@ -201,11 +206,11 @@ def _no_room(service: Service, draft: JobDraft[Any], creation: JobCreation, limi
         code = "queue_share_full"
         message = f"As many jobs of this key wait in the {queue} queue as may ({limits.waiting})"
     elif creation.jobs_of:
-        code, of = "too_many_jobs", f"of the {queue} queue"
-        most, model = limits.live, ""
-        if creation.jobs_of == "model":
-            most, model, of, param = limits.of_model, draft.model, f"of {draft.model}", "model"
-        message = f"As many jobs of this key {of} are queued or running as may ({most})"
+        of_model = creation.jobs_of == "model"
+        most, model = (limits.of_model, draft.model) if of_model else (limits.live, "")
+        code, param = "too_many_jobs", "model" if of_model else None
+        where = f"of {model}" if model else f"in the {queue} queue"
+        message = f"This key's limit of {most} jobs at once {where} is reached"
         wait_s = now.next_end_s(queue, model, most or 1)
     headers = {"Retry-After": str(admission.retry_after_s(wait_s))}
     return ApiError(429, f"{message}; try again later.", param=param, code=code, headers=headers)

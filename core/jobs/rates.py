@@ -105,17 +105,26 @@ class RateLimiter(RedisStore):
     def __init__(self, redis: RedisClient | str) -> None:
         super().__init__(redis)
         self._take = self._client.script("rates/take", LIMITS)
+        self._refund = self._client.script("rates/refund")
 
     def take(self, *charges: RateLimitCost) -> list[RateLimitState]:
         """Charge the counters, all or none; returns their states, up to the first whose limit is exceeded.
 
         Raises `StoreDown`, and `StoreFull` if nothing can be written.
         """
-        replies: list[str] = self._take(*(value for charge in charges for value in charge.arguments))
+        replies: list[str] = self._take(*_arguments(charges))
         return [
             charge.standing([int(number) for number in reply.split()])
             for charge, reply in zip(charges, replies, strict=False)
         ]
+
+    def refund(self, *charges: RateLimitCost) -> None:
+        """Take back charges whose purpose was refused."""
+        self._refund(*_arguments(charges))
+
+
+def _arguments(charges: Sequence[RateLimitCost]) -> list[str]:
+    return [value for charge in charges for value in charge.arguments]
 
 
 @cache
