@@ -61,7 +61,7 @@ class BatchLineHandler:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
         given = {name: value for name, value in line["body"].items() if name != "stream"}
         fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
-        seen, card = self._service.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
+        seen, card = self._service.cards.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
         admission.check_expansion(fields, seen.expands(card.name))
         if not references.any_named(fields):
             draft = admission.image_draft(fields, card, priority=_PRIORITY)
@@ -81,7 +81,7 @@ class BatchLineHandler:
         return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
 
     def _card(self, batch: BatchRecord, name: str | None, kind: type[C]) -> C:
-        seen = self._service.seen_by(batch.owner)
+        seen = self._service.cards.seen_by(batch.owner)
         card = seen.model(name, kind)
         if card is None:
             raise admission.no_such_model(seen, name, kind) or admission.no_model()

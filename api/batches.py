@@ -116,7 +116,7 @@ def _checked(service: Service, key: str, endpoint: str) -> batch_lines.CheckedFi
 
 def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
     """The images by the models that serve the given names; under "" those whose model is not known."""
-    seen, counts = service.seen_by(caller.id), Counter[str]()
+    seen, counts = service.cards.seen_by(caller.id), Counter[str]()
     for name, n in pictures.items():
         card = seen.model(name, ImageCard)
         counts["" if card is None else card.name] += n

@@ -220,11 +220,15 @@ class CardCache:
         """The model's card, if its owner may use it. If it is missing, the snapshot is refreshed first: a worker may
         have just started.
         """
-        card = self.now.seen_by(owner).model(name, kind)
+        card = self.seen_by(owner).model(name, kind)
         if card is None and self.redis_answers:
             await self.renew()
-            card = self.now.seen_by(owner).model(name, kind)
+            card = self.seen_by(owner).model(name, kind)
         return card
+
+    def seen_by(self, owner: str) -> RegistrySnapshot:
+        """The newest snapshot as the owner's key sees it."""
+        return self.now.seen_by(owner)
 
     async def renew(self) -> None:
         """Refresh now. A call during a refresh waits for that one."""

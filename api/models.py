@@ -30,7 +30,7 @@ async def models(service: Given, caller: By) -> Response:
     """List every model that a worker ever announced, and then their aliases; `diptych.live` says whether one serves it
     now.
     """
-    now = service.seen_by(caller.id)
+    now = service.cards.seen_by(caller.id)
     names = [card.name for card in now.models] + [
         alias for alias in now.names.aliases if now.served_name(alias) != alias
     ]
@@ -40,7 +40,7 @@ async def models(service: Given, caller: By) -> Response:
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")
 async def model(name: str, service: Given, caller: By) -> Response:
-    card = service.seen_by(caller.id).named(name)
+    card = service.cards.seen_by(caller.id).named(name)
     if card is None:
         raise admission.unknown_model()
     return JSONResponse(model_object(card, service, name, caller), headers={"Cache-Control": "no-store"})

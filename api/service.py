@@ -16,7 +16,7 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
-from api.cards import CardCache, ModelNames, RegistrySnapshot
+from api.cards import CardCache, ModelNames
 from api.fair_limiter import FairLimiter
 from api.held_bytes import HeldBytes
 from api.job_follower import JobFollower
@@ -167,10 +167,6 @@ class Service:
     def limits(self, owner: str) -> KeyLimits:
         """The limits of an owner's jobs and requests."""
         return self._limits_of(owner, self.cards.now.keys.get(owner))
-
-    def seen_by(self, owner: str) -> RegistrySnapshot:
-        """The registry as an owner's key may know it."""
-        return self.cards.now.seen_by(owner)
 
     def links(self, request: Request) -> ImageLinks:
         """Links as this request's client reaches them, signed if keys are required."""

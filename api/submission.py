@@ -81,7 +81,7 @@ async def submit(
     digest = "" if id is None else await _digest(service, caller, fields, pictures, webhook_events)
     webhook = _webhook(service, request, fields, webhook_events)
     draft_for = partial(_draft, service, caller, fields, id, digest, webhook)
-    card = service.seen_by(caller.id).model(fields.model, ImageCard)
+    card = service.cards.seen_by(caller.id).model(fields.model, ImageCard)
     draft, refusal = _attempt(draft_for, pictures, card)
     requests = [] if charged else caller.limits.request_costs()
     if draft is not None and not pictured and draft.deadline_s is None:
@@ -120,7 +120,7 @@ def _draft(
     service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    now = service.seen_by(caller.id)
+    now = service.cards.seen_by(caller.id)
     admission.check_expansion(fields, now.expands(card.name))
     draft = admission.image_draft(fields, card, pictures)
     admission.check_cascade(draft.request, now)
@@ -139,7 +139,7 @@ def _attempt(
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
-    card = service.seen_by(caller.id).model(job.model, TextCard)
+    card = service.cards.seen_by(caller.id).model(job.model, TextCard)
     pictures = ImageJob.read(job.parameters).n if job.modality == "image" else 0
     tokens = 0 if card is None else math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
     draft = JobDraft(
@@ -157,7 +157,7 @@ async def served(service: Service, name: str | None, kind: type[C], owner: str) 
     card = await service.cards.find(name, kind, owner)
     if card is not None:
         return card
-    refusal = admission.no_such_model(service.seen_by(owner), name, kind)
+    refusal = admission.no_such_model(service.cards.seen_by(owner), name, kind)
     if refusal is not None:
         raise refusal
     raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")

@@ -194,7 +194,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 )
 async def create_of_model(owner: str, name: str, request: Request, service: Given, caller: By) -> Response:
     """Make a prediction as POST /v1/predictions does. The model is that of this name, or of the name owner/name."""
-    id, model = submission.idempotency_id(request, caller), _name(service.seen_by(caller.id), owner, name)
+    id, model = submission.idempotency_id(request, caller), _name(service.cards.seen_by(caller.id), owner, name)
     return await _create(request, service, caller, REPLICATE, id, model)
 
 
@@ -249,10 +249,10 @@ async def model(owner: str, name: str, request: Request, service: Given, caller:
     only one.
     """
     id = f"{owner}/{name}"
-    named = service.seen_by(caller.id).named(id)
+    named = service.cards.seen_by(caller.id).named(id)
     if not isinstance(named, ImageCard | None):
         return await models.model(id, service, caller)
-    card = named or _card(service.seen_by(caller.id), owner, name)
+    card = named or _card(service.cards.seen_by(caller.id), owner, name)
     fields = objects.model_fields(card, owner, name, service.links(request).base, models.started(card, service))
     listed = models.model_object(card, service, id if named else card.name, caller)
     return JSONResponse({**listed, **fields}, headers=_FRESH)
@@ -261,7 +261,7 @@ async def model(owner: str, name: str, request: Request, service: Given, caller:
 @router.get("/v1/models/{owner}/{name}/versions", summary="List a model's versions")
 async def versions(owner: str, name: str, service: Given, caller: By) -> Response:
     """A page with the one version that there is."""
-    card = _card(service.seen_by(caller.id), owner, name)
+    card = _card(service.cards.seen_by(caller.id), owner, name)
     page = {"previous": None, "next": None, "results": [objects.version(card, models.started(card, service))]}
     return JSONResponse(page, headers=_FRESH)
 
@@ -269,7 +269,7 @@ async def versions(owner: str, name: str, service: Given, caller: By) -> Respons
 @router.get("/v1/models/{owner}/{name}/versions/{id}", summary="Look at a model's version")
 async def model_version(owner: str, name: str, id: str, service: Given, caller: By) -> Response:
     """The version, whose id is the model's name, with its schemas of input and output."""
-    card = _card(service.seen_by(caller.id), owner, name)
+    card = _card(service.cards.seen_by(caller.id), owner, name)
     if id != card.name:
         raise ApiError(404, "id: the only version of a model is its name", param="id", code="version_not_found")
     return JSONResponse(objects.version(card, models.started(card, service)), headers=_FRESH)
@@ -299,9 +299,9 @@ async def _create(
         given = schemas.read(PredictionBody, await body.read(request, caller.id))
         if given.id is not None and given.id != request.path_params.get("id", given.id):
             raise invalid_field("id", "must be the id in the address")
-        model = model or _version(service.seen_by(caller.id), given.version)
+        model = model or _version(service.cards.seen_by(caller.id), given.version)
         base = service.links(request).base
-        card = service.seen_by(caller.id).model(model, ImageCard)
+        card = service.cards.seen_by(caller.id).model(model, ImageCard)
         fields, places = inputs.job_fields(given.input, base, card)
         if card is None and places["size"] == "input.aspect_ratio":  # the size is one of the card's
             with errors_at(places):

@@ -31,7 +31,7 @@ def _models(seen: RegistrySnapshot) -> list[ImageCard]:
 async def _model(service: Service, owner: str) -> ImageCard | None:
     """The model that the caller's options name."""
     stored = await service.call(service.sdapi.options, owner)
-    seen = service.seen_by(owner)
+    seen = service.cards.seen_by(owner)
     return find_model(seen, stored.get("sd_model_checkpoint")) or find_model(seen, None)
 
 
@@ -42,7 +42,7 @@ def _answer(content: Any) -> Response:
 @router.get("/sdapi/v1/sd-models", summary="List image models")
 async def sd_models(service: Given, caller: By) -> Response:
     fields = {"hash": None, "sha256": None, "config": None}
-    cards = _models(service.seen_by(caller.id))
+    cards = _models(service.cards.seen_by(caller.id))
     return _answer([{"title": c.name, "model_name": c.name, "filename": c.name, **fields} for c in cards])
 
 
@@ -54,7 +54,7 @@ async def schedulers(service: Given, caller: By) -> Response:
 
 @router.get("/sdapi/v1/scripts", summary="List scripts")
 async def scripts(service: Given, caller: By) -> Response:
-    has_control = any(card.controls or card.image_prompts for card in _models(service.seen_by(caller.id)))
+    has_control = any(card.controls or card.image_prompts for card in _models(service.cards.seen_by(caller.id)))
     # webuiapi knows the extension by its second script; else it repeats the units of a call in all later ones.
     listed = ["controlnet", "controlnet m2m"] if has_control else []
     return _answer({"txt2img": listed, "img2img": listed})

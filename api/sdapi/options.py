@@ -32,7 +32,7 @@ async def get_options(service: Given, caller: By) -> Response:
     """The options that are read, and others that clients look for, whose values are fixed."""
     stored = await service.call(service.sdapi.options, caller.id)
     name = stored.get("sd_model_checkpoint")
-    seen = service.seen_by(caller.id)
+    seen = service.cards.seen_by(caller.id)
     card = find_model(seen, name) or find_model(seen, None)
     fixed = {
         "sd_checkpoint_hash": "", "sd_vae": "Automatic", "CLIP_stop_at_last_layers": 1, "samples_format": "png",
@@ -79,10 +79,10 @@ async def chosen_model(service: Service, title: str | None, owner: str, *, requi
 
     Raises `ApiError`: 400 for an unknown title, 503 if no model was announced yet.
     """
-    card = find_model(service.seen_by(owner), title)
+    card = find_model(service.cards.seen_by(owner), title)
     if card is None and title:
         await service.cards.renew_soon()  # a worker may have just started
-        card = find_model(service.seen_by(owner), title)
+        card = find_model(service.cards.seen_by(owner), title)
     if card is not None:
         return card
     default = await submission.served(service, None, ImageCard, owner)
