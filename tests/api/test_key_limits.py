@@ -251,7 +251,9 @@ def test_lines_of_batches_wait_for_a_models_limits(fleet: Fleet) -> None:
 
 
 def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
-    client = fleet.key(models="gpt-image-1, best", jobs="emoji-z=4", running="50%,emoji-z=2", rate="emoji-xl=1/hour")
+    client = fleet.key(
+        models="gpt-image-1, best", jobs="gpt-image-1=4", running="50%,emoji-z=2", rate="emoji-xl=1/hour"
+    )
     listed = {model["id"]: model["diptych"] for model in client.get("/v1/models").json()["data"]}
     assert [*listed] == ["emoji-lm", "emoji-z", "gpt-image-1", "best"]
     assert listed["gpt-image-1"]["key_limits"] == {"jobs": "4", "running": "2"}
