@@ -60,6 +60,15 @@ async def charge(request: Request, service: Service, costs: Sequence[RateLimitCo
         apply_rate_limits(request, costs, await service.call(service.rates.take, *costs))
 
 
+async def refund(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
+    """Take back what these cost, but requests, where their job was refused after the charge."""
+    refunds = [cost for cost in costs if cost.unit != "requests"]
+    if refunds:
+        await service.call(service.rates.refund, *refunds)
+    for name in [name for name in HEADERS if not name.endswith("-requests")]:
+        request.scope["state"][_STATE].pop(name, None)
+
+
 def apply_rate_limits(request: Request, costs: Sequence[RateLimitCost], states: Sequence[RateLimitState]) -> None:
     """Add the counters' states to the response's headers: of each unit that which leaves the least.
 

@@ -22,7 +22,7 @@ from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.predictions.objects import FORM
-from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit
+from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
@@ -108,10 +108,9 @@ async def submit(
         await _check_deadline(service, draft, card)
     try:
         job, standing = await create(service, draft, request, [] if pictured else costs, keyless=not caller.id)
-    except ApiError:  # no room, which costs no image
-        refunds = [cost for cost in costs if pictured and cost.unit != "requests"]
-        if refunds:
-            await service.call(service.rates.refund, *refunds)
+    except ApiError:
+        if pictured:
+            await refund(request, service, costs)
         raise
     return _same(job, caller, digest), standing
 

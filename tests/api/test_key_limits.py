@@ -200,6 +200,7 @@ def test_jobs_at_once_are_exact_across_processes_and_return_however_they_end(fle
     assert codes == {202: 4, 429: 8}, "nine in all"
     edit = client.post("/v1/images/edits", data={"prompt": "a cat", "n": "5"}, files={"image": png()})
     check_error(edit, 429, code="too_many_jobs")
+    assert "x-ratelimit-remaining-requests" in edit.headers and "x-ratelimit-remaining-pictures" not in edit.headers
     fleet.take("101/day", "pictures", n=91)  # the edit cost none
     error = check_error(create(1, "emoji-xl"), 429, code="too_many_jobs")
     assert error["message"] == "This key's limit of 9 jobs at once in the image queue is reached; try again later."
