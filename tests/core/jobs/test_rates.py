@@ -170,3 +170,19 @@ def test_costs_count_together_or_not_at_all(
     for model, limit in limits.items():
         (state,) = rates.take(RateLimitCost(f"{limit}/day", "key", "pictures", 0, model))
         assert state.remaining == limit - counted[model]
+
+
+def test_what_is_given_back_counts_no_more_also_once_its_window_is_the_previous_one(
+    rates: RateLimiter, client: redis.Redis
+) -> None:
+    cost = RateLimitCost("9/day", "key", "pictures", 4)
+    (first,) = rates.take(cost)
+    rates.refund(cost)
+    assert first.remaining == 5 and rates.take(cost)[0].remaining == 5
+    (this,) = client.keys("diptych:limits:*")
+    client.pexpire(this, 86_000_000)  # its day is over
+    assert rates.take(RateLimitCost("9/day", "key", "pictures"))[0].allowed
+    rates.refund(cost)
+    assert client.mget(f"{this}/-1", this) == ["1", "0"], "at most what is there, of the current one first"
+    rates.refund(cost)
+    assert client.mget(f"{this}/-1", this) == ["0", "0"]
