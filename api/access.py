@@ -10,9 +10,10 @@ from fastapi.security import HTTPBearer
 from fastapi.security.base import SecurityBase
 
 from api.errors import ApiError
-from api.service import Service, of
+from api.key_limits import UNLIMITED, KeyLimits
+from api.service import of
 from core.jobs.connection import StoreDown
-from core.jobs.keyring import SCOPES, ApiKey, matching
+from core.jobs.keyring import SCOPES, matching
 from core.jobs.record import Job
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
@@ -25,8 +26,7 @@ class Caller:
 
     id: str
     scopes: frozenset[str]
-    rate: str = ""
-    quota: str = ""
+    limits: KeyLimits = UNLIMITED
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes or "admin" in self.scopes
@@ -70,7 +70,7 @@ async def authenticate(request: Request, token: str | None) -> Caller:
         key = matching(token, service.cards.now.keys)
     if key is None:
         raise unknown_key()
-    return _caller(key, service)
+    return Caller(key.id, frozenset(key.scopes), service.limits(key.id))
 
 
 def key_required() -> ApiError:
@@ -94,11 +94,6 @@ class _Identified(SecurityBase):
 
 
 By = Annotated[Caller, Depends(_Identified())]
-
-
-def _caller(key: ApiKey, service: Service) -> Caller:
-    settings = service.settings
-    return Caller(key.id, frozenset(key.scopes), key.rate or settings.rate, key.quota or settings.quota)
 
 
 def _unknown(message: str) -> ApiError:

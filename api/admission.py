@@ -149,7 +149,8 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
             words = f"{card.name} is {article} model; use POST {endpoint}"
             return invalid_field("model", words, "wrong_modality")
     if now.model(None, kind) is None:
-        return None
+        hidden = any(isinstance(card, kind) for card in now.hidden)
+        return unknown_model("this key may use none of this kind") if hidden else None
     model = now.served_name(name)
     if model != name:
         return unknown_model(f"{name} is an alias of {model}, which no worker has announced")

@@ -53,18 +53,18 @@ class BatchLineHandler:
         request = text_drafts.read(batch.endpoint, line["body"], ignore_unknown=self._service.ignore_unknown)
         if request.fields.stream:
             raise invalid_field("stream", "must not be true in a batch")
-        draft = text_drafts.draft(request, self._card(request.fields.model, TextCard), batch.owner)
+        draft = text_drafts.draft(request, self._card(batch, request.fields.model, TextCard), batch.owner)
         return draft if request.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
     def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
         given = {name: value for name, value in line["body"].items() if name != "stream"}
         fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
-        card = self._card(fields.model, ImageCard)
-        admission.check_expansion(fields, self._service.cards.now.expands(card.name))
+        seen, card = self._service.cards.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
+        admission.check_expansion(fields, seen.expands(card.name))
         if not references.any_named(fields):
             draft = admission.image_draft(fields, card, priority=_PRIORITY)
-            admission.check_cascade(draft.request, self._service.cards.now)
+            admission.check_cascade(draft.request, seen)
             return draft
         return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
@@ -79,11 +79,11 @@ class BatchLineHandler:
         draft_for(pictures)  # refused before anything is loaded
         return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
 
-    def _card(self, name: str | None, kind: type[C]) -> C:
-        now = self._service.cards.now
-        card = now.model(name, kind)
+    def _card(self, batch: BatchRecord, name: str | None, kind: type[C]) -> C:
+        seen = self._service.cards.seen_by(batch.owner)
+        card = seen.model(name, kind)
         if card is None:
-            raise admission.no_such_model(now, name, kind) or admission.no_model()
+            raise admission.no_such_model(seen, name, kind) or admission.no_model()
         return card
 
     def answer(self, batch: BatchRecord, job: Job) -> Result:

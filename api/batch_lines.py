@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from api import body
 from api.errors import ApiError, invalid_field
+from contract.strict import MAX_NAME
 from core.artifacts import ArtifactError, Artifacts
 
 MOST_LINES = 10_000
@@ -80,10 +82,12 @@ def read(raw: bytes, endpoint: str) -> BatchLine:
 
 
 class CheckedFile(NamedTuple):
-    """A file's line count and errors; with errors none of its lines is run."""
+    """A file's line count, images by the model's name as lines give it, and errors; with errors none of its lines is
+    run.
+    """
 
     lines: int
-    pictures: int
+    pictures: Mapping[str | None, int]
     errors: list[dict[str, Any]]
 
 
@@ -94,7 +98,8 @@ def check(raws: Iterator[RawLine], endpoint: str, rest: Callable[[float], None] 
     """
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
-    number = pictures = good = work = 0
+    pictures: Counter[str | None] = Counter()
+    number = good = work = 0
     begun = time.thread_time()
     for number, (raw, _) in enumerate(raws, 1):
         work += _LINE + len(raw)
@@ -113,16 +118,22 @@ def check(raws: Iterator[RawLine], endpoint: str, rest: Callable[[float], None] 
             errors.append(_wrong(number, error.param, str(error), error.code))
         else:
             seen.add(line["custom_id"])
-            pictures += _pictures(line)
+            pictures[_model(line)] += _pictures(line)
             good += 1
     if not 1 <= number <= MOST_LINES:
-        return CheckedFile(0, 0, [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {number}")])
+        return CheckedFile(0, {}, [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {number}")])
     return CheckedFile(good, pictures, errors)
 
 
 def _pictures(line: BatchLine) -> int:
     n = line["body"].get("n")
     return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
+
+
+def _model(line: BatchLine) -> str | None:
+    """The name of the model; None if the line has none, or what cannot be a name."""
+    name = line["body"].get("model")
+    return name if isinstance(name, str) and len(name) <= MAX_NAME else None
 
 
 def _wrong(line: int | None, param: str | None, message: str, code: str | None = "invalid_file") -> dict[str, Any]:

@@ -40,8 +40,8 @@ class BatchSubmitter:
     def submit(self, batch: BatchRecord, room: int, go_on: Callable[[], bool]) -> int:
         """Submit the next lines, up to `room`, while `go_on`; returns how many jobs were made.
 
-        Stops early where the queue is full or no worker has announced the model. Raises `StoreError`, `ArtifactError`,
-        and `ApiError` where the next line's pictures cannot be fetched for now.
+        Stops early where the queue is full, a limit of the key is reached, or no worker has announced the model. Raises
+        `StoreError`, `ArtifactError`, and `ApiError` where the next line's pictures cannot be fetched for now.
         """
         queue = queue_of(batch.endpoint)
         if room <= 0 or self._service.store.backlog(queue).queued >= self._service.settings.max_queued:
@@ -81,7 +81,11 @@ class BatchSubmitter:
             if raw is None:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
-            job = self._service.store.create(draft, self._service.queue.message(draft.envelope))
+            limits = self._service.limits(batch.owner)
+            job = self._service.store.create(
+                draft, self._service.queue.message(draft.envelope), limits.job_costs(draft.model, tokens=draft.tokens),
+                limits.of_batches(draft.model),
+            )  # fmt: skip
         except ApiError as error:
             if error.code == "fetch_overloaded":  # each try fetches the pictures again
                 raise

@@ -5,6 +5,8 @@ batch_lines.py reads the lines, batch_line_handler.py translates them, and batch
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import Request, Response
@@ -15,10 +17,11 @@ from api import batch_lines, body, files, schemas
 from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
-from api.rate_limits import count_pictures, enforce_rate_limit
+from api.rate_limits import charge, enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS, EMBEDDINGS
+from contract.card import ImageCard
 from contract.strict import StrictModel
 from contract.text import Metadata
 from core.artifacts import NoArtifact
@@ -61,7 +64,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
         raise invalid_field("input_file_id", "must be a file with the purpose batch")
     checked = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
     if not checked.errors and queue_of(fields.endpoint) == "image":
-        await count_pictures(request, service, caller, checked.pictures)
+        await charge(request, service, caller.limits.picture_costs(_by_model(service, caller, checked.pictures)))
     try:
         batch = await service.call(
             service.batches.add, caller.id, fields.endpoint, file, checked.lines, service.links(request).base,
@@ -109,6 +112,15 @@ def _checked(service: Service, key: str, endpoint: str) -> batch_lines.CheckedFi
         return batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
     except NoArtifact:
         raise files.gone("input_file_id") from None
+
+
+def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
+    """The images by the models that serve the given names; under "" those whose model is not known."""
+    seen, counts = service.cards.seen_by(caller.id), Counter[str]()
+    for name, n in pictures.items():
+        card = seen.model(name, ImageCard)
+        counts["" if card is None else card.name] += n
+    return counts
 
 
 async def _find(service: Service, id: str, caller: Caller) -> BatchRecord:

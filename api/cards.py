@@ -7,8 +7,8 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,6 +66,22 @@ class RegistrySnapshot:
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
     names: ModelNames = ModelNames()
     only_live: str = ""  # the model that was the only live image model when there was one last
+    hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
+
+    def seen_by(self, owner: str) -> RegistrySnapshot:
+        """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
+        key = self.keys.get(owner)
+        names = None if key is None else key.allowed_models
+        if names is None:
+            return self
+        allowed = {self.names.aliases.get(name, name) for name in names}
+        aliases = {alias: name for alias, name in self.names.aliases.items() if name in allowed}
+        return replace(
+            self,
+            models=tuple(_with_drafts(model, allowed) for model in self.models if model.name in allowed),
+            names=replace(self.names, aliases=aliases),
+            hidden=tuple(model for model in self.models if model.name not in allowed),
+        )
 
     def clock(self) -> float:
         """Redis's time in seconds since the epoch, which all API processes share."""
@@ -136,6 +152,19 @@ class RegistrySnapshot:
         backlog = self.backlogs.get(queue)
         return 0.0 if backlog is None else backlog.queued_ms / 1000 / max(1, self.ready(queue))
 
+    def next_end_s(self, queue: str, model: str, jobs: int) -> float:
+        """Seconds in which the first of so many of the live jobs, of a queue or of a model alone, should end."""
+        backlog = self.model_backlogs.get(model) if model else self.backlogs.get(queue)
+        work_ms = 0 if backlog is None else backlog.queued_ms + backlog.running_ms
+        return work_ms / 1000 / max(1, self.ready(queue)) / jobs
+
+
+def _with_drafts(card: ModelCard, allowed: Set[str]) -> ModelCard:
+    """The card with those cascades alone whose draft models are allowed."""
+    if not isinstance(card, ImageCard) or card.cascades.keys() <= allowed:
+        return card
+    return replace(card, cascades={name: gate for name, gate in card.cascades.items() if name in allowed})
+
 
 class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
@@ -187,13 +216,19 @@ class CardCache:
                 await asyncio.gather(task, return_exceptions=True)
         await self._access.close()
 
-    async def find(self, name: str | None, kind: type[C]) -> C | None:
-        """The model's card. If it is missing, the snapshot is refreshed first: a worker may have just started."""
-        card = self.now.model(name, kind)
+    async def find(self, name: str | None, kind: type[C], owner: str) -> C | None:
+        """The model's card, if its owner may use it. If it is missing, the snapshot is refreshed first: a worker may
+        have just started.
+        """
+        card = self.seen_by(owner).model(name, kind)
         if card is None and self.redis_answers:
             await self.renew()
-            card = self.now.model(name, kind)
+            card = self.seen_by(owner).model(name, kind)
         return card
+
+    def seen_by(self, owner: str) -> RegistrySnapshot:
+        """The newest snapshot as the owner's key sees it."""
+        return self.now.seen_by(owner)
 
     async def renew(self) -> None:
         """Refresh now. A call during a refresh waits for that one."""

@@ -58,7 +58,7 @@ async def ready(service: Given) -> Response:
 @router.get("/v2/models/{name:path}/ready", summary="Is a model ready? As KServe asks")
 async def model_ready(name: str, service: Given, caller: By) -> Response:
     """Answer 200 if a ready worker serves the model, 404 if no worker ever did, else 503."""
-    card = service.cards.now.named(name)
+    card = service.cards.seen_by(caller.id).named(name)
     if card is None:
         raise admission.unknown_model()
     missing = unready_reason(service)

@@ -10,7 +10,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from api import admission, schemas
-from api.access import By
+from api.access import By, Caller
 from api.errors import ApiError
 from api.routers import new_router
 from api.service import Given, Service
@@ -30,20 +30,20 @@ async def models(service: Given, caller: By) -> Response:
     """List every model that a worker ever announced, and then their aliases; `diptych.live` says whether one serves it
     now.
     """
-    now = service.cards.now
+    now = service.cards.seen_by(caller.id)
     names = [card.name for card in now.models] + [
         alias for alias in now.names.aliases if now.served_name(alias) != alias
     ]
-    data = [model_object(card, service, name) for name in names if (card := now.named(name)) is not None]
+    data = [model_object(card, service, name, caller) for name in names if (card := now.named(name)) is not None]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")
 async def model(name: str, service: Given, caller: By) -> Response:
-    card = service.cards.now.named(name)
+    card = service.cards.seen_by(caller.id).named(name)
     if card is None:
         raise admission.unknown_model()
-    return JSONResponse(model_object(card, service, name), headers={"Cache-Control": "no-store"})
+    return JSONResponse(model_object(card, service, name, caller), headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
@@ -98,8 +98,8 @@ def _serving(card: ModelCard, service: Service) -> list[tuple[WorkerCard, ModelC
     return [(worker, model) for worker, model in pairs if model.name == card.name]
 
 
-def model_object(card: ModelCard, service: Service, name: str) -> dict[str, Any]:
-    """OpenAI's object of a model, with its card, under one of its names."""
+def model_object(card: ModelCard, service: Service, name: str, caller: Caller) -> dict[str, Any]:
+    """OpenAI's object of a model, with its card, under one of its names, and the limits that the caller has of it."""
     serving = _serving(card, service)
     fields = asdict(card)
     del fields["name"]
@@ -111,6 +111,8 @@ def model_object(card: ModelCard, service: Service, name: str) -> dict[str, Any]
         fields |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
     if name != card.name:
         fields["alias_of"] = card.name
+    if key_limits := caller.limits.of_model(card.name):
+        fields["key_limits"] = key_limits
     return {
         "id": name,
         "object": "model",

@@ -1,8 +1,8 @@
-"""Charges requests and pictures to the rate limits of a key, whose state each response tells in its headers."""
+"""Charges requests, pictures and tokens to the limits of a key, whose state each response tells in its headers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import Request
@@ -15,9 +15,8 @@ from api.middleware import on_start
 from api.service import Service
 from core.jobs.rates import RateLimitCost, RateLimitState
 
-HEADERS = [
-    f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "pictures")
-]
+_UNITS = ("requests", "pictures", "tokens")
+HEADERS = [f"x-ratelimit-{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in _UNITS]
 _SOON_S = 120  # a longer delay is not worth a client's automatic retries
 _STATE = "rate_limits"  # of a request: the headers, by name
 
@@ -38,7 +37,7 @@ class RateLimitHeadersMiddleware:
 
 async def enforce_rate_limit(request: Request, service: Service, caller: Caller) -> None:
     """Charge one request to the rate limit. Raises `ApiError` (429)."""
-    await _count(request, service, request_costs(caller))
+    await charge(request, service, caller.limits.request_costs())
 
 
 @asynccontextmanager
@@ -55,35 +54,39 @@ async def charge_refusals(request: Request, service: Service, caller: Caller) ->
         raise
 
 
-async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:
-    """Charge the images of a job before it is created. Raises `ApiError` (429)."""
-    await _count(request, service, picture_costs(caller, n))
+async def charge(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
+    """Charge all of these costs, or none. Raises `ApiError` (429)."""
+    if costs:
+        apply_rate_limits(request, costs, await service.call(service.rates.take, *costs))
 
 
-def request_costs(caller: Caller) -> list[RateLimitCost]:
-    """The charge of `enforce_rate_limit`, for callers that apply it with another script; none without a limit."""
-    return [RateLimitCost(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
+async def refund(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
+    """Take back what these cost, but requests, where their job was refused after the charge."""
+    refunds = [cost for cost in costs if cost.unit != "requests"]
+    if refunds:
+        await service.call(service.rates.refund, *refunds)
+    for name in [name for name in HEADERS if not name.endswith("-requests")]:
+        request.scope["state"][_STATE].pop(name, None)
 
 
-def picture_costs(caller: Caller, n: int) -> list[RateLimitCost]:
-    """The charge of `count_pictures`, likewise."""
-    return [RateLimitCost(caller.quota, caller.id, "pictures", n)] if caller.id and caller.quota else []
+def apply_rate_limits(request: Request, costs: Sequence[RateLimitCost], states: Sequence[RateLimitState]) -> None:
+    """Add the counters' states to the response's headers: of each unit that which leaves the least.
 
-
-def apply_rate_limit(request: Request, charge: RateLimitCost, standing: RateLimitState) -> None:
-    """Add a counter's state to the response's headers. Raises `ApiError` (429) if the limit is exceeded."""
-    unit = charge.unit
-    request.scope["state"][_STATE] |= {
-        f"x-ratelimit-limit-{unit}": str(standing.limit),
-        f"x-ratelimit-remaining-{unit}": str(standing.remaining),
-        f"x-ratelimit-reset-{unit}": f"{standing.reset_s:.3f}s",
-    }
-    if not standing.allowed:
-        again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}
-        code = "rate_limit_exceeded" if unit == "requests" else "quota_exceeded"
-        raise ApiError(429, f"This key's limit of {charge.rate} {unit} is reached.", code=code, headers=again)
-
-
-async def _count(request: Request, service: Service, charges: list[RateLimitCost]) -> None:
-    for charge in charges:
-        apply_rate_limit(request, charge, await service.call(service.rates.take, charge))
+    Raises `ApiError` (429) if the last of them is exceeded.
+    """
+    headers = request.scope["state"][_STATE]
+    for cost, state in zip(costs, states, strict=False):
+        unit = cost.unit
+        remaining = headers.get(f"x-ratelimit-remaining-{unit}")
+        if remaining is None or not state.allowed or state.remaining < int(remaining):
+            headers |= {
+                f"x-ratelimit-limit-{unit}": str(state.limit),
+                f"x-ratelimit-remaining-{unit}": str(state.remaining),
+                f"x-ratelimit-reset-{unit}": f"{state.reset_s:.3f}s",
+            }
+        if not state.allowed:
+            again = {"Retry-After": str(state.retry_after_s), **(NO_RETRY if state.wait_s > _SOON_S else {})}
+            code = "quota_exceeded" if unit == "pictures" else "rate_limit_exceeded"
+            words = f"{cost.rate} {unit}" + (f" of {cost.model}" if cost.model else "")
+            message = f"This key's limit of {words} is reached."
+            raise ApiError(429, message, param="model" if cost.model else None, code=code, headers=again)

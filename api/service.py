@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -20,6 +20,7 @@ from api.cards import CardCache, ModelNames
 from api.fair_limiter import FairLimiter
 from api.held_bytes import HeldBytes
 from api.job_follower import JobFollower
+from api.key_limits import KeyLimits
 from api.links import ImageLinks
 from api.picture_decoder import PictureDecoder
 from api.picture_fetcher import PictureFetcher
@@ -33,7 +34,7 @@ from core.jobs.batches import BatchStore
 from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import EventReader
 from core.jobs.files import FileStore
-from core.jobs.keyring import Keyring, most_queued
+from core.jobs.keyring import Keyring
 from core.jobs.rates import RateLimiter
 from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, QueuePosition
@@ -47,6 +48,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREADS = 24  # for Redis calls; its client has a few more connections, for the reaper and the cards
+_KEYS = 4096  # whose limits are held resolved
 _PARSERS = 2  # of batch files, line by line
 _WRITERS = 4  # of uploads: each holds a few MiB
 _STORERS = 16  # threads for the artifact store, separate from those for Redis
@@ -62,6 +64,7 @@ class Service:
         if not settings.redis_url:
             raise SettingsError("DIPTYCH_REDIS_URL: must be given")
         self.settings = settings
+        self._limits_of = lru_cache(_KEYS)(partial(KeyLimits.of, settings=settings))
         try:
             self.redis = RedisClient(settings.redis_url)
         except ValueError as error:
@@ -161,12 +164,9 @@ class Service:
             return ""
         return describe_missing(missing) if missing else ""
 
-    def queued_limit(self, owner: str) -> int | None:
-        """Return how many of an owner's jobs may wait in one queue. None: only the queue's limit applies."""
-        if not owner:
-            return None
-        key = self.cards.now.keys.get(owner)
-        return most_queued((key.queued if key else "") or self.settings.key_queued, self.settings.max_queued)
+    def limits(self, owner: str) -> KeyLimits:
+        """The limits of an owner's jobs and requests."""
+        return self._limits_of(owner, self.cards.now.keys.get(owner))
 
     def links(self, request: Request) -> ImageLinks:
         """Links as this request's client reaches them, signed if keys are required."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
@@ -15,23 +16,25 @@ from typing import Any
 
 from fastapi import Request
 
-from api import admission, references, webhooks
+from api import admission, references, text_drafts, webhooks
 from api.access import Caller, key_required, unknown_key
 from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.predictions.objects import FORM
-from api.rate_limits import apply_rate_limit, count_pictures, enforce_rate_limit, picture_costs, request_costs
+from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
-from contract.card import ImageCard, Size
+from contract.card import ImageCard, Size, TextCard
 from contract.control import Control
 from contract.image import PICTURES, ImageJob
 from contract.image_request import ImageRequest
 from contract.picture_input import PictureInput
+from contract.text import TextJob
 from core import logs, traces
 from core.jobs.connection import StoreDown
+from core.jobs.creation import JobCreation, OwnerLimits
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
 
@@ -78,15 +81,13 @@ async def submit(
     digest = "" if id is None else await _digest(service, caller, fields, pictures, webhook_events)
     webhook = _webhook(service, request, fields, webhook_events)
     draft_for = partial(_draft, service, caller, fields, id, digest, webhook)
-    card = service.cards.now.model(fields.model, ImageCard)
+    card = service.cards.seen_by(caller.id).model(fields.model, ImageCard)
     draft, refusal = _attempt(draft_for, pictures, card)
-    requests = [] if charged else request_costs(caller)
+    requests = [] if charged else caller.limits.request_costs()
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        picture_cost = picture_costs(caller, draft.request.n)
-        job, standing = await create(
-            service, draft, request, requests + picture_cost, len(requests), keyless=not caller.id
-        )
+        costs = requests + caller.limits.job_costs(draft.model, draft.request.n)
+        job, standing = await create(service, draft, request, costs, keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
@@ -96,17 +97,21 @@ async def submit(
     if refusal is not None:
         raise refusal
     if card is None or draft is None:
-        card = await served(service, fields.model, ImageCard)
+        card = await served(service, fields.model, ImageCard, caller.id)
         draft = draft_for(pictures, card)
-    charges = picture_costs(caller, draft.request.n)
+    costs = caller.limits.job_costs(draft.model, draft.request.n)
     if pictured:
-        count = partial(count_pictures, request, service, caller, draft.request.n)
+        count = partial(charge, request, service, costs)
         check = partial(_check_deadline, service, card=card)
         draft = await with_inputs(service, caller.id, partial(draft_for, card=card), pictures, count, check)
-        charges = []
     else:
         await _check_deadline(service, draft, card)
-    job, standing = await create(service, draft, request, charges, keyless=not caller.id)
+    try:
+        job, standing = await create(service, draft, request, [] if pictured else costs, keyless=not caller.id)
+    except ApiError:
+        if pictured:
+            await refund(request, service, costs)
+        raise
     return _same(job, caller, digest), standing
 
 
@@ -114,7 +119,7 @@ def _draft(
     service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    now = service.cards.now
+    now = service.cards.seen_by(caller.id)
     admission.check_expansion(fields, now.expands(card.name))
     draft = admission.image_draft(fields, card, pictures)
     admission.check_cascade(draft.request, now)
@@ -133,23 +138,25 @@ def _attempt(
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
-    requests = request_costs(caller)
-    pictures = picture_costs(caller, ImageJob.read(job.parameters).n) if job.modality == "image" else []
+    card = service.cards.seen_by(caller.id).model(job.model, TextCard)
+    pictures = ImageJob.read(job.parameters).n if job.modality == "image" else 0
+    tokens = 0 if card is None else math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
     draft = JobDraft(
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
-    return (await create(service, draft, request, requests + pictures, len(requests), keyless=not caller.id))[0]
+    costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens)
+    return (await create(service, draft, request, costs, keyless=not caller.id))[0]
 
 
-async def served(service: Service, name: str | None, kind: type[C]) -> C:
-    """The model of this name and kind; without a name, the first live one. Raises `ApiError` and `StoreError` if none
-    can serve the request.
+async def served(service: Service, name: str | None, kind: type[C], owner: str) -> C:
+    """The model of this name and kind that the owner may use; without a name, the first live one. Raises `ApiError` and
+    `StoreError` if none can serve the request.
     """
-    card = await service.cards.find(name, kind)
+    card = await service.cards.find(name, kind, owner)
     if card is not None:
         return card
-    refusal = admission.no_such_model(service.cards.now, name, kind)
+    refusal = admission.no_such_model(service.cards.seen_by(owner), name, kind)
     if refusal is not None:
         raise refusal
     raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
@@ -166,37 +173,46 @@ async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) 
 async def create(
     service: Service,
     draft: JobDraft[Any],
-    request: Request | None = None,
-    charges: Sequence[RateLimitCost] = (),
-    always: int = 0,
+    request: Request,
+    costs: Sequence[RateLimitCost] = (),
     *,
     keyless: bool,
 ) -> tuple[Job, QueuePosition | None]:
     """Charge the rate limits and create the record, with its message, in one step. Raises `ApiError` (429).
 
-    The first `always` charges count even if no job is created. `keyless`: the caller has no key.
+    Costs of requests, which are the first, count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
-    queue_share = service.queued_limit(draft.owner)
+    limits = service.limits(draft.owner).of_jobs(draft.model)
+    always = sum(cost.unit == "requests" for cost in costs)
     creation = await service.submissions.make(
-        draft, service.queue.message(draft.envelope), charges, always, queue_share, keyless=keyless
+        draft, service.queue.message(draft.envelope), costs, always, limits, keyless=keyless
     )
-    for charge, standing in zip(charges, creation.charges, strict=False):
-        assert request is not None
-        apply_rate_limit(request, charge, standing)
+    apply_rate_limits(request, costs, creation.charges)
     if creation.barred:
         raise key_required() if keyless else unknown_key()
     if creation.job is None:
-        queue = draft.modality
-        code, message = "queue_full", f"The {queue} queue is full"
-        if creation.share:
-            code, message = (
-                "queue_share_full",
-                f"As many jobs of this key wait in the {queue} queue as may ({queue_share})",
-            )
-        headers = {"Retry-After": str(admission.retry_after_s(service.cards.now.wait_s(queue)))}
-        raise ApiError(429, f"{message}; try again later.", code=code, headers=headers)
+        raise _no_room(service, draft, creation, limits)
     return creation.job, creation.standing
+
+
+def _no_room(service: Service, draft: JobDraft[Any], creation: JobCreation, limits: OwnerLimits) -> ApiError:
+    """The 429 for a job for which the queue, or its owner, has no room."""
+    queue, now = draft.modality, service.cards.now
+    wait_s, param = now.wait_s(queue), None
+    code, message = "queue_full", f"The {queue} queue is full"
+    if creation.share:
+        code = "queue_share_full"
+        message = f"As many jobs of this key wait in the {queue} queue as may ({limits.waiting})"
+    elif creation.jobs_of:
+        of_model = creation.jobs_of == "model"
+        most, model = (limits.of_model, draft.model) if of_model else (limits.live, "")
+        code, param = "too_many_jobs", "model" if of_model else None
+        where = f"of {model}" if model else f"in the {queue} queue"
+        message = f"This key's limit of {most} jobs at once {where} is reached"
+        wait_s = now.next_end_s(queue, model, most or 1)
+    headers = {"Retry-After": str(admission.retry_after_s(wait_s))}
+    return ApiError(429, f"{message}; try again later.", param=param, code=code, headers=headers)
 
 
 async def with_inputs(

@@ -89,9 +89,11 @@ async def _answer(
     await enforce_rate_limit(request, service, caller)
     read = partial(text_drafts.read, endpoint, ignore_unknown=service.ignore_unknown)
     text_request = await body.read_as(request, caller.id, read)
-    card = await served(service, model or text_request.fields.model, TextCard)
+    card = await served(service, model or text_request.fields.model, TextCard, caller.id)
     with errors_at(text_request.fields.FIELD_NAMES):
-        job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
+        draft = text_drafts.draft(text_request, card, caller.id)
+        costs = caller.limits.job_costs(card.name, tokens=draft.tokens)
+        job, _ = await create(service, draft, request, costs, keyless=not caller.id)
         if text_request.fields.stream:
             writer = text_drafts.WRITERS[endpoint](job, usage=text_request.fields.usage_wanted)
             # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.

@@ -5,6 +5,7 @@ Checks that need a tokenizer, such as the prompt's token count, run on the worke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,7 @@ def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]
     with invalid_as_api_error():
         job.check(offer)
     job = job.complete(offer)
-    tokens = job.tokens + job.count * min(
-        _USUAL_TOKENS if job.max_tokens is None else job.max_tokens, offer.context or _USUAL_TOKENS
-    )
+    tokens = estimated_tokens(job, card)
     return JobDraft(
         id=new_id(),
         modality="text",
@@ -82,7 +81,14 @@ def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]
         work_ms=round(1000 * tokens * card.costs.token_s),
         owner=owner,
         followed=bool(request.fields.stream),
+        tokens=math.ceil(tokens),
     )
+
+
+def estimated_tokens(job: TextJob, card: TextCard) -> float:
+    """The tokens of prompts and answers: of an answer as many as it may have, where the request says it."""
+    most = _USUAL_TOKENS if job.max_tokens is None else job.max_tokens
+    return job.tokens + job.count * min(most, card.limits.context or _USUAL_TOKENS)
 
 
 _RULES = {

@@ -35,8 +35,27 @@ def add(commands: Commands) -> None:
     new.add_argument(
         "--scopes", default="images,text,files", metavar="WORD,…", help="of images, text, files, admin; %(default)s"
     )
-    new.add_argument("--rate", default="", metavar="N/TIME", help="requests, as 60/minute; default: DIPTYCH_RATE")
+    new.add_argument(
+        "--models", default="", metavar="NAME,…", help="that it may use; others are hidden from it; default: all"
+    )
+    new.add_argument(
+        "--rate", default="", metavar="N/TIME", help="requests, as 60/minute, or with limits of one model besides "
+        "60/minute,emoji-z=10/minute; default: DIPTYCH_RATE",
+    )  # fmt: skip
     new.add_argument("--quota", default="", metavar="N/TIME", help="pictures, as 1000/day; default: DIPTYCH_QUOTA")
+    new.add_argument(
+        "--tokens", default="", metavar="N/TIME", help="of texts, as 100000/minute; default: DIPTYCH_TOKENS"
+    )
+    new.add_argument(
+        "--jobs",
+        default="",
+        metavar="N",
+        help="queued or running, as 50,emoji-z=4; default: DIPTYCH_KEY_JOBS",
+    )
+    new.add_argument(
+        "--running", default="", metavar="N|N%", help="of a model's jobs at its workers, as 8 or 50%%,emoji-z=2; "
+        "default: DIPTYCH_KEY_RUNNING",
+    )  # fmt: skip
     new.add_argument(
         "--queued", default="", metavar="N|N%", help="of its jobs may wait in a queue; default: DIPTYCH_KEY_QUEUED"
     )
@@ -72,13 +91,14 @@ def _add(options: argparse.Namespace) -> int:
 
     scopes = [word.strip() for word in options.scopes.split(",") if word.strip()]
     limits = (options.rate, options.quota, options.queued, options.file_bytes, options.checker)
+    more = {name: getattr(options, name) for name in ("tokens", "jobs", "running", "models")}
     try:
-        check(options.name, scopes, *limits)
+        check(options.name, scopes, *limits, **more)
     except Invalid as error:
         raise wrong_option(error, {"name": "NAME"}) from error
 
     def make(keyring: Keyring) -> None:
-        key, token = keyring.add(options.name, scopes, *limits)
+        key, token = keyring.add(options.name, scopes, *limits, **more)
         print(f"{token}\n\n{key.name} ({key.id}) may use it as Authorization: Bearer …, from now on.")
         print("It is not kept and not shown again.")
 
@@ -90,8 +110,8 @@ def _list(options: argparse.Namespace) -> int:
     for key in _with_keyring(options, lambda keyring: keyring.all()):
         created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
         bounds = {
-            "rate": key.rate, "quota": key.quota, "queued": key.queued, "file bytes": key.file_bytes,
-            "checker": key.checker,
+            "models": key.models, "rate": key.rate, "quota": key.quota, "tokens": key.tokens, "jobs": key.jobs,
+            "running": key.running, "queued": key.queued, "file bytes": key.file_bytes, "checker": key.checker,
         }  # fmt: skip
         limits = ", ".join(f"{limit} {value}" for limit, value in bounds.items() if value)
         print(f"{key.id}  {key.name}  {','.join(key.scopes)}  {created}" + (f"  {limits}" if limits else ""))

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract import model_names, plan, urls
+from contract import limits, model_names, plan, urls
 from contract.content import Action, read_labels
 from contract.precision import Choice, ImageChoice
 
@@ -25,8 +25,6 @@ EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's architecture with random weights, where it is not installed
 AUTO = "auto"
-RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # count per period; empty: no limit
-SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # a number, or a percentage; empty: no limit
 _TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # query parameters allowed in redis_url
 _OF_ONE_MODEL = ("unet", "lora", "tiny_vae", "refiner", "plans")
 _OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/harness/provenance.py
@@ -292,16 +290,24 @@ class Settings(BaseSettings):
         default=False, description="without keys, serve other machines too: something else keeps strangers out"
     )
     rate: str = Field(
-        default="600/minute", pattern=f"^{RATE}$", description="requests of one key, such as 10/second; empty: no limit"
+        default="600/minute",
+        description="requests of one key, such as 10/second, or 10/second, emoji-z=10/minute; empty: no limit",
     )
-    quota: str = Field(
-        default="", pattern=f"^{RATE}$", description="pictures of one key, such as 1000/day; empty: no limit"
+    quota: str = Field(default="", description="pictures of one key, such as 1000/day; empty: no limit")
+    tokens: str = Field(default="", description="estimated tokens of one key's texts, such as 100000/minute")
+    key_jobs: str = Field(
+        default="", description="of one key queued or running at once, such as 200, or 200, emoji-z=8; empty: no limit"
+    )
+    key_running: str = Field(
+        default="", description="of a model that workers run or are given at once of one key, such as 8 or 50%"
     )
     files_quota_bytes: int = Field(
         default=10 * 2**30, ge=0, le=2**50, description="that the files of one key may take together; 0: no limit"
     )
     key_queued: str = Field(
-        default="50%", pattern=f"^{SHARE}$", description="of a queue, or jobs, that one key's may be; empty: no limit"
+        default="50%",
+        pattern=f"^({limits.SHARE.pattern.pattern})?$",
+        description="of a queue, or jobs, that one key's may be; empty: no limit",
     )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
@@ -338,6 +344,12 @@ class Settings(BaseSettings):
     @classmethod
     def _are_labels(cls, value: str) -> str:
         read_labels(value)
+        return value
+
+    @field_validator("rate", "quota", "tokens", "key_jobs", "key_running")
+    @classmethod
+    def _are_limits(cls, value: str, info: ValidationInfo) -> str:
+        limits.read_limits(value, limits.KEY_LIMITS[str(info.field_name).removeprefix("key_")])
         return value
 
     @field_validator("deepcache")

@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # What guards a room, the quickest first: a mutant is dead at the first test that fails.
 ROOMS: dict[str, tuple[str, ...]] = {
     "api/access.py": ("tests/api/test_access.py",),
-    "api/rate_limits.py": ("tests/api/test_access.py",),
+    "api/key_limits.py": ("tests/api/test_key_limits.py",),
+    "api/rate_limits.py": ("tests/api/test_access.py", "tests/api/test_key_limits.py"),
     "core/batching/admission.py": (
         "tests/core/batching/test_scheduler.py",
         "tests/core/batching/test_preemption.py",

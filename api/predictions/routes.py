@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api import admission, body, health, images, jobs, models, references, schemas, submission
 from api.access import By, Caller
+from api.cards import RegistrySnapshot
 from api.errors import ApiError, invalid_field
 from api.events import EventStream
 from api.foreign import error_route, errors_at
@@ -193,7 +194,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 )
 async def create_of_model(owner: str, name: str, request: Request, service: Given, caller: By) -> Response:
     """Make a prediction as POST /v1/predictions does. The model is that of this name, or of the name owner/name."""
-    id, model = submission.idempotency_id(request, caller), _name(service, owner, name)
+    id, model = submission.idempotency_id(request, caller), _name(service.cards.seen_by(caller.id), owner, name)
     return await _create(request, service, caller, REPLICATE, id, model)
 
 
@@ -248,18 +249,19 @@ async def model(owner: str, name: str, request: Request, service: Given, caller:
     only one.
     """
     id = f"{owner}/{name}"
-    named = service.cards.now.named(id)
+    named = service.cards.seen_by(caller.id).named(id)
     if not isinstance(named, ImageCard | None):
         return await models.model(id, service, caller)
-    card = named or _card(service, owner, name)
+    card = named or _card(service.cards.seen_by(caller.id), owner, name)
     fields = objects.model_fields(card, owner, name, service.links(request).base, models.started(card, service))
-    return JSONResponse({**models.model_object(card, service, id if named else card.name), **fields}, headers=_FRESH)
+    listed = models.model_object(card, service, id if named else card.name, caller)
+    return JSONResponse({**listed, **fields}, headers=_FRESH)
 
 
 @router.get("/v1/models/{owner}/{name}/versions", summary="List a model's versions")
 async def versions(owner: str, name: str, service: Given, caller: By) -> Response:
     """A page with the one version that there is."""
-    card = _card(service, owner, name)
+    card = _card(service.cards.seen_by(caller.id), owner, name)
     page = {"previous": None, "next": None, "results": [objects.version(card, models.started(card, service))]}
     return JSONResponse(page, headers=_FRESH)
 
@@ -267,7 +269,7 @@ async def versions(owner: str, name: str, service: Given, caller: By) -> Respons
 @router.get("/v1/models/{owner}/{name}/versions/{id}", summary="Look at a model's version")
 async def model_version(owner: str, name: str, id: str, service: Given, caller: By) -> Response:
     """The version, whose id is the model's name, with its schemas of input and output."""
-    card = _card(service, owner, name)
+    card = _card(service.cards.seen_by(caller.id), owner, name)
     if id != card.name:
         raise ApiError(404, "id: the only version of a model is its name", param="id", code="version_not_found")
     return JSONResponse(objects.version(card, models.started(card, service)), headers=_FRESH)
@@ -297,13 +299,13 @@ async def _create(
         given = schemas.read(PredictionBody, await body.read(request, caller.id))
         if given.id is not None and given.id != request.path_params.get("id", given.id):
             raise invalid_field("id", "must be the id in the address")
-        model = model or _version(service, given.version)
+        model = model or _version(service.cards.seen_by(caller.id), given.version)
         base = service.links(request).base
-        card = service.cards.now.model(model, ImageCard)
+        card = service.cards.seen_by(caller.id).model(model, ImageCard)
         fields, places = inputs.job_fields(given.input, base, card)
         if card is None and places["size"] == "input.aspect_ratio":  # the size is one of the card's
             with errors_at(places):
-                card = await submission.served(service, model, ImageCard)
+                card = await submission.served(service, model, ImageCard, caller.id)
             fields, places = inputs.job_fields(given.input, base, card)
         url, events = _webhook(given)
         with errors_at(places):
@@ -400,23 +402,23 @@ def _webhook(given: PredictionBody) -> tuple[str | None, tuple[str, ...]]:
     return given.webhook, EVENTS if given.webhook_events_filter is None else tuple(given.webhook_events_filter)
 
 
-def _version(service: Service, version: str | None) -> str | None:
+def _version(seen: RegistrySnapshot, version: str | None) -> str | None:
     """The model that a version names: by its name, or in the form owner/name or owner/name:version."""
-    if version is None or service.cards.now.model(version, ImageCard) is not None:
+    if version is None or seen.model(version, ImageCard) is not None:
         return version
     path, _, id = version.partition(":")
     owner, slash, name = path.partition("/")
-    return id or (_name(service, owner, name) if slash else path)
+    return id or (_name(seen, owner, name) if slash else path)
 
 
-def _name(service: Service, owner: str, name: str) -> str:
+def _name(seen: RegistrySnapshot, owner: str, name: str) -> str:
     """The name of the model that is addressed by owner and name: both, if there is a model of that name."""
     both = f"{owner}/{name}"
-    return name if service.cards.now.model(both, ImageCard) is None else both
+    return name if seen.model(both, ImageCard) is None else both
 
 
-def _card(service: Service, owner: str, name: str) -> ImageCard:
-    card = service.cards.now.model(_name(service, owner, name), ImageCard)
+def _card(seen: RegistrySnapshot, owner: str, name: str) -> ImageCard:
+    card = seen.model(_name(seen, owner, name), ImageCard)
     if card is None:
         raise admission.unknown_model()
     return card

@@ -106,8 +106,8 @@ async def _submit(
     stored, dropped = stored_options(await service.call(service.sdapi.options, caller.id))
     options = options_of(stored, body)
     named = (body.override_settings or {}).get("sd_model_checkpoint")
-    card = await chosen_model(service, options.sd_model_checkpoint, required=bool(named))
-    if find_model(service, options.sd_model_checkpoint) is None:
+    card = await chosen_model(service, options.sd_model_checkpoint, caller.id, required=bool(named))
+    if find_model(service.cards.seen_by(caller.id), options.sd_model_checkpoint) is None:
         dropped.append("sd_model_checkpoint: the model that was set is not there; another one is used")
     translation = translate(body, options, card, pictures.source)
     translation.warnings += dropped

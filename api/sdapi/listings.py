@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
+from api.cards import RegistrySnapshot
 from api.sdapi import controlnet
 from api.sdapi.options import FRESH, find_model
 from api.sdapi.routing import By, new_router
@@ -21,16 +22,17 @@ router: APIRouter = new_router()
 _NONE = "None"
 
 
-def _models(service: Service) -> list[ImageCard]:
+def _models(seen: RegistrySnapshot) -> list[ImageCard]:
     """The image models, live ones first."""
-    cards = [card for card in service.cards.now.models if isinstance(card, ImageCard)]
+    cards = [card for card in seen.models if isinstance(card, ImageCard)]
     return sorted(cards, key=lambda card: not card.live)
 
 
 async def _model(service: Service, owner: str) -> ImageCard | None:
     """The model that the caller's options name."""
     stored = await service.call(service.sdapi.options, owner)
-    return find_model(service, stored.get("sd_model_checkpoint")) or find_model(service, None)
+    seen = service.cards.seen_by(owner)
+    return find_model(seen, stored.get("sd_model_checkpoint")) or find_model(seen, None)
 
 
 def _answer(content: Any) -> Response:
@@ -40,7 +42,8 @@ def _answer(content: Any) -> Response:
 @router.get("/sdapi/v1/sd-models", summary="List image models")
 async def sd_models(service: Given, caller: By) -> Response:
     fields = {"hash": None, "sha256": None, "config": None}
-    return _answer([{"title": c.name, "model_name": c.name, "filename": c.name, **fields} for c in _models(service)])
+    cards = _models(service.cards.seen_by(caller.id))
+    return _answer([{"title": c.name, "model_name": c.name, "filename": c.name, **fields} for c in cards])
 
 
 @router.get("/sdapi/v1/schedulers", summary="List noise schedules")
@@ -51,7 +54,7 @@ async def schedulers(service: Given, caller: By) -> Response:
 
 @router.get("/sdapi/v1/scripts", summary="List scripts")
 async def scripts(service: Given, caller: By) -> Response:
-    has_control = any(card.controls or card.image_prompts for card in _models(service))
+    has_control = any(card.controls or card.image_prompts for card in _models(service.cards.seen_by(caller.id)))
     # webuiapi knows the extension by its second script; else it repeats the units of a call in all later ones.
     listed = ["controlnet", "controlnet m2m"] if has_control else []
     return _answer({"txt2img": listed, "img2img": listed})

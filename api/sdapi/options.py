@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from api import body, schemas, submission
+from api.cards import RegistrySnapshot
 from api.errors import invalid_field
 from api.foreign import errors_at
 from api.rate_limits import enforce_rate_limit
@@ -31,7 +32,8 @@ async def get_options(service: Given, caller: By) -> Response:
     """The options that are read, and others that clients look for, whose values are fixed."""
     stored = await service.call(service.sdapi.options, caller.id)
     name = stored.get("sd_model_checkpoint")
-    card = find_model(service, name) or find_model(service, None)
+    seen = service.cards.seen_by(caller.id)
+    card = find_model(seen, name) or find_model(seen, None)
     fixed = {
         "sd_checkpoint_hash": "", "sd_vae": "Automatic", "CLIP_stop_at_last_layers": 1, "samples_format": "png",
         "show_progress_every_n_steps": PREVIEW_EVERY, "live_previews_enable": True, "enable_pnginfo": True,
@@ -55,35 +57,35 @@ async def set_options(request: Request, service: Given, caller: By) -> Response:
     given = requests.parse(OptionsBody, await body.read(request, caller.id)).given
     if given.get("sd_model_checkpoint"):
         with errors_at({"model": "sd_model_checkpoint"}):
-            card = await chosen_model(service, given["sd_model_checkpoint"], required=True)
+            card = await chosen_model(service, given["sd_model_checkpoint"], caller.id, required=True)
         given["sd_model_checkpoint"] = card.name
     if given:
         await service.call(service.sdapi.set_options, caller.id, given)
     return JSONResponse(None)
 
 
-def find_model(service: Service, title: str | None) -> ImageCard | None:
+def find_model(seen: RegistrySnapshot, title: str | None) -> ImageCard | None:
     """The image model of this title, as sd-models lists it, or of an alias; without a title, the first live one."""
     if not title:
-        return service.cards.now.model(None, ImageCard)
+        return seen.model(None, ImageCard)
     for name in names.model_names(title):
-        if name and (card := service.cards.now.declared(name, ImageCard)) is not None:
+        if name and (card := seen.declared(name, ImageCard)) is not None:
             return card
     return None
 
 
-async def chosen_model(service: Service, title: str | None, *, required: bool) -> ImageCard:
-    """The model of this title. Unless it is `required`, the first live one where it is there no more.
+async def chosen_model(service: Service, title: str | None, owner: str, *, required: bool) -> ImageCard:
+    """The owner's model of this title. Unless it is `required`, the first live one where it is there no more.
 
     Raises `ApiError`: 400 for an unknown title, 503 if no model was announced yet.
     """
-    card = find_model(service, title)
+    card = find_model(service.cards.seen_by(owner), title)
     if card is None and title:
         await service.cards.renew_soon()  # a worker may have just started
-        card = find_model(service, title)
+        card = find_model(service.cards.seen_by(owner), title)
     if card is not None:
         return card
-    default = await submission.served(service, None, ImageCard)
+    default = await submission.served(service, None, ImageCard, owner)
     if title and required:
         raise invalid_field("model", "is not known; /sdapi/v1/sd-models lists those there are", "model_not_found")
     return default

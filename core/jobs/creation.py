@@ -9,19 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 from core.jobs import rates
 from core.jobs.broker import level, list_key
 from core.jobs.record import Job, JobDraft, JobState, QueueBacklog, QueuePosition, milliseconds, pairs, to_json
 
-_MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # the possible outcomes; else the job existed already, or is refused
+# The possible outcomes; else the job existed already, or is refused.
+_MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4
+_JOBS_OF: Final[dict[int, Literal["model", "queue"]]] = {-6: "model", -7: "queue"}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    """Limits of one owner's jobs in a queue; None, or empty: none.
+
+    `waiting` are queued jobs, `live` queued or running ones, `of_model` live ones of the draft's model. `running`
+    limits those of the model that run or whose messages wait for a worker: a number, or a share of the workers' places
+    such as 50%. More of them wait; more of the others are refused.
+    """
+
+    waiting: int | None = None
+    of_model: int | None = None
+    live: int | None = None
+    running: str = ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        counts = (self.waiting, self.of_model, self.live)
+        return *("" if count is None else str(count) for count in counts), self.running
+
+
+UNLIMITED = OwnerLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class JobCreation:
     """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
-    used up, the owner is `barred` (or has no key where one is required), or the last of `charges` exceeds its limit.
+    used up, as many jobs as may are live (`jobs_of` says whether of the "model" or the "queue"), the owner is `barred`
+    (or has no key where one is required), or the last of `charges` exceeds its limit.
 
     `created`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
     position of a job created now. `charges` is the state of the counters that were charged, and of the one exceeded.
@@ -32,6 +58,7 @@ class JobCreation:
     full: bool = False
     share: bool = False
     barred: bool = False
+    jobs_of: Literal["", "model", "queue"] = ""
     standing: QueuePosition | None = None
     charges: tuple[rates.RateLimitState, ...] = ()
 
@@ -42,14 +69,13 @@ def argument(
     message: str = "",
     charges: Sequence[rates.RateLimitCost] = (),
     always: int = 0,
-    limit: int | None = None,
+    limits: OwnerLimits = UNLIMITED,
     *,
     keyless: bool = False,
 ) -> str:
     """Encode the argument of `lua/jobs/create.lua`. The first `always` charges count even if no job is created.
 
-    `limit` limits the owner's waiting jobs in the queue; None: only the queue's own limit applies. `keyless`: the
-    request came without a key, and is barred if keys are required by now.
+    `keyless`: the request came without a key, and is barred if keys are required by now.
     """
     urgency = level(draft.priority)
     return to_json([
@@ -59,8 +85,7 @@ def argument(
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
         "" if draft.followed is None else str(int(draft.followed)), list_key(draft.envelope.kombu_queue, urgency),
         message,
-        str(max_queued if limit is None else limit), str(always), str(milliseconds(draft.keep_s)),
-        "1" if keyless else "",
+        str(always), str(milliseconds(draft.keep_s)), "1" if keyless else "", *limits.arguments,
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 
@@ -78,7 +103,10 @@ def outcome(draft: JobDraft[Any], charges: Sequence[rates.RateLimitCost], answer
         queued = _queued(draft, created, deadline, f"{created}-{sequence}")
         return JobCreation(queued, True, standing=standing, charges=counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
-    return JobCreation(job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, charges=counters)
+    return JobCreation(
+        job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, jobs_of=_JOBS_OF.get(code, ""),
+        charges=counters,
+    )  # fmt: skip
 
 
 def _queued(draft: JobDraft[Any], created: int, deadline: int, incarnation: str) -> Job:

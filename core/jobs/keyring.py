@@ -18,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from contract.characters import text_error
 from contract.content import ACTIONS
 from contract.errors import Invalid
-from core.config import RATE, SHARE
+from contract.limits import KEY_LIMITS, SHARE, read_limits
+from contract.strict import MAX_NAME
 from core.jobs import keys
 from core.jobs.connection import RedisClient, RedisStore, StoreFull
 from core.jobs.record import to_json
@@ -29,8 +31,6 @@ SCOPES = ("images", "text", "files", "admin")
 USUAL_SCOPES = SCOPES[:3]
 _TOKEN = re.compile(r"dpt_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
-_RATE = re.compile(RATE)
-_SHARE = re.compile(SHARE)
 _MOST_BYTES = 2**50
 GUARDED, _OPEN = "keys", "open"  # values of `keys.ACCESS`
 
@@ -39,10 +39,12 @@ GUARDED, _OPEN = "keys", "open"  # values of `keys.ACCESS`
 class ApiKey:
     """An API key as stored. `hash` is SHA-256 of the whole token, which is random and so needs no salt.
 
-    `rate` (requests) and `quota` (images) have the form 60/minute, `queued` (the key's jobs that may wait in a queue)
-    the form 200 or 25%; empty: the service's default. `file_bytes` limits the total size of its files; 0: the service's
-    default. `checker` is what is done to pictures that the service's checker flags (`contract.content`); empty: the
-    service's own. `created` is seconds since the epoch.
+    `rate` (requests), `quota` (images), `tokens`, `jobs` (queued or running) and `running` (of a model, at workers) are
+    limits by model (`contract.limits`); `queued` (the key's jobs that may wait in a queue) has the form 200 or 25%;
+    where they say nothing the service's defaults hold. `models` are those that the key may use, separated by commas;
+    empty: all. `file_bytes` limits the total size of its files; 0: the service's default. `checker` is what is done to
+    pictures that the service's checker flags (`contract.content`); empty: the service's own. `created` is seconds since
+    the epoch.
     """
 
     id: str
@@ -55,6 +57,15 @@ class ApiKey:
     queued: str = ""
     file_bytes: int = 0
     checker: str = ""
+    tokens: str = ""
+    jobs: str = ""
+    running: str = ""
+    models: str = ""
+
+    @property
+    def allowed_models(self) -> frozenset[str] | None:
+        """The names of the models that the key may use. None: all."""
+        return frozenset(map(str.strip, self.models.split(","))) if self.models else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +98,18 @@ class Keyring(RedisStore):
         queued: str = "",
         file_bytes: int = 0,
         checker: str = "",
+        **limits: str,
     ) -> tuple[ApiKey, str]:
-        """Create a key; returns it with its token, which is shown only once. Raises ValueError, naming the field."""
-        check(name, scopes, rate, quota, queued, file_bytes, checker)
+        """Create a key; returns it with its token, which is shown only once. Raises ValueError, naming the field.
+
+        `limits` are its `tokens`, `jobs`, `running` and `models`.
+        """
+        check(name, scopes, rate, quota, queued, file_bytes, checker, **limits)
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         token = f"dpt_{id}_{secret}"
         ordered = tuple(scope for scope in SCOPES if scope in scopes)
-        key = ApiKey(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes, checker)
+        created = int(time.time())
+        key = ApiKey(id, name, _hash(token), ordered, rate, quota, created, queued, file_bytes, checker, **limits)
         self._add(id, to_json(asdict(key)), checker)
         return key, token
 
@@ -148,17 +164,24 @@ class Keyring(RedisStore):
 
 
 def check(
-    name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0, checker: str = ""
-) -> None:
+    name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0, checker: str = "",
+    *, tokens: str = "", jobs: str = "", running: str = "", models: str = "",
+) -> None:  # fmt: skip
     """Raise `Invalid` for values that no key may have."""
     if not _NAME.fullmatch(name):
         raise Invalid("name", "must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
     if not scopes or not set(scopes) <= set(SCOPES):
         raise Invalid("scopes", f"must be some of {', '.join(SCOPES)}")
-    for field, value in (("rate", rate), ("quota", quota)):
-        if not _RATE.fullmatch(value):
-            raise Invalid(field, "must look like 60/minute (second, minute, hour or day)")
-    if not _SHARE.fullmatch(queued):
+    limits = {"rate": rate, "quota": quota, "tokens": tokens, "jobs": jobs, "running": running}
+    for field, form in KEY_LIMITS.items():
+        try:
+            read_limits(limits[field], form)
+        except ValueError as error:
+            raise Invalid(field, str(error)) from error
+    for model in models.split(",") if models else ():
+        if not model.strip() or text_error(model, MAX_NAME) is not None:
+            raise Invalid("models", f"must be names of at most {MAX_NAME} characters, separated by commas")
+    if queued and not SHARE.pattern.fullmatch(queued):
         raise Invalid("queued", "must be a number of jobs, such as 200, or a share of the queue, such as 25%")
     if not 0 <= file_bytes <= _MOST_BYTES:
         raise Invalid("file_bytes", f"must be between 0 and {_MOST_BYTES}")

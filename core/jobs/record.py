@@ -81,7 +81,8 @@ class JobDraft(Generic[R]):
     start, logs, output and completed instead, and `form` is that of the messages. `inputs` are the keys of source
     artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
-    without them, and False reports none until `JobStore.follow`. Raises ValueError, naming the field.
+    without them, and False reports none until `JobStore.follow`. `tokens` are those that it counts as against rate
+    limits, and are not stored. Raises ValueError, naming the field.
     """
 
     id: str
@@ -99,6 +100,7 @@ class JobDraft(Generic[R]):
     request_id: str = ""
     followed: bool | None = None
     keep_s: float = 0.0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.id):

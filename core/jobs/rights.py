@@ -19,7 +19,8 @@ _SAID: Final = 5  # missing rights named in one sentence
 
 # <key>: one under each name. kombu reads its queues' lists, and keeps unacknowledged messages and bindings.
 _OURS: Final = """
-DEL <key>|EXISTS <key>|GET <key>|SET <key> x|INCR <key>|MGET <key>|PEXPIRE <key> 1|PEXPIREAT <key> 1|PTTL <key>
+DEL <key>|EXISTS <key>|GET <key>|SET <key> x|INCR <key>|INCRBY <key> 1|MGET <key>
+PEXPIRE <key> 1|PEXPIREAT <key> 1|PTTL <key>
 HDEL <key> x|HEXISTS <key> x|HGET <key> x|HGETALL <key>|HINCRBY <key> x 1|HKEYS <key>|HLEN <key>|HMGET <key> x
 HSET <key> x x|HSETNX <key> x x|LPUSH <key> x|LTRIM <key> 0 0
 SADD <key> x|SCARD <key>|SMEMBERS <key>|SRANDMEMBER <key>|SREM <key> x

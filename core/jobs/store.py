@@ -6,6 +6,7 @@ Does not use Celery: callers send the envelopes that its methods return.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any, Self
 
 from core.config import Settings
@@ -32,7 +33,7 @@ _LOOKS = 2000  # entries that one page of a list may scan
 
 
 class QueueFull(RuntimeError):
-    """The queue's limit of waiting jobs is reached. Not a `StoreError`: the store works."""
+    """The queue's limit of waiting jobs is reached, or a limit of the owner. Not a `StoreError`: the store works."""
 
     def __init__(self, queue: str, limit: int) -> None:
         super().__init__(f"the {queue} queue holds {limit} jobs and takes no more")
@@ -71,15 +72,21 @@ class JobStore(RedisStore):
     def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
         return cls(redis or settings.redis_url, JobLimits.of(settings))
 
-    def create(self, draft: JobDraft[Any], message: str = "") -> Job:
+    def create(
+        self,
+        draft: JobDraft[Any],
+        message: str = "",
+        charges: Sequence[rates.RateLimitCost] = (),
+        limits: creation.OwnerLimits = creation.UNLIMITED,
+    ) -> Job:
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
-        Without a message the caller sends the draft's `envelope`. Raises `QueueFull`, and
-        `StoreFull` with nothing created. If the job exists it is returned unchanged; where clients choose ids, its
-        `owner` and `digest` tell whether it is the same.
+        Without a message the caller sends the draft's `envelope`. Raises `QueueFull`, also where a limit of the owner
+        or of `charges` is reached, and `StoreFull`, with nothing created or charged. If the job exists it is returned
+        unchanged; where clients choose ids, its `owner` and `digest` tell whether it is the same.
         """
-        answer = self._create(creation.argument(draft, self._max_queued, message))
-        job = creation.outcome(draft, (), answer).job
+        answer = self._create(creation.argument(draft, self._max_queued, message, charges, limits=limits))
+        job = creation.outcome(draft, charges, answer).job
         if job is None:
             raise QueueFull(draft.modality, self._max_queued)
         return job

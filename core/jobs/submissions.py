@@ -16,7 +16,7 @@ import redis
 from redis.asyncio.connection import AbstractConnection
 
 from core.jobs.connection import TIMEOUT_S, RedisClient, StoreDown, StoreError, StoreFull, translate_redis_errors
-from core.jobs.creation import JobCreation, argument, outcome
+from core.jobs.creation import UNLIMITED, JobCreation, OwnerLimits, argument, outcome
 from core.jobs.keys import PREFIX
 from core.jobs.rates import LIMITS, RateLimitCost
 from core.jobs.record import JobDraft, milliseconds
@@ -69,19 +69,18 @@ class Submissions:
         message: str = "",
         charges: Sequence[RateLimitCost] = (),
         always: int = 0,
-        limit: int | None = None,
+        limits: OwnerLimits = UNLIMITED,
         *,
         keyless: bool = False,
     ) -> JobCreation:
         """Charge the rate limits, create the record, and push `message` into the queue's list: all or nothing.
 
-        If a charge exceeds its limit, the queue is full, or `limit` of the owner's jobs wait in it, no job is created,
-        and nothing further is charged. The first `always` charges count also if the queue is full or the job exists
-        already. `keyless` requests are barred once keys are required. Raises `StoreDown` and `StoreFull`. A cancelled
-        call may leave a job behind.
+        If a charge exceeds its limit, the queue is full, or the owner has as many jobs as its `limits` say, no job is
+        created, and only the first `always` charges count, as they do if the job exists already. `keyless` requests are
+        barred once keys are required. Raises `StoreDown` and `StoreFull`. A cancelled call may leave a job behind.
         """
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        text = argument(draft, self._max_queued, message, charges, always, limit, keyless=keyless)
+        text = argument(draft, self._max_queued, message, charges, always, limits, keyless=keyless)
         self._waiting.append((text, answered))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())

@@ -456,7 +456,8 @@ def test_a_refused_body_counts(guarded: tuple[Guarded, Worker], path: str) -> No
      ("public_url", "https://:443/"), ("public_url", "https://a/?b"), ("cors_origins", "https://a, b"),
      ("cors_origins", "https://a/b"), ("redis_url", "redis://a b"), ("redis_url", "redis://:6379/0"),
      ("redis_url", "http://a"), ("rate", "often"), ("rate", "0/second"), ("quota", "5/week"), ("link_s", "0"),
-     ("key_queued", "101%")],
+     ("key_queued", "101%"), ("rate", "600/minute, emoji-z=often"), ("tokens", "1"), ("key_jobs", "50%"),
+     ("key_running", "emoji-z=0")],
 )  # fmt: skip
 def test_settings_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"DIPTYCH_{name.upper()}", value)

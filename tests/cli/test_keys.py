@@ -72,6 +72,22 @@ def test_a_share_and_bytes_are_told(capsys: pytest.CaptureFixture[str], redis_ur
     keyring.close()
 
 
+def test_limits_by_model_and_the_models_are_told(capsys: pytest.CaptureFixture[str], redis_url: str) -> None:
+    limits = {
+        "models": "emoji-xl, best", "rate": "60/minute,emoji-xl=5/minute", "quota": "best=9/day", "tokens": "100/hour",
+        "jobs": "20,emoji-xl=3", "running": "50%,best=1",
+    }  # fmt: skip
+    words = [word for name, value in limits.items() for word in (f"--{name}", value)]
+    assert run(capsys, "add", "me", *words)[0] == 0
+    line = run(capsys, "list")[1]
+    assert line.endswith("  " + ", ".join(f"{name} {value}" for name, value in limits.items()) + "\n")
+    keyring = Keyring(redis_url)
+    (key,) = keyring.all()
+    assert {name: getattr(key, name) for name in limits} == limits
+    assert key.allowed_models == {"emoji-xl", "best"}
+    keyring.close()
+
+
 @pytest.mark.parametrize("cancelled", [True, False])
 def test_what_a_revoked_key_asked_for_ends_or_goes_on(
     capsys: pytest.CaptureFixture[str], redis_url: str, cancelled: bool
@@ -117,7 +133,9 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
     ("words", "named"),
     [(["", "--rate", ""], "NAME"), (["a", "--rate", "often"], "--rate"), (["a", "--quota", "1/week"], "--quota"),
      (["a", "--scopes", "root"], "--scopes"), (["a", "--scopes", ","], "--scopes"),
-     (["a", "--queued", "101%"], "--queued"), (["a", "--queued", "0"], "--queued")],
+     (["a", "--queued", "101%"], "--queued"), (["a", "--queued", "0"], "--queued"),
+     (["a", "--jobs", "50%"], "--jobs"), (["a", "--rate", "5/day,6/day"], "--rate"),
+     (["a", "--models", ","], "--models")],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], named: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -14,10 +16,11 @@ from hypothesis import strategies as st
 
 from core.jobs.broker import Envelope, level
 from core.jobs.cards import WorkerCard
+from core.jobs.creation import UNLIMITED, OwnerLimits
 from core.jobs.limits import JobLimits
 from core.jobs.record import JobState
 from core.jobs.registry import Registry
-from core.jobs.store import JobStore
+from core.jobs.store import JobStore, QueueFull
 from core.jobs.submissions import Submissions
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft
@@ -34,10 +37,13 @@ DEADLINE_S, LEASE_S = 500, 300
 class Hall:
     """A store whose worker has `places`, and everything that may happen to jobs of several owners."""
 
-    def __init__(self, client: redis.Redis, url: str, places: int) -> None:
+    def __init__(self, client: redis.Redis, url: str, places: int, owner_limits: OwnerLimits = UNLIMITED) -> None:
         client.flushall()
         self.client = client
         self.places = places
+        self.owner_limits = owner_limits
+        share = owner_limits.running
+        self.most_running = max(1, places * int(share[:-1]) // 100) if share.endswith("%") else int(share or 10**6)
         self.store = JobStore(url, JobLimits(lease_s=LEASE_S, resend_s=100, overtime_s=100))
         registry = Registry(url)
         limits = {"image": places} if places else {}
@@ -49,11 +55,26 @@ class Hall:
         self.fences: dict[str, str] = {}  # of running jobs
 
     def submit(self, owner: str, priority: int = 5, deadline_s: float | None = None) -> str:
+        """Create a job, unless the owner has as many as may be."""
         id = f"job_{len(self.made)}"
         job = draft(id=id, owner=owner, priority=priority, deadline_s=deadline_s)
-        self.store.create(job, id)
-        self.made.append(id)
+        most = self.owner_limits.of_model
+        full = bool(owner) and most is not None and self.owned(owner) >= most
+        try:
+            self.store.create(job, id, limits=self.owner_limits)
+        except QueueFull:
+            assert full
+        else:
+            assert not full
+            self.made.append(id)
         return id
+
+    def owned(self, owner: str) -> int:
+        """How many live jobs the owner has, by the records."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for id in self.made:
+                pipe.hmget(f"diptych:job:{id}", "owner", "state")
+            return sum(whose == owner and state in books.LIVE for whose, state in pipe.execute())
 
     def take(self) -> str | None:
         """A worker with a free place takes a message, and claims its job."""
@@ -137,6 +158,7 @@ class Hall:
             assert all(("message" in record) == (id in flow) for id, record in live.items())
             assert flow == sorted(flow, key=lambda id: (int(live[id]["level"]), int(live[id]["sequence"])))
             assert out or not flow  # whoever waits has a job whose claim or end feeds the next one
+            assert len(out) <= self.most_running
             assert self.client.sismember(f"diptych:flows:{QUEUE}", owner) == bool(flow)
             assert self.client.sismember(f"diptych:owners:{QUEUE}", owner) == bool(live)
 
@@ -168,9 +190,20 @@ def hall(client: redis.Redis, redis_url: str) -> Iterator[Hall]:
     max_examples=max(15, settings().max_examples // 8),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(dice=st.randoms(use_true_random=False), places=st.sampled_from((0, 1, 3, 8, 32)))
-def test_nothing_is_lost_or_counted_wrong(dice: Random, places: int, client: redis.Redis, redis_url: str) -> None:
-    hall = Hall(client, redis_url, places)
+@given(
+    dice=st.randoms(use_true_random=False),
+    places=st.sampled_from((0, 1, 3, 8, 32)),
+    limits=st.builds(
+        OwnerLimits,
+        of_model=st.none() | st.integers(1, 20),
+        live=st.none() | st.just(10**6),
+        running=st.sampled_from(("", "1", "3", "25%", "100%")),
+    ),
+)
+def test_nothing_is_lost_or_counted_wrong(
+    dice: Random, places: int, limits: OwnerLimits, client: redis.Redis, redis_url: str
+) -> None:
+    hall = Hall(client, redis_url, places, limits)
     for _ in range(40):
         hall.anything(dice)
     hall.check()
@@ -245,6 +278,103 @@ def test_an_owners_own_priorities_are_kept(hall: Hall) -> None:
     assert [id for id in order if id in urgent] == urgent
     assert max(map(order.index, urgent)) < places + len(urgent) + WINDOW + places // SPARE
     assert order[-1] == later and len(order) == 64
+
+
+@pytest.mark.parametrize(("running", "most"), [("25%", 8), ("5", 5), ("1%", 1)])
+def test_an_owner_has_no_more_jobs_at_workers_than_its_limit_and_all_of_them_in_the_end(
+    running: str, most: int, client: redis.Redis, redis_url: str
+) -> None:
+    hall = Hall(client, redis_url, 32, OwnerLimits(running=running))
+    for _ in range(40):
+        hall.submit("ada")
+    urgent = hall.submit("ada", priority=0)
+    others = [hall.submit("bob") for _ in range(most)]
+    order = []
+    while (id := hall.take()) is not None or hall.fences:
+        if id is not None:
+            order.append(id)
+            assert hall.live()["ada"] <= most
+        else:
+            hall.end(next(iter(hall.fences)))
+    assert len(order) == 41 + most and {*others} <= {*order[: 2 * most]}, "another's wait for none of them"
+    assert order.index(urgent) <= 2 * most, "it went before those that were held back"
+    hall.check()
+    hall.store.close()
+
+
+def test_live_jobs_of_an_owner_are_limited_in_a_queue_and_of_a_model(client: redis.Redis, redis_url: str) -> None:
+    """Across processes that create them at once; queued, held back and running ones count, ended ones no more."""
+
+    async def work() -> None:
+        stores = [Submissions(redis_url, 1000) for _ in range(2)]
+        limits = OwnerLimits(of_model=6, live=9)
+
+        async def create(model: str, modality: str = "image") -> str:
+            job = draft(owner="ada", model=model, modality=modality, priority=Random().randrange(10))
+            made = await Random().choice(stores).make(job, job.id, limits=limits)
+            assert (made.job is None) == bool(made.jobs_of)
+            return made.jobs_of or job.id
+
+        first = await asyncio.gather(*(create("emoji-xl") for _ in range(20)))
+        assert Counter(first)["model"] == 14
+        then = await asyncio.gather(*(create("emoji-z") for _ in range(20)))
+        assert Counter(then)["queue"] == 17, "three more in the queue"
+        assert await create("emoji-lm", "text") not in ("model", "queue"), "another queue"
+        ids = [id for id in first if id != "model"]
+        for k, end in enumerate((hall.store.cancel, hall.store.erase, crash, expire, succeed, fail)):
+            assert await create("another") == "queue"
+            end(ids[k])
+            assert await create("another") not in ("model", "queue"), f"the end by {end.__name__} left room for one"
+        for store in stores:
+            await store.close()
+
+    def running(id: str) -> str:
+        claim = hall.store.leases.claim(id, "worker")
+        assert claim is not None
+        return claim.fence
+
+    def crash(id: str) -> None:
+        running(id)
+        for _ in range(3):
+            client.zadd("diptych:leases", {id: 1})
+            hall.sweep()
+            hall.store.leases.claim(id, "worker")
+
+    def expire(id: str) -> None:
+        client.hset(f"diptych:job:{id}", "deadline", 1)
+        client.zadd("diptych:deadlines", {id: 1})
+        hall.sweep()
+
+    def succeed(id: str) -> None:
+        assert hall.store.leases.succeed(id, running(id), {})
+
+    def fail(id: str) -> None:
+        assert hall.store.leases.fail(id, running(id), "refused", "no")
+
+    hall = Hall(client, redis_url, 3)
+    run(work)
+    hall.check_counts()
+    hall.store.close()
+
+
+def test_what_nobody_removed_counts_against_no_limit_for_long(client: redis.Redis, redis_url: str) -> None:
+    hall = Hall(client, redis_url, 32, OwnerLimits(live=4))
+    client.zadd(f"diptych:out:{QUEUE}:ada", {f"gone_{k}": 4 for k in range(40)})
+    client.sadd("diptych:active:image", "emoji-xl")
+    for _ in range(40):
+        with contextlib.suppress(QueueFull):
+            hall.store.create(draft(owner="ada", id="job_0"), "job_0", limits=hall.owner_limits)
+            break
+    assert hall.store.get("job_0") is not None
+    client.delete("diptych:job:job_0")  # by hand
+    client.zadd(f"diptych:out:{QUEUE}:ada", {f"lost_{k}": 4 for k in range(40)})
+    assert books.pop(client, QUEUE) == "job_0"
+    for _ in range(100):
+        hall.sweep()
+        if not client.exists("diptych:active:image"):
+            break
+    assert not client.keys("diptych:o*:image*") and not client.exists("diptych:active:image")
+    hall.store.close()
 
 
 def test_positions_of_held_jobs_take_turns_into_account(hall: Hall) -> None:

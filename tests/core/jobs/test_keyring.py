@@ -147,7 +147,14 @@ def test_names_that_may_be(name: str) -> None:
         *(("queued", share) for share in ("0", "0%", "101%", "50 %", "-1", "all")),
         *(("file_bytes", size) for size in (-1, 2**50 + 1)),
         ("checker", "allow"),
-        *((field, rate) for field in ("rate", "quota") for rate in ("often", "0/minute ", "5", "5/", "5/year")),
+        *(
+            (field, rate)
+            for field in ("rate", "quota", "tokens")
+            for rate in ("often", "0/minute ", "5", "5/", "5/year", "5/day, 6/day", "=5/day", "emoji-z=5")
+        ),
+        *(("jobs", most) for most in ("0", "50%", "1/day", "emoji-z=x")),
+        *(("running", most) for most in ("0%", "101%", "some", "emoji-z=0")),
+        *(("models", names) for names in (" ", ",", "a,,b", "a,\n", "a\x00", "x" * 500)),
     ],
 )
 def test_what_no_key_can_be_made_of(field: str, wrong: object, keyring: Keyring) -> None:

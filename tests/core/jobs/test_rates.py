@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from limits import parse
 from limits.storage import MemoryStorage, RedisStorage
@@ -72,28 +73,28 @@ def test_counted_where_the_library_looks(
     rates: RateLimiter, library: SlidingWindowCounterRateLimiter, rate: str
 ) -> None:
     item = parse(rate)
-    first = rates.take(RateLimitCost(rate, "key", "requests", 2))
+    (first,) = rates.take(RateLimitCost(rate, "key", "requests", 2))
     assert (first.allowed, first.limit, first.remaining) == (True, item.amount, item.amount - 2)
     last, _, this, _ = library.storage.get_sliding_window(item.key_for("requests", "key"), item.get_expiry())
     assert last + this == 2
-    assert library.hit(item, "requests", "key") and rates.take(RateLimitCost(rate, "other", "requests")).allowed
-    told = rates.take(RateLimitCost(rate, "key", "requests"))
+    assert library.hit(item, "requests", "key") and rates.take(RateLimitCost(rate, "other", "requests"))[0].allowed
+    (told,) = rates.take(RateLimitCost(rate, "key", "requests"))
     assert told.allowed and told.remaining == item.amount - 4
 
 
 def test_nobody_gets_more_than_the_rate(rates: RateLimiter) -> None:
     with ThreadPoolExecutor(16) as crowd:
-        told = list(crowd.map(lambda _: rates.take(RateLimitCost("30/hour", "key", "requests")), range(100)))
+        told = list(crowd.map(lambda _: rates.take(RateLimitCost("30/hour", "key", "requests"))[0], range(100)))
     allowed = [one for one in told if one.allowed]
     assert sorted(one.remaining for one in allowed) == list(range(30))
     assert all(one.remaining == 0 and one.reset_s > 0 for one in told if not one.allowed)
-    assert not rates.take(RateLimitCost("30/hour", "key", "requests")).allowed
-    assert rates.take(RateLimitCost("30/hour", "key", "pictures")).remaining == 29, "another counter"
+    assert not rates.take(RateLimitCost("30/hour", "key", "requests"))[0].allowed
+    assert rates.take(RateLimitCost("30/hour", "key", "pictures"))[0].remaining == 29, "another counter"
 
 
 def test_what_costs_more_than_a_window_is_all_of_it(rates: RateLimiter) -> None:
-    assert rates.take(RateLimitCost("5/day", "key", "pictures", 9)).remaining == 0
-    refused = rates.take(RateLimitCost("5/day", "key", "pictures"))
+    assert rates.take(RateLimitCost("5/day", "key", "pictures", 9))[0].remaining == 0
+    (refused,) = rates.take(RateLimitCost("5/day", "key", "pictures"))
     assert not refused.allowed and 1 <= refused.retry_after_s <= 120
 
 
@@ -102,9 +103,86 @@ def test_a_redis_that_is_away(rates: RateLimiter, mortal: RedisServer) -> None:
     with pytest.raises(StoreDown):
         rates.take(RateLimitCost("5/day", "key", "pictures"))
     mortal.start()
-    assert rates.take(RateLimitCost("5/day", "key", "pictures")).remaining == 4
+    assert rates.take(RateLimitCost("5/day", "key", "pictures"))[0].remaining == 4
 
 
 def test_counters_end(rates: RateLimiter, client: redis.Redis) -> None:
     rates.take(RateLimitCost("5/minute", "key", "pictures"))
     assert all(0 < client.ttl(key) <= 120 for key in client.scan_iter("diptych:limits:*"))
+
+
+def fits(room: int, last: int, last_ms: float, this: int, this_ms: float, span_ms: float, after_ms: float) -> bool:
+    """Whether the library's script finds `room` in the windows later, if nothing is added."""
+    last_ms, this_ms = last_ms - after_ms, this_ms - after_ms
+    if 0 < this_ms < span_ms:
+        last, last_ms, this = this, this_ms, 0
+    elif this_ms <= 0:
+        last, this = 0, 0
+    return math.floor(last * max(0.0, last_ms) / span_ms) + this <= room
+
+
+@given(
+    st.sampled_from(RATES), st.integers(0, 2000), st.integers(0, 2000), st.integers(1, 1500), st.floats(1e-3, 1 - 1e-3)
+)
+def test_a_refused_cost_fits_after_its_wait_and_not_before(
+    rate: str, last: int, this: int, cost: int, left: float
+) -> None:
+    item = parse(rate)
+    span_ms = item.get_expiry() * 1000
+    last, this = min(last, item.amount), min(this, item.amount)
+    windows = last, round(span_ms * left), this, round(span_ms * (1 + left))
+    room = item.amount - min(cost, item.amount)
+    if fits(room, *windows, span_ms, 0):
+        return
+    wait_ms = 1000 * rate_limit_state(item, False, windows, cost).wait_s
+    assert 0 <= wait_ms <= 2 * span_ms
+    slack_ms = span_ms * 1e-9 + 0.01
+    assert fits(room, *windows, span_ms, wait_ms + slack_ms)
+    assert wait_ms < slack_ms or not fits(room, *windows, span_ms, wait_ms - slack_ms)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from(("", "a", "b")), st.integers(0, 9)), min_size=1, max_size=3),
+        min_size=1, max_size=12,
+    )
+)  # fmt: skip
+def test_costs_count_together_or_not_at_all(
+    rates: RateLimiter, client: redis.Redis, calls: list[list[tuple[str, int]]]
+) -> None:
+    client.flushdb()
+    limits = {"": 20, "a": 9, "b": 14}
+    counted = dict.fromkeys(limits, 0)
+    for costs in calls:
+        charges = [RateLimitCost(f"{limits[model]}/day", "key", "pictures", n, model) for model, n in costs]
+        states = rates.take(*charges)
+        after = dict(counted)
+        for k, (model, n) in enumerate(costs):
+            if after[model] + n > limits[model]:
+                assert [state.allowed for state in states] == [True] * k + [False]
+                assert states[-1].wait_s > 0
+                break
+            after[model] += n
+        else:
+            assert all(state.allowed for state in states) and len(states) == len(costs)
+            counted = after
+    for model, limit in limits.items():
+        (state,) = rates.take(RateLimitCost(f"{limit}/day", "key", "pictures", 0, model))
+        assert state.remaining == limit - counted[model]
+
+
+def test_what_is_given_back_counts_no_more_also_once_its_window_is_the_previous_one(
+    rates: RateLimiter, client: redis.Redis
+) -> None:
+    cost = RateLimitCost("9/day", "key", "pictures", 4)
+    (first,) = rates.take(cost)
+    rates.refund(cost)
+    assert first.remaining == 5 and rates.take(cost)[0].remaining == 5
+    (this,) = client.keys("diptych:limits:*")
+    client.pexpire(this, 86_000_000)  # its day is over
+    assert rates.take(RateLimitCost("9/day", "key", "pictures"))[0].allowed
+    rates.refund(cost)
+    assert client.mget(f"{this}/-1", this) == ["1", "0"], "at most what is there, of the current one first"
+    rates.refund(cost)
+    assert client.mget(f"{this}/-1", this) == ["0", "0"]

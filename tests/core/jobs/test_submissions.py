@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from core.jobs import submissions as module
 from core.jobs.connection import StoreDown, StoreFull
-from core.jobs.creation import JobCreation
+from core.jobs.creation import JobCreation, OwnerLimits
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import JobDraft, JobState, QueueBacklog, QueuePosition, new_id
 from core.jobs.store import JobStore
@@ -329,17 +329,19 @@ def test_an_owners_share_is_held_exactly_and_what_others_left_behind_in_it_is_cl
 
     async def work() -> None:
         async with submitting(redis_url) as submissions:
-            made = await asyncio.gather(*(submissions.make(draft(owner="me"), limit=20) for _ in range(30)))
+            made = await asyncio.gather(
+                *(submissions.make(draft(owner="me"), limits=OwnerLimits(waiting=20)) for _ in range(30))
+            )
             assert [one.job is not None for one in made] == [True] * 20 + [False] * 10
             assert all(one.share and not one.full for one in made[20:])
-            assert (await submissions.make(draft(owner="you"), limit=20)).job is not None
+            assert (await submissions.make(draft(owner="you"), limits=OwnerLimits(waiting=20))).job is not None
             assert client.scard("diptych:waiting:image:me") == 20
             for one in made[:20]:
                 assert one.job is not None and store.leases.claim(one.job.id, "worker") is not None
             assert client.exists("diptych:waiting:image:me") == 0
             client.sadd("diptych:waiting:image:me", *(f"gone-{k}" for k in range(40)))
             refused = 0
-            while (await submissions.make(draft(owner="me"), limit=20)).job is None:
+            while (await submissions.make(draft(owner="me"), limits=OwnerLimits(waiting=20))).job is None:
                 refused += 1
             assert refused <= 1, "sixteen of them went with each"
 

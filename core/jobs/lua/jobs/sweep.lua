@@ -10,7 +10,6 @@ let_through()
 local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local resend_ms, overtime_ms, silence_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local alone_from = tonumber(ARGV[9])
-local few = 16  -- owners of a queue, and jobs of each, that a sweep looks after
 local at, leases = now(), P .. 'leases'
 local send, expired, failed, unreadable = {}, {}, {}, {}
 
@@ -147,7 +146,8 @@ local function close(queue, model)
   for _, level in ipairs(PRIORITY_STEPS) do
     redis.call('DEL', list_key(kombu, level), P .. 'mark:' .. kombu .. ':' .. level)
   end
-  if tonumber(redis.call('HGET', backlog, 'running') or 0) > 0 and redis.call('ZCARD', leases) > 0 then
+  local live = tonumber(redis.call('HGET', backlog, 'running') or 0) > 0 and redis.call('ZCARD', leases) > 0
+  if live or redis.call('SCARD', P .. 'owners:' .. kombu) > 0 then  -- `share` is still to look after these
     redis.call('HSET', backlog, 'queued', 0, 'queued_ms', 0)
   else
     redis.call('DEL', backlog)
@@ -161,14 +161,7 @@ local function share(queue, model)
   local of = {queue = queue, model = model}
   for _, owner in ipairs(redis.call('SRANDMEMBER', key_of_model('owners', of), few)) do
     of.owner = owner
-    local out = key_of('out', of)
-    local first = at % math.max(1, redis.call('ZCARD', out) - few)
-    for _, id in ipairs(redis.call('ZRANGE', out, first, first + few)) do
-      local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'owner')
-      if v[2] ~= owner or v[1] ~= 'queued' and v[1] ~= 'running' then redis.call('ZREM', out, id) end
-      if v[2] == owner and v[1] == 'running' then redis.call('ZADD', out, 0, id) end
-    end
-    depart(of)
+    repair_out(of, at)
   end
   for _, owner in ipairs(redis.call('SRANDMEMBER', key_of_model('flows', of), few)) do
     of.owner = owner

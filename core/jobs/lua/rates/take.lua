@@ -1,8 +1,8 @@
--- Counts one charge against a rate limit.
+-- Counts charges against rate limits, all of them or none.
 -- include: shared/charge
 -- KEYS: none
--- ARGV: 2… the five values of the charge
--- Answer: the limit's state, as charge.lua returns it
+-- ARGV: 2… the five values of each charge
+-- Answer: the state of each limit, as charge.lua returns it, up to the first that is exceeded
 
-local _, said = charge(ARGV, 2)
-return said
+local _, states = charge(ARGV, 2, 0)
+return states

@@ -7,7 +7,7 @@
 -- supported); times are milliseconds since the epoch:
 --
 --   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed list message
---                          offered claim by graced`
+--                          offered claim by graced most_running`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces
@@ -80,13 +80,13 @@ local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
     'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v', 'keep_ms', 'offered',
-    'model', 'routed')
+    'model', 'routed', 'most_running')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
     owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or '',
     v = v[18], keep_ms = v[19], offered = v[20], model = v[21] or '',
-    kombu = v[22] and model_queue(v[2], v[21]) or v[2]}
+    kombu = v[22] and model_queue(v[2], v[21]) or v[2], most_running = v[23] or ''}
 end
 
 -- Whether a job is live and its record's format known: a newer version may use other states.

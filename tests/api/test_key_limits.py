@@ -1,0 +1,285 @@
+"""Limits of a key by model, and the models that it may use, at every endpoint and across two API processes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx2
+import pytest
+from PIL import Image
+
+from core.jobs.keyring import Keyring
+from core.jobs.rates import RateLimitCost, RateLimiter
+from core.jobs.record import JobState
+from deployment.redis import RedisServer
+from tests.api.test_text_feeder import CARDS, Scribe
+from tests.api.world import CARD, PATIENCE_S, SERVE, Api, check_error, eventually, process, settings_of
+
+JOBS, CHAT = "/v1/jobs", "/v1/chat/completions"
+OTHER = replace(CARD, name="emoji-z")
+FULL = replace(CARD, cascades={"emoji-z": 70.0})
+IMAGE = {"type": "image", "prompt": "a cat", "steps": 2}
+ALIASES = "gpt-image-1=emoji-z,best=emoji-lm"
+ASK = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@dataclass
+class Fleet:
+    """Two API processes, a worker of two image models and a text model, and keys."""
+
+    api: Api
+    second: httpx2.Client
+    worker: Scribe
+    keyring: Keyring
+    rates: RateLimiter
+    clients: ExitStack = field(default_factory=ExitStack)
+    id: str = ""  # of the newest key
+
+    def key(self, **limits: str) -> httpx2.Client:
+        """A client of the first API with a new key."""
+        key, token = self.keyring.add("someone", ("images", "text", "files"), **limits)
+        self.id = key.id
+        headers = {"Authorization": f"Bearer {token}"}
+        client = httpx2.Client(base_url=self.api.url, timeout=PATIENCE_S, headers=headers, verify=False)
+        return self.clients.enter_context(client)
+
+    def take(self, limit: str, unit: str, model: str = "", n: int = 1) -> None:
+        """Use a limit of the newest key."""
+        (state,) = self.rates.take(RateLimitCost(limit, self.id, unit, n, model))
+        assert state.allowed
+
+    def jobs(self, client: httpx2.Client) -> list[dict[str, Any]]:
+        return list(client.get(JOBS, params={"limit": 100}).json()["data"])
+
+
+@pytest.fixture(scope="module")
+def services(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    settings = settings_of(
+        redis_server.url, tmp_path_factory.mktemp("data"), sdapi=True, model_aliases=ALIASES,
+        tokens="emoji-lm=2000/day", rate="100000/second",
+    )  # fmt: skip
+    with ExitStack() as stack:
+        worker = stack.enter_context(Scribe(settings))
+        worker.announce_all([FULL, OTHER, CARDS[1]])
+        keyring, rates = Keyring.of(settings), RateLimiter.of(settings)
+        stack.callback(keyring.close)
+        stack.callback(rates.close)
+        keyring.add("the first")
+        api = stack.enter_context(Api(settings))
+        _, second = stack.enter_context(process(SERVE, settings))
+        yield Fleet(api, second, worker, keyring, rates)
+
+
+@pytest.fixture
+def fleet(services: Fleet) -> Iterator[Fleet]:
+    with ExitStack() as clients:
+        services.clients = clients
+        yield services
+
+
+def png() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (128, 128)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def everywhere(client: httpx2.Client, model: str, alias: str) -> dict[str, httpx2.Response]:
+    """The answers of all endpoints that draw, each asked for this model."""
+    form = {"prompt": "a cat", "model": alias}
+    return {
+        "jobs": client.post(JOBS, json={**IMAGE, "model": model}),
+        "images": client.post("/v1/images/generations", json={"prompt": "a cat", "model": alias}),
+        "edits": client.post("/v1/images/edits", data=form, files={"image": png()}),
+        "sdapi": client.post(
+            "/sdapi/v1/txt2img", json={"prompt": "a cat", "override_settings": {"sd_model_checkpoint": alias}}
+        ),
+        "cog": client.post("/predictions", json={"version": model, "input": {"prompt": "a cat"}}),
+        "replicate": client.post(f"/v1/models/x/{model}/predictions", json={"input": {"prompt": "a cat"}}),
+        "hub": client.post(f"/v1/models/{model}", json={"inputs": "a cat"}),
+    }
+
+
+def message(answer: httpx2.Response) -> str:
+    """Of an error, in whichever server's shape."""
+    content = answer.json()
+    return str(content["error"]["message"] if isinstance(content.get("error"), dict) else content)
+
+
+def test_a_models_rate_holds_at_every_endpoint_under_every_name(fleet: Fleet) -> None:
+    client = fleet.key(rate="emoji-z=3/hour", quota="emoji-lm=1/day")
+    for left, model in ((2, "emoji-z"), (1, "gpt-image-1")):
+        answer = client.post(JOBS, json={**IMAGE, "model": model})
+        assert answer.status_code == 202 and answer.json()["model"] == "emoji-z"
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(left), "what leaves the least is told"
+        assert answer.headers["x-ratelimit-limit-requests"] == "3"
+    fleet.take("3/hour", "requests", "emoji-z")
+    for name, answer in everywhere(client, "emoji-z", "gpt-image-1").items():
+        assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 120, (name, answer.text)
+        assert "limit of 3/hour requests of emoji-z is reached" in message(answer), name
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    check_error(client.post(JOBS, json={**IMAGE, "model": "emoji-z"}), 429, "model", "rate_limit_exceeded")
+    answer = client.post(JOBS, json=IMAGE)
+    assert answer.status_code == 202 and answer.json()["model"] == "emoji-xl"
+    assert answer.headers["x-ratelimit-limit-requests"] == "100000", "the service's own holds for all"
+    assert len(fleet.jobs(client)) == 3
+
+
+def test_images_over_a_models_quota_cost_nothing_of_the_keys_own(fleet: Fleet) -> None:
+    client = fleet.key(quota="10/day, emoji-z=3/day")
+    answer = client.post(JOBS, json={**IMAGE, "model": "emoji-z", "n": 2})
+    assert (answer.status_code, answer.headers["x-ratelimit-remaining-pictures"]) == (202, "1")
+    refused = [
+        client.post(JOBS, json={**IMAGE, "model": "emoji-z", "n": 2}),
+        client.post("/v1/images/edits", data={"prompt": "a", "model": "emoji-z", "n": "2"}, files={"image": png()}),
+        client.post(f"{JOBS}/{answer.json()['id']}/cancel") and client.post(f"{JOBS}/{answer.json()['id']}/requeue"),
+    ]
+    for each in refused:
+        error = check_error(each, 429, "model", "quota_exceeded")
+        assert error["message"] == "This key's limit of 3/day pictures of emoji-z is reached."
+        assert each.headers["x-should-retry"] == "false", "the first of them fades a day later"
+    answer = client.post(JOBS, json={**IMAGE, "n": 8})
+    assert (answer.status_code, answer.headers["x-ratelimit-remaining-pictures"]) == (202, "0")
+    check_error(client.post(JOBS, json=IMAGE), 429, code="quota_exceeded")
+
+
+def test_tokens_of_texts_are_limited_by_what_they_may_take(fleet: Fleet) -> None:
+    client = fleet.key(tokens="1000/day", rate="emoji-lm=100/day")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, CHAT, json={**ASK, "max_tokens": 400, "model": "best"})
+        fleet.worker.answer(fleet.worker.next())
+        answer = asked.result(PATIENCE_S)
+    assert answer.status_code == 200
+    left = int(answer.headers["x-ratelimit-remaining-tokens"])
+    assert 500 < left < 600 and answer.headers["x-ratelimit-limit-tokens"] == "1000", "and of the service's 2000 more"
+    for path, body in (
+        (CHAT, {**ASK, "max_tokens": 400, "n": 2}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 400, "n": 2}),
+        ("/v1/responses", {"input": "hello " * 400, "max_output_tokens": 400}),
+    ):
+        refused = client.post(path, json={**body, "model": "emoji-lm"})
+        error = check_error(refused, 429, code="rate_limit_exceeded")
+        assert error["message"] == "This key's limit of 1000/day tokens is reached."
+        assert refused.headers["x-ratelimit-remaining-tokens"] == str(left)
+    other = fleet.key(tokens="1000000/day", rate="emoji-lm=1/day")
+    fleet.take("2000/day", "tokens", "emoji-lm", 1900)
+    error = check_error(other.post(CHAT, json=ASK), 429, "model", "rate_limit_exceeded")
+    assert "2000/day tokens of emoji-lm" in error["message"], "the service's limit of the model, the key's of all"
+    refused = other.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
+    check_error(refused, 429, "model")
+    assert "1/day requests of emoji-lm" in message(refused), "what was refused was a request"
+
+
+def test_jobs_at_once_are_exact_across_processes_and_return_however_they_end(fleet: Fleet) -> None:
+    client = fleet.key(jobs="9, emoji-z=5", running="2", quota="101/day")
+    token = str(client.headers["authorization"])
+
+    def create(k: int, model: str = "emoji-z") -> httpx2.Response:
+        if k % 2:
+            return client.post(JOBS, json={**IMAGE, "model": model})
+        return fleet.second.post(JOBS, json={**IMAGE, "model": model}, headers={"Authorization": token})
+
+    with ThreadPoolExecutor(8) as crowd:
+        answers = list(crowd.map(create, range(24)))
+    ids = [answer.json()["id"] for answer in answers if answer.status_code == 202]
+    assert len(ids) == 5
+    for answer in answers:
+        if answer.status_code != 202:
+            error = check_error(answer, 429, "model", "too_many_jobs")
+            said = "This key's limit of 5 jobs at once of emoji-z is reached; try again later."
+            assert error["message"] == said
+            assert 1 <= int(answer.headers["retry-after"]) <= 120
+    with ThreadPoolExecutor(8) as crowd:
+        codes = Counter(answer.status_code for answer in crowd.map(lambda k: create(k, "emoji-xl"), range(12)))
+    assert codes == {202: 4, 429: 8}, "nine in all"
+    edit = client.post("/v1/images/edits", data={"prompt": "a cat", "n": "5"}, files={"image": png()})
+    check_error(edit, 429, code="too_many_jobs")
+    assert "x-ratelimit-remaining-requests" in edit.headers and "x-ratelimit-remaining-pictures" not in edit.headers
+    fleet.take("101/day", "pictures", n=91)  # the edit cost none
+    error = check_error(create(1, "emoji-xl"), 429, code="too_many_jobs")
+    assert error["message"] == "This key's limit of 9 jobs at once in the image queue is reached; try again later."
+    assert sum(id in ids for id, _ in fleet.worker.messages()) == 2, "more of a model are not given to workers"
+    fleet.worker.work(next(id for id, _ in fleet.worker.messages() if id in ids))
+    assert sum(id in ids and fleet.worker.is_(id, JobState.QUEUED) for id, _ in fleet.worker.messages()) == 2
+    assert create(0).status_code == 202 and create(1).status_code == 429
+
+
+def test_lines_of_batches_wait_for_a_models_limits(fleet: Fleet) -> None:
+    """Neither refused nor past them; one job is left to other requests; a line of a hidden model fails."""
+    client = fleet.key(rate="emoji-z=5/hour", quota="20/day, emoji-z=6/day", jobs="emoji-z=3", models="emoji-z")
+    models = ["emoji-xl", "emoji-z", "gpt-image-1", *["emoji-z"] * 4]
+
+    def begin(models: list[str]) -> httpx2.Response:
+        url = "/v1/images/generations"
+        bodies = [{"prompt": "a cat", "steps": 2, "model": model} for model in models]
+        lines = [{"custom_id": f"c{k}", "method": "POST", "url": url, "body": body} for k, body in enumerate(bodies)]
+        data = "\n".join(map(json.dumps, lines))
+        file = client.post("/v1/files", files={"file": ("x.jsonl", data.encode())}, data={"purpose": "batch"})
+        fields = {"input_file_id": file.json()["id"], "endpoint": url, "completion_window": "24h"}
+        return client.post("/v1/batches", json=fields)
+
+    batch = begin(models)
+    assert batch.headers["x-ratelimit-remaining-pictures"] == "0", "the model's; all of its lines are counted at once"
+    check_error(begin(models[1:2]), 429, "model", "quota_exceeded")
+
+    def queued() -> list[str]:
+        return [job["id"] for job in fleet.jobs(client) if job["status"] == "queued"]
+
+    eventually(lambda: len(queued()) == 2)
+    assert client.post(JOBS, json={**IMAGE, "model": "emoji-z"}).status_code == 429, "the quota; counts as a request"
+    for k in range(3):
+        (id, *_) = eventually(lambda k=k: len(fleet.jobs(client)) >= k + 1 and queued())
+        fleet.worker.work(id)
+    eventually(lambda: len(queued()) == 1)
+    assert len(fleet.jobs(client)) == 4, "five requests an hour"
+    fleet.worker.redis.delete(*fleet.worker.redis.keys(f"diptych:limits:*{fleet.id}/emoji-z/5*"))
+
+    def now() -> dict[str, Any]:
+        return dict(client.get(f"/v1/batches/{batch.json()['id']}").json())
+
+    while eventually(lambda: queued() or now()["status"] == "completed") is not True:
+        for id in queued():
+            fleet.worker.work(id)
+    assert now()["request_counts"] == {"total": 7, "completed": 6, "failed": 1}
+    errors = client.get(f"/v1/files/{now()['error_file_id']}/content").json()
+    assert errors["custom_id"] == "c0" and errors["response"]["body"]["error"]["code"] == "model_not_found"
+
+
+def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
+    client = fleet.key(
+        models="gpt-image-1, best", jobs="gpt-image-1=4", running="50%,emoji-z=2", rate="emoji-xl=1/hour"
+    )
+    listed = {model["id"]: model["diptych"] for model in client.get("/v1/models").json()["data"]}
+    assert [*listed] == ["emoji-lm", "emoji-z", "gpt-image-1", "best"]
+    assert listed["gpt-image-1"]["key_limits"] == {"jobs": "4", "running": "2"}
+    assert listed["emoji-lm"]["key_limits"] == {"tokens": "2000/day", "running": "50%"}
+    assert [each["title"] for each in client.get("/sdapi/v1/sd-models").json()] == ["emoji-z"]
+    assert client.post(JOBS, json=IMAGE).json()["model"] == "emoji-z", "the first that it may use"
+    for path in ("/v1/models/{}", "/v1/models/x/{}", "/v2/models/{}/ready", "/v1/models/x/{}/versions"):
+        hidden, unknown = (client.get(path.format(name)) for name in ("emoji-xl", "nobody's"))
+        assert (hidden.status_code, hidden.content) == (unknown.status_code, unknown.content)
+        assert hidden.status_code == 404
+    hidden_model, unknown_model = (everywhere(client, name, name) for name in ("emoji-xl", "nobody's"))
+    for name, answer in hidden_model.items():
+        assert (answer.status_code, answer.content) == (unknown_model[name].status_code, unknown_model[name].content)
+        assert answer.status_code in (400, 404, 422), (name, answer.text)
+    check_error(client.post(JOBS, json={**IMAGE, "model": "emoji-xl"}), 404, "model", "model_not_found")
+    for fields in ({**IMAGE, "model": "emoji-z"}, {**IMAGE, "model": "gpt-image-1"}):
+        assert client.post(JOBS, json=fields).status_code == 202
+    own = fleet.key(models="emoji-xl")
+    assert "cascades" in own.get("/v1/models/emoji-xl").json()["diptych"]
+    assert own.get("/v1/models/emoji-xl").json()["diptych"]["cascades"] == {}
+    cascade = {**IMAGE, "model": "emoji-xl", "cascade": {"draft": "emoji-z"}}
+    check_error(own.post(JOBS, json=cascade), 400, "cascade.draft")
+    error = check_error(own.post(CHAT, json=ASK), 404, "model", "model_not_found")
+    assert error["message"] == "model: this key may use none of this kind; see GET /v1/models"
+    everything = fleet.key()
+    assert everything.post(JOBS, json=cascade).status_code == 202
+    job = everything.post(JOBS, json=IMAGE).json()
+    assert (job["model"], everything.post(f"{JOBS}/{job['id']}/cancel").status_code) == ("emoji-xl", 200)
