@@ -162,6 +162,11 @@ def _find(name: str) -> Path:
         raise TextModelError(f"{short}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
 
 
+def file_bytes(name: str) -> int:
+    """Return the size of a model's weight files, as they are stored; 0 for a seeded model. Raises `TextModelError`."""
+    return 0 if name in tiny.SHAPES else sum(path.stat().st_size for path in _find(name).glob("*.safetensors"))
+
+
 def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer
