@@ -400,6 +400,7 @@ def _resource(model: str, field: str = "") -> str:
 
 
 def _check(runner: PooledRunner, request: Request) -> None:
+    request.checked = None  # another load's, of which not all runners say anything
     runner.check(request)
     request.checked = Checked(weakref.ref(runner), request.checked)
 
