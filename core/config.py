@@ -447,16 +447,8 @@ class Settings(BaseSettings):
         `models_dir`.
         """
         if name := _names(self.model, self.models)[0]:
-            return self._resolve(name, "model_index.json")
+            return _located(name, "model_index.json", self.models_dir)
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
-
-    def _resolve(self, name: str, file: str) -> str:
-        """The folder of an embedded model of this name, or of one in `models_dir`, with this file; else the name."""
-        if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
-            for where in (EMBEDDED_MODEL.parent, self.models_dir.expanduser()):
-                if (where / name / file).is_file():
-                    return str(where / name)
-        return name
 
     @property
     def scorer_folder(self) -> Path | None:
@@ -478,7 +470,7 @@ class Settings(BaseSettings):
         if self.text_model == "off":
             return None
         if name := _names(self.text_model, self.text_models)[0]:
-            return self._resolve(name, "config.json")
+            return _located(name, "config.json", self.models_dir)
         return str(EMBEDDED_TEXT_MODEL) if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file() else None
 
     @property
@@ -508,6 +500,15 @@ def _names(model: str, models: str) -> list[str]:
     """The names of the models of one modality; "" for the embedded one."""
     names = [name for name in (model, *map(str.strip, models.split(","))) if name]
     return [*dict.fromkeys(names)] or [""]
+
+
+def _located(name: str, file: str, models_dir: Path) -> str:
+    """The folder with this file of an embedded model of this name, or of one in `models_dir`; else the name."""
+    if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
+        for where in (EMBEDDED_MODEL.parent, models_dir.expanduser()):
+            if (where / name / file).is_file():
+                return str(where / name)
+    return name
 
 
 def read(**overrides: object) -> Settings:

@@ -82,13 +82,18 @@ class Batcher:
 
     def _leader(self, groups: Groups) -> Key:
         """The group of the most urgent request. Those of a growing runner take turns as long as they are of one
-        account: each of their requests waits for its next word.
+        account and priority: each of their requests waits for its next word.
         """
         orders = {key: self._shares.order(requests[0]) for key, requests in groups.items()}
         led = min(groups, key=orders.__getitem__)
         if led[0] not in self._growing:
             return led
-        peers = [key for key in groups if key[0] == led[0] and orders[key][:2] == orders[led][:2]]
+
+        def rank(key: Key) -> tuple[object, ...]:
+            level, charged, turn = orders[key]
+            return key[0], level, charged, turn[0]
+
+        peers = [key for key in groups if rank(key) == rank(led)]
         return min(peers, key=lambda key: (self._launched.get(key[:2], 0), orders[key]))
 
     def _before(self, lane: str, led: Key, groups: Groups, now: float) -> tuple[Key | None, Key | None]:
