@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.cuda_graphs import CAPTURE_LOCK
+from core.cuda_graphs import CAPTURE_LOCK, without_collections
 from core.kernels.cuda.decode_kernel import PARTS, part_count
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
@@ -116,7 +116,7 @@ class DecodeGraphs:
         current = torch.cuda.current_stream()
         stream = current if current != torch.cuda.default_stream() else torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK, without_collections():
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 # Other threads keep using the device meanwhile.
