@@ -61,9 +61,29 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
         page.click("#tab-chat")
         expect(page.locator("#chat textarea")).to_be_visible()
         expect(page.locator("#images-form")).to_be_hidden()
+        expect(page.locator("#text-model")).to_be_hidden()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
+        page.context.close()
+
+
+def test_of_several_text_models_one_is_chosen(browser: Browser, redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
+        worker.announce(card=dataclasses.replace(TEXT, expansion_instruction="Expand."))
+        other.announce(card=dataclasses.replace(TEXT, name="poet"))
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
+        page = visit(browser, api)
+        page.click("#tab-chat")
+        expect(page.locator("#chat .about")).to_contain_text("emoji-lm is a prompt writer")
+        page.select_option("#text-model", "poet")
+        expect(page.locator("#chat .about")).to_contain_text("poet answers here")
+        expect(page.locator("#tab-chat")).to_have_text("Chat")
+        page.fill("#chat textarea", "a cat")
+        page.keyboard.press("Enter")
+        (id,) = eventually(other.ids)
+        assert other.job(id).model == "poet"
         page.context.close()
 
 
