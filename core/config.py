@@ -206,7 +206,7 @@ class Settings(BaseSettings):
         default="",
         pattern=r"^([^,]+(,[^,]+)*)?$",
         description="text models that each worker serves, separated by commas; the first stays in memory, and is that "
-        "of --text-model if both are given; empty: that model alone",
+        "of DIPTYCH_TEXT_MODEL if both are given; empty: that model alone",
     )
     text_models_mib: int = Field(
         default=0,

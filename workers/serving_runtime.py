@@ -91,7 +91,7 @@ def _load_others(runtime: Runtime, handlers: dict[str, JobHandler], say: Callabl
         return _text_handler(texts.load(name)[0], texts)
 
     loads: list[tuple[str, Callable[[], JobHandler]]] = []
-    if texts is not None:  # first: they are small
+    if texts is not None:  # first: most are smaller
         loads += [(name, partial(text, name)) for name in texts.names[1:]]
     if images is not None:
         plans = [each.plan for each in runtime.settings.catalogue[1:]]
