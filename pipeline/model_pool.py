@@ -180,9 +180,7 @@ class ModelPool(Generic[R]):
     def _load(self, name: str) -> ReadFile[R]:
         with self._offloading:
             offloaded = self._offloaded.pop(name, None)
-        # While it is loaded it is as large as the largest, parts included that turn out to be another's.
-        largest = max(self._sizes.values(), default=0)
-        self._models.make_room(largest if offloaded is None else offloaded.size_bytes)
+        self._models.make_room(self._loading_bytes(name) if offloaded is None else offloaded.size_bytes)
         started = time.monotonic()
         if offloaded is None:
             read = self._load_model(name)
@@ -195,6 +193,10 @@ class ModelPool(Generic[R]):
         self._used[name] = self._clock()
         log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
         return read
+
+    def _loading_bytes(self, name: str) -> int:
+        """Return what a model takes while it is loaded: as the largest, with parts that turn out to be another's."""
+        return max(self._sizes.values(), default=0)
 
     def _retire(self, runners: list[R]) -> None:
         """Keep evicted models in the host's memory as far as it is for them; close the others. Empties the list."""

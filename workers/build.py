@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -377,15 +378,15 @@ def build(
     text model is served too, by the same engine on the same device. `on_tick` is called after every iteration.
     """
     backends.check(settings)
+    text_settings = settings.text_catalogue if text else []
+    names = _names(settings, text_settings)
     checker = load_checker(settings, device_of(settings))
     signer = provenance.of(settings)
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
-    text_settings = settings.text_catalogue if text else []
     texts = text_runner(text_settings[0], llm_lane or lane, say) if text_settings else None
     text_pool = _text_pool(text_settings, texts, llm_lane or lane) if texts and len(text_settings) > 1 else None
     first, *others = settings.catalogue
-    names = _names(settings, text_settings)
     gate = Gate(ClipScorer(settings.scorer_folder)) if others and settings.scorer_folder else None
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     # After all else: requests get most of the memory that is left.
@@ -507,10 +508,13 @@ def _others_bytes(settings: Settings, first: Pooled) -> int:
 
 def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
     """The memory that the other text models than the first may take, with their keys and values, as `_others_bytes`."""
-    from llm.load import file_bytes
+    from llm.load import TextModelError, file_bytes
     from workers.text_pool import size_bytes
 
-    files, own = [file_bytes(str(each.text_model_name)) for each in text_settings], size_bytes(first)
+    files, own = [0] * len(text_settings), size_bytes(first)
+    for at, each in enumerate(text_settings):
+        with suppress(TextModelError):  # one that cannot be loaded takes nothing
+            files[at] = file_bytes(str(each.text_model_name))
     weights = own - first.execution.cache.size_bytes
     most = int(sum(files[1:]) * min(1.0, weights / files[0] if files[0] else 1.0))
     most += len(files[1:]) * first.execution.cache.size_bytes

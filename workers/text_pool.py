@@ -43,6 +43,9 @@ class TextPool(ModelPool[TextRunner]):
         request.checked = Checked(weakref.ref(runner), request.checked)
         self._models.give([asset])
 
+    def _loading_bytes(self, name: str) -> int:
+        return self._sizes.get(name, super()._loading_bytes(name))  # its own: it shares no parts
+
     @property
     def _first(self) -> TextRunner:
         first = self.resident(self.names[0])

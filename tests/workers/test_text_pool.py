@@ -46,8 +46,9 @@ def parameters(name: str, seed: int, **fields: Any) -> TextParameters:
 class Stage:
     """An engine over a pool of `MODELS`, with room for so many at once."""
 
-    def __init__(self, room: int, *, pages: int = 64) -> None:
-        self.lane, self.pages = Lane("text"), pages
+    def __init__(self, room: int, *, pages: int = 64, first: int = 1) -> None:
+        """`first` is the size of the first; others are of 1."""
+        self.lane, self.pages, self.first = Lane("text"), pages, first
         self.loads: Counter[str] = Counter()
         self.broken: set[str] = set()
         self.ticks: list[Tick] = []
@@ -65,7 +66,7 @@ class Stage:
             raise ModelError(f"{name}: its file is damaged")
         runner = TextRunner(MODELS[name](), lane=self.lane, pages=self.pages, **OPTIONS)
         assert size_bytes(runner) > runner.execution.cache.size_bytes
-        return ReadFile(runner, name, 1)
+        return ReadFile(runner, name, self.first if name == "first" else 1)
 
     def submit(self, name: str, seed: int, tenant: str = "", **fields: Any) -> Future[GeneratedText]:
         self._number += 1
@@ -109,6 +110,13 @@ def test_answers_of_three_models_are_those_that_each_gives_alone(stages: Callabl
     assert three.loads["first"] == 1 and (three.loads.total() > before) == (room == 2)
     assert three.pool.held() == 0 and {tick.group.model for tick in three.ticks} == {*NAMES}
     assert {tick.group.phase for tick in three.ticks} == {"text"}
+
+
+def test_models_that_fit_stay_however_large_the_first_is(stages: Callable[..., Stage]) -> None:
+    three = stages(5, first=3)
+    for name in (*NAMES, *NAMES):
+        three.submit(name, 1, max_tokens=1).result(60)
+    assert all(three.pool.resident(name) is not None for name in NAMES) and three.loads["third"] == 1
 
 
 def test_models_take_turns_token_by_token(stages: Callable[..., Stage]) -> None:
