@@ -71,7 +71,7 @@ class Catalogue:
         self._shared.capacity = self._capacity
         self._widths = Widths(rows, buckets=tuple(w for w in (1, *range(2, 17, 2), *range(20, 129, 4)) if w <= rows))
         self.names = [f"model-{number}" for number in range(count)]
-        self.pool = ModelPool(self.names, self._load, device_bytes, self._capacity, host_bytes=2**63)
+        self.pool = ModelPool(self.names, self._load, device_bytes, host_bytes=2**63)
         self._last = ""
         started = time.perf_counter()
         self.pool.start()

@@ -35,7 +35,7 @@ from core.config import Settings
 from pipeline.backends.phases import DEEP
 from pipeline.checkpoints import sdxl, tiny
 from pipeline.checkpoints.load import load
-from pipeline.model_pool import ModelGroup, ModelPool
+from pipeline.model_pool import ModelGroup, ModelPool, Pooled
 from pipeline.quantization import quantized
 from pipeline.quantization.calibration import default_prompts
 from workers.build import Runtime, build
@@ -103,7 +103,9 @@ def cost(forwards: Sequence[Forward], loading: Sequence[Span]) -> dict[str, Any]
 class _Bench:
     """Two models in one engine, one of them at work."""
 
-    def __init__(self, runtime: Runtime, pool: ModelPool, forwards: list[Forward], fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self, runtime: Runtime, pool: ModelPool[Pooled], forwards: list[Forward], fields: Mapping[str, Any]
+    ) -> None:
         self._engine, self._pool, self._forwards = runtime.engine, pool, forwards
         self._side = runtime.images.model.native
         self._fields = {"steps": models.STEPS, "guidance_scale": models.GUIDANCE, **fields}

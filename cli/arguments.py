@@ -110,6 +110,8 @@ def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
         settings = settings.model_copy(update={"plan": ""})
     if settings.models and not hasattr(options, "models"):
         settings = settings.catalogue[0]
+    if settings.text_models and not hasattr(options, "text_models"):
+        settings = next(iter(settings.text_catalogue), settings)
     return settings.model_copy(update={k: v for k, v in defaults.items() if k not in settings.model_fields_set})
 
 

@@ -134,7 +134,8 @@ def _service_replies(options: argparse.Namespace) -> Reply:
 
     def reply(messages: Messages) -> Iterator[str]:
         body: dict[str, Any] = {"messages": messages, "temperature": options.temperature, "stream": True}
-        body |= {name: value for name in ("max_tokens", "seed") if (value := getattr(options, name)) is not None}
+        named = {"model": options.text_model, "max_tokens": options.max_tokens, "seed": options.seed}
+        body |= {name: value for name, value in named.items() if value is not None}
         try:
             for event in ServiceClient(options.url, options.key).stream(_PATH, body, timeout_s=_ANSWER_S):
                 for choice in event["choices"]:

@@ -40,7 +40,7 @@ DIPTYCH_REDIS_URL and DIPTYCH_ARTIFACTS_URL (a folder that all of them see, or s
 exit codes: 0 stopped; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
 """
 _SUCH_AS = "such as redis://:password@host:6379/0"
-_CATALOGUE = ("models", "models_mib", "models_host_mib", "model_idle_s")
+_CATALOGUE = ("models", "models_mib", "models_host_mib", "model_idle_s", "text_models", "text_models_mib")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 

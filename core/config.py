@@ -200,6 +200,17 @@ class Settings(BaseSettings):
     text_model: str = Field(
         default="", description="a folder in transformers' format or a hub id; empty: the embedded one; off: no text"
     )
+    text_models: str = Field(
+        default="",
+        pattern=r"^([^,]+(,[^,]+)*)?$",
+        description="text models that each worker serves, separated by commas; the first stays in memory, and is that "
+        "of DIPTYCH_TEXT_MODEL if both are given; empty: that model alone",
+    )
+    text_models_mib: int = Field(
+        default=0,
+        ge=0,
+        description="that these models may take in memory, each with its keys and values; 0: all of them stay",
+    )
     text_precision: Choice = Field(
         default="auto",
         description="auto: int8 or fp8 where the model has such a variant and the kernels run, else fp32 or bf16",
@@ -210,7 +221,9 @@ class Settings(BaseSettings):
     text_kv: Literal["float", "int8", "fp8"] = Field(default="float", description="what keys and values are kept in")
     text_requests: int = Field(default=64, ge=1, le=4096, description="answers in the making at once")
     text_memory_mib: int = Field(
-        default=0, ge=0, description="for keys and values; 0: what those answers need, at most a tenth of what is free"
+        default=0,
+        ge=0,
+        description="for a model's keys and values; 0: what those answers need, at most a tenth of what is free",
     )
     text_first_s: float = Field(
         default=2.0, gt=0, allow_inf_nan=False, description="answers are ordered as if their first token were due"
@@ -429,6 +442,16 @@ class Settings(BaseSettings):
         return [own[0], *(each.model_copy(update=specific) for each in own[1:])]
 
     @property
+    def text_catalogue(self) -> list[Settings]:
+        """The settings of each text model that a worker serves; a draft model is the first's. Empty: no text."""
+        if self.text_model_name is None:
+            return []
+        names = _names(self.text_model, self.text_models)
+        own = [self.model_copy(update={"text_model": name, "text_models": ""}) for name in names]
+        draft = self.text_draft if self.text_draft == "lookup" else ""
+        return [own[0], *(each.model_copy(update={"text_draft": draft}) for each in own[1:])]
+
+    @property
     def model_name(self) -> str:
         """The model to load: the configured one, the embedded one, or its stand-in.
 
@@ -436,11 +459,7 @@ class Settings(BaseSettings):
         `models_dir`.
         """
         if name := _names(self.model, self.models)[0]:
-            if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
-                for where in (EMBEDDED_MODEL.parent, self.models_dir.expanduser()):
-                    if (where / name / "model_index.json").is_file():
-                        return str(where / name)
-            return name
+            return _located(name, "model_index.json", self.models_dir)
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property
@@ -456,9 +475,14 @@ class Settings(BaseSettings):
 
     @property
     def text_model_name(self) -> str | None:
-        """The text model to load: the configured one, or the embedded one if it is installed. None: no text."""
-        if self.text_model:
-            return None if self.text_model == "off" else self.text_model
+        """The text model to load: the configured one, or the embedded one if it is installed. None: no text.
+
+        A name without a folder of its own may be that of an embedded model, or of one in `models_dir`.
+        """
+        if self.text_model == "off":
+            return None
+        if name := _names(self.text_model, self.text_models)[0]:
+            return _located(name, "config.json", self.models_dir)
         return str(EMBEDDED_TEXT_MODEL) if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file() else None
 
     @property
@@ -485,9 +509,18 @@ class Settings(BaseSettings):
 
 
 def _names(model: str, models: str) -> list[str]:
-    """The names of the image models; "" for the embedded one."""
+    """The names of the models of one modality; "" for the embedded one."""
     names = [name for name in (model, *map(str.strip, models.split(","))) if name]
     return [*dict.fromkeys(names)] or [""]
+
+
+def _located(name: str, file: str, models_dir: Path) -> str:
+    """The folder with this file of an embedded model of this name, or of one in `models_dir`; else the name."""
+    if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
+        for where in (EMBEDDED_MODEL.parent, models_dir.expanduser()):
+            if (where / name / file).is_file():
+                return str(where / name)
+    return name
 
 
 def read(**overrides: object) -> Settings:

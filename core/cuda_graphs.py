@@ -72,7 +72,7 @@ class CudaRecorder:
             self._stream.synchronize()
             # Not `torch.cuda.graph`, which empties the allocator's cache each time: requests are served between
             # recordings. "thread_local": other threads may allocate meanwhile, e.g. the text model on its own stream.
-            with CAPTURE_LOCK, _without_collections():
+            with CAPTURE_LOCK, without_collections():
                 if not self._graphs:
                     self._new_pool()  # the last ended with the last of its graphs, and takes no other
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -102,7 +102,7 @@ class CudaRecorder:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Context: no garbage is collected. A graph among it would be destroyed on this thread, which ends its capture."""
     enabled = gc.isenabled()
     gc.disable()

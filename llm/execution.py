@@ -96,6 +96,15 @@ class TextExecution:
     def kind(self) -> str:
         return KERNELS if self._programs is not None else TORCH if self._fused is None else FUSED
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights, packed ones included, and of the cache."""
+        network = self.model.network
+        storages = [tensor.untyped_storage() for tensor in (*network.parameters(), *network.buffers())]
+        unique = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        packed = 0 if self._programs is None else self._programs.size_bytes
+        return int(sum(unique.values()) + packed + self.cache.size_bytes)
+
     def prepare(self, sequences: int) -> None:
         """Compile and capture what is needed to decode so many sequences, and to read their prompts."""
         if self._fused is not None:

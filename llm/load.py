@@ -149,8 +149,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _find(name: str) -> Path:
-    """The folder of a model, downloaded first if `name` is a hub id and no folder."""
+def check_name(name: str) -> None:
+    """Reject a name that leads to no model, before anything is loaded. Raises `TextModelError`."""
+    if name not in tiny.SHAPES:
+        _local(name)
+
+
+def _local(name: str) -> Path | None:
+    """Return the folder of a model, or None if `name` is a hub id. Raises `TextModelError`."""
     short = name if len(name) <= 200 else f"{name[:200]}…"
     try:
         folder = Path(name).expanduser()
@@ -165,13 +171,25 @@ def _find(name: str) -> Path:
         raise TextModelError(f"{short}: no such folder ({reason})") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
         raise TextModelError(f"{short}: no such folder, and not a hub id of the form owner/name")
+    return None
+
+
+def _find(name: str) -> Path:
+    """The folder of a model, downloaded first if `name` is a hub id and no folder."""
+    if (folder := _local(name)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*"]))
     except Exception as error:  # of many libraries, all with the same meaning
-        raise TextModelError(f"{short}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
+        raise TextModelError(f"{name}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def file_bytes(name: str) -> int:
+    """Return the size of a model's weight files, as they are stored; 0 for a seeded model. Raises `TextModelError`."""
+    return 0 if name in tiny.SHAPES else sum(path.stat().st_size for path in _find(name).glob("*.safetensors"))
 
 
 def _pooling(folder: Path) -> Pooling:

@@ -1,4 +1,4 @@
-"""Serves several image models as one runner: a model is in memory while requests use it, others as far as they fit."""
+"""Serves several models as one runner: a model is in memory while requests use it, others as far as they fit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Request
-from core.batching.runner import LaneTicket, NotYet
-from pipeline.backends.backend import BatchGroup
+from core.batching.runner import NotYet, Runner, Ticket
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions.asset_cache import Asset, AssetCache, ReadFile
 from pipeline.extensions.registry import KINDS
 from pipeline.families.diffusers.runner import DiffusersRunner
-from pipeline.memory_ledger import RequestCapacity
 from pipeline.runner import ImageRunner
 
 log = logging.getLogger(__name__)
 
 Pooled = ImageRunner | DiffusersRunner
+
+
+class PooledRunner(Runner, Protocol):
+    """A runner of one model, which can be closed."""
+
+    def close(self) -> None: ...
+
+
+R = TypeVar("R", bound=PooledRunner)
 
 _STAMP = ""  # models do not change while they are served
 _TAKEN_S = 2.0  # after which a model that was loaded for a request, which did not take it, may be evicted for another
@@ -43,18 +50,18 @@ class ModelGroup(NamedTuple):
     """A group of requests of one model."""
 
     model: str
-    group: BatchGroup
+    group: Hashable
 
     @property
     def phase(self) -> str:
-        return self.group.phase
+        return str(getattr(self.group, "phase", self.group))
 
 
-class Lease(NamedTuple):
+class Lease(NamedTuple, Generic[R]):
     """A model that a running request keeps in memory."""
 
-    asset: Asset[Pooled]
-    runner: Pooled
+    asset: Asset[R]
+    runner: R
 
 
 class Facts(NamedTuple):
@@ -66,30 +73,30 @@ class Facts(NamedTuple):
     facts: Any
 
 
-class Checked(NamedTuple):
+class Checked(NamedTuple, Generic[R]):
     """What a model's runner found out about a request (`Request.checked`); another load of it has other files."""
 
-    runner: weakref.ref[Pooled]
+    runner: weakref.ref[R]
     inputs: Any
 
 
-class Check(NamedTuple):
+class Check(NamedTuple, Generic[R]):
     """A request that is checked by its model, which that keeps in memory."""
 
     request: Request
-    lease: Asset[Pooled]
+    lease: Asset[R]
     result: Future[None]
 
 
-class ModelPool:
+class ModelPool(Generic[R]):
     """The runner of a worker that serves several models; a request's is `Request.model`. `names` are in order; the
     first stays in memory.
 
-    Models share places and memory of requests, and take turns on one lane as groups of one runner do. A model that is
-    not in memory is loaded by a thread of its own when its first request is to be admitted; requests of other models
-    go on meanwhile. One that has left the device's memory may be kept in the host's, from where it comes back without
-    being loaded. Where it does not fit beside models that are in use, requests of these overtake it for four times
-    as long as it loads; then nothing is admitted until there is room.
+    Models take turns on one lane as groups of one runner do. A model that is not in memory is loaded by a thread of
+    its own when its first request is to be admitted; requests of other models go on meanwhile. One that has left the
+    device's memory may be kept in the host's, from where it comes back without being loaded. Where it does not fit
+    beside models that are in use, requests of these overtake it for four times as long as it loads; then nothing is
+    admitted until there is room.
     """
 
     modality = "image"
@@ -97,34 +104,33 @@ class ModelPool:
     def __init__(
         self,
         names: Sequence[str],
-        load: Callable[[str], ReadFile[Pooled]],
+        load: Callable[[str], ReadFile[R]],
         capacity_bytes: int,
-        capacity: RequestCapacity,
         *,
         patience_s: float = 20.0,
         idle_s: float = 0.0,
         host_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load` makes a model's runner, of this `capacity`, with its size; it raises `ModelError`. `capacity_bytes`
-        limits the sizes of all models in memory. After `idle_s` without a request a model is evicted; 0: never.
-        `host_bytes` limits the sizes of models that are kept in the host's memory.
+        """`load` makes a model's runner, with its size; it raises `ModelError`. `capacity_bytes` limits the sizes of
+        all models in memory. After `idle_s` without a request a model is evicted; 0: never. `host_bytes` limits the
+        sizes of models that are kept in the host's memory.
         """
         self.names = tuple(names)
         self.patience_s = patience_s
-        self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
-        self._models: AssetCache[Pooled] = AssetCache(
+        self._load_model, self._clock, self._idle_s = load, clock, idle_s
+        self._models: AssetCache[R] = AssetCache(
             "model", capacity_bytes, self._load, free=self._retire, loaded=lambda: self.retry_admission()
         )
         self._host_bytes = host_bytes
-        self._offloaded: OrderedDict[str, ReadFile[Pooled]] = OrderedDict()  # least recently used first
+        self._offloaded: OrderedDict[str, ReadFile[R]] = OrderedDict()  # least recently used first
         self._offloading = threading.Lock()
-        self._facts: weakref.WeakKeyDictionary[Pooled, Facts] = weakref.WeakKeyDictionary()
-        self._leases: dict[str, Lease] = {}  # by request
+        self._facts: weakref.WeakKeyDictionary[R, Facts] = weakref.WeakKeyDictionary()
+        self._leases: dict[str, Lease[R]] = {}  # by request
         self._load_s: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # bytes
         self._used: dict[str, float] = {}  # when a model's last request ended
-        self._checks: dict[str, Check] = {}  # by request
+        self._checks: dict[str, Check[R]] = {}  # by request
         self._retry_at: dict[str, float] = {}  # when a model that could not be loaded is tried again
         self._waiting: dict[str, tuple[float, float]] = {}  # since when a model waits for room, and when it last did
         self._next, self._next_seen = "", 0.0  # the model that is loaded for a request which waits
@@ -136,7 +142,7 @@ class ModelPool:
     def closed(self) -> bool:
         return self._closed.is_set()
 
-    def start(self) -> Pooled:
+    def start(self) -> R:
         """Load the first model, which stays. Raises `ModelError`."""
         runner, _ = self.load(self.names[0])
         self._models.take(self.names[:1], wait=False)
@@ -144,7 +150,7 @@ class ModelPool:
             threading.Thread(target=self._evict_idle, name="idle models", daemon=True).start()
         return runner
 
-    def load(self, name: str) -> tuple[Pooled, Any]:
+    def load(self, name: str) -> tuple[R, Any]:
         """Return a model and what is known of it (`ReadFile.facts`), loaded if need be.
 
         Raises `ModelError`, also for one that does not fit beside the first: it is not served.
@@ -163,7 +169,7 @@ class ModelPool:
         """Have models leave the memory that no request uses."""
         self._models.evict(names)
 
-    def resident(self, name: str) -> Pooled | None:
+    def resident(self, name: str) -> R | None:
         """Return a model that is in memory."""
         return self._models.resident(name)
 
@@ -171,12 +177,10 @@ class ModelPool:
         """Return how long a model took to load when it last was; 0: it never was."""
         return self._load_s.get(name, 0.0)
 
-    def _load(self, name: str) -> ReadFile[Pooled]:
+    def _load(self, name: str) -> ReadFile[R]:
         with self._offloading:
             offloaded = self._offloaded.pop(name, None)
-        # While it is loaded it is as large as the largest, parts included that turn out to be another's.
-        largest = max(self._sizes.values(), default=0)
-        self._models.make_room(largest if offloaded is None else offloaded.size_bytes)
+        self._models.make_room(self._loading_bytes(name) if offloaded is None else offloaded.size_bytes)
         started = time.monotonic()
         if offloaded is None:
             read = self._load_model(name)
@@ -190,9 +194,13 @@ class ModelPool:
         log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
         return read
 
-    def _retire(self, runners: list[Pooled]) -> None:
+    def _loading_bytes(self, name: str) -> int:
+        """Return what a model takes while it is loaded: as the largest, with parts that turn out to be another's."""
+        return max(self._sizes.values(), default=0)
+
+    def _retire(self, runners: list[R]) -> None:
         """Keep evicted models in the host's memory as far as it is for them; close the others. Empties the list."""
-        closed: list[Pooled] = []
+        closed: list[R] = []
         while runners:
             runner = runners.pop()
             with self._offloading:
@@ -203,10 +211,10 @@ class ModelPool:
             del runner
         _free(closed)
 
-    def _offload(self, runner: Pooled) -> bool:
+    def _offload(self, runner: R) -> bool:
         name, digest, size_bytes, facts = self._facts[runner]
         if (
-            isinstance(runner, DiffusersRunner)
+            not isinstance(runner, ImageRunner)
             or size_bytes > self._host_bytes
             or name in self._offloaded
             or self.closed
@@ -263,7 +271,7 @@ class ModelPool:
             self._models.give([lease])
             raise error.with_traceback(None) from None  # its frames refer to the model, which may be evicted
 
-    def _admit(self, request: Request, lease: Asset[Pooled]) -> NotYet | None:
+    def _admit(self, request: Request, lease: Asset[R]) -> NotYet | None:
         runner, checked = self._models.content(lease), request.checked
         if not isinstance(checked, Checked) or checked.runner() is not runner:
             # Not on this thread: it reads files.
@@ -287,7 +295,7 @@ class ModelPool:
                 del self._checks[id]
                 self._models.give([check.lease])
 
-    def _acquire(self, name: str) -> Asset[Pooled] | NotYet:
+    def _acquire(self, name: str) -> Asset[R] | NotYet:
         """Pin a model. While it is loaded only its own requests wait for it, and so they do for room at first."""
         now, waits = self._clock(), NotYet(_resource(name), pending=True)
         if self._next and self._next != name and self._models.resident(name) is None:
@@ -320,7 +328,7 @@ class ModelPool:
         self._models.give([asset])
 
     def held(self) -> int:
-        return self._capacity.slots.taken
+        return sum(runner.held() for name in self.names if (runner := self._models.resident(name)) is not None)
 
     def group(self, request: Request) -> ModelGroup:
         return ModelGroup(request.model, self._of(request).group(request))
@@ -343,19 +351,20 @@ class ModelPool:
         return runner.limit(own)
 
     def lane_of(self, group: Hashable) -> str:
-        return "device"
+        runner, own = self._in(group)
+        return runner.lane_of(own)
 
     def cost(self, group: Hashable, rows: int) -> float:
         runner, own = self._in(group)
         return runner.cost(own, rows)
 
-    def launch(self, requests: Sequence[Request]) -> LaneTicket:
+    def launch(self, requests: Sequence[Request]) -> Ticket:
         return self._of(requests[0]).launch(requests)
 
-    def _of(self, request: Request) -> Pooled:
+    def _of(self, request: Request) -> R:
         return self._leases[request.id].runner
 
-    def _in(self, group: Hashable) -> tuple[Pooled, BatchGroup]:
+    def _in(self, group: Hashable) -> tuple[R, Hashable]:
         assert isinstance(group, ModelGroup)
         runner = self._models.resident(group.model)
         assert runner is not None, "a model with running requests is in memory"
@@ -392,7 +401,8 @@ def _resource(model: str, field: str = "") -> str:
     return f"model {model} {field}".rstrip()
 
 
-def _check(runner: Pooled, request: Request) -> None:
+def _check(runner: PooledRunner, request: Request) -> None:
+    request.checked = None  # another load's, of which not all runners say anything
     runner.check(request)
     request.checked = Checked(weakref.ref(runner), request.checked)
 
@@ -404,7 +414,7 @@ def _files(request: Request) -> list[str]:
     return [kind.field for kind in KINDS if getattr(request.parameters, kind.field, None)]
 
 
-def _free(runners: list[Pooled]) -> None:
+def _free(runners: list[R]) -> None:
     """Release the memory of evicted models, whose parts refer to one another."""
     if runners:
         for runner in runners:

@@ -81,9 +81,11 @@ LARGE_CLASSES = {
     "pipeline.families.diffusers.runner.DiffusersRunner": 19,
     "pipeline.families.family.ImageModel": 14,
     "pipeline.model_pool.ModelPool": 21,
+    "pipeline.model_pool.PooledRunner": 17,
     "pipeline.recording.GraphSet": 15,
     "pipeline.runner.ImageRunner": 20,
     "workers.prefetch.PrefetchLimiter": 14,
+    "workers.text_pool.TextPool": 25,
 }
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "base", "misc"}
 NOT_OURS = {"models", "build", "dist", "out", "data"}

@@ -76,10 +76,18 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 
 
 def _build(settings: Settings, say: Say) -> ServingRuntime:
+    from llm.load import TextModelError
+    from llm.load import check_name as check_text_name
+    from pipeline.checkpoints.folder import ModelError
     from pipeline.checkpoints.load import check_name
 
     for model in settings.catalogue:
         check_name(model.model_name)  # importing torch and its dependencies takes seconds
+    for text in settings.text_catalogue[1:]:  # the first is loaded at once
+        try:
+            check_text_name(str(text.text_model_name))
+        except TextModelError as error:
+            raise ModelError(f"text: {error}") from error
     from workers.build import build
     from workers.metrics import METER
     from workers.serving_runtime import build_serving_runtime

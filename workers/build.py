@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from llm.load import TextModel
     from llm.runner import TextRunner
+    from workers.text_pool import TextPool
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,8 @@ class Runtime:
     provenance: Provenance | None = None
     decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
     depth: DepthEstimator | None = None
-    pool: ModelPool | None = None  # the images' and those of other models, if there are several
+    pool: ModelPool[Pooled] | None = None  # the images' and those of other models, if there are several
+    text_pool: TextPool | None = None  # the texts' and those of other models, if there are several
     gate: Gate | None = None  # of cascades, if there are several models and a scorer
 
     @property
@@ -92,8 +95,9 @@ class Runtime:
             if part is not None:
                 part.close()
         (self.pool or self.image_runner).close()
-        if self.texts is not None:
-            self.texts.close()
+        texts = self.text_pool or self.texts
+        if texts is not None:
+            texts.close()
         for lane in (self.lane, self.text_lane):
             if lane is not None:
                 lane.close()
@@ -257,10 +261,13 @@ def text_lane(settings: Settings) -> Lane | None:
     return StreamLane("text", device) if device.type == "cuda" else None
 
 
-def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
+def text_runner(
+    settings: Settings, lane: Lane, say: Say, *, pages: int = 0, beside_lane: bool = False
+) -> TextRunner | None:
     """The settings' text model, ready to serve; None if none is set or embedded.
 
-    Raises `ModelError`. The KV cache's memory is reserved here, before images get the rest, and logged.
+    Raises `ModelError`. The KV cache's memory is reserved here, before images get the rest, and logged: so many
+    `pages`; 0: as the settings say. It is loaded on the lane, or with `beside_lane` on this thread.
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
     from llm.load import TextModelError
@@ -296,12 +303,13 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
         if draft is not None and draft != "lookup":
             draft, _ = load_text(draft, "auto", device=device, lacks=refusal)
         return TextRunner(
-            model, lane=lane, max_requests=settings.text_requests, pages=_pages(settings, model), kv=settings.text_kv,
-            kernels=kernel_library, draft=draft, patience_s=settings.text_first_s, pace_s=settings.text_token_s,
+            model, lane=lane, max_requests=settings.text_requests, pages=pages or _pages(settings, model),
+            kv=settings.text_kv, kernels=kernel_library, draft=draft, patience_s=settings.text_first_s,
+            pace_s=settings.text_token_s,
         )  # fmt: skip
 
     try:
-        runner = lane.call(make)
+        runner = make() if beside_lane else lane.call(make)
     except TextModelError as error:
         if settings.text_model:
             raise ModelError(f"text: {error}") from error
@@ -312,6 +320,36 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     cache = runner.execution.cache
     say(f"{runner.model.name}: {runner.pages.tokens} tokens of keys and values in {cache.size_bytes / 2**20:.0f} MiB")
     return runner
+
+
+def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane) -> TextPool:
+    """Return a pool of these settings' text models, of which the first is loaded. A model has a KV cache of the same
+    size each time that it is loaded. Raises `ModelError`.
+    """
+    from workers.text_pool import TextPool, size_bytes
+
+    settings = text_settings[0]
+    settings_of = {short_name(str(each.text_model_name)): each for each in text_settings}
+    pages: dict[str, int] = {}
+    loaded = [first]
+
+    def load(name: str) -> ReadFile[TextRunner]:
+        runner: TextRunner | None
+        if loaded:
+            runner = loaded.pop()
+        else:
+            with beside(first.model.device):
+                runner = text_runner(settings_of[name], lane, log.info, pages=pages.get(name, 0), beside_lane=True)
+        assert runner is not None, "a model that is named is loaded, or refused"
+        pages[name] = runner.pages.capacity
+        return ReadFile(runner, runner.model.digest, size_bytes(runner))
+
+    pool = TextPool(
+        [*settings_of], load, settings.text_models_mib * 2**20 or _UNLIMITED, patience_s=settings.text_first_s,
+        idle_s=settings.model_idle_s,
+    )  # fmt: skip
+    pool.start()
+    return pool
 
 
 def _pages(settings: Settings, model: TextModel) -> int:
@@ -340,30 +378,42 @@ def build(
     text model is served too, by the same engine on the same device. `on_tick` is called after every iteration.
     """
     backends.check(settings)
+    text_settings = settings.text_catalogue if text else []
+    names = _names(settings, text_settings)
     checker = load_checker(settings, device_of(settings))
     signer = provenance.of(settings)
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
-    texts = text_runner(settings, llm_lane or lane, say) if text else None
+    texts = text_runner(text_settings[0], llm_lane or lane, say) if text_settings else None
+    text_pool = _text_pool(text_settings, texts, llm_lane or lane) if texts and len(text_settings) > 1 else None
     first, *others = settings.catalogue
-    names = _names(settings, texts)
     gate = Gate(ClipScorer(settings.scorer_folder)) if others and settings.scorer_folder else None
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     # After all else: requests get most of the memory that is left.
     shared = SharedBackends(lane) if others else None
     images, decisions = lane.call(lambda: image_runner(first, lane, say, count, shared=shared))
     pool = None if shared is None else _pool(settings, names, images, decisions, lane, shared)
+    others_bytes = 0 if pool is None else _others_bytes(settings, images)
+    if texts is not None and text_pool is not None:
+        others_bytes += _text_others_bytes(text_settings, texts)
+    if not settings.memory_mib:
+        memory = images.capacity.memory
+        memory.capacity = max(memory.capacity // _LEAST, memory.capacity - others_bytes)
     if texts is not None and measure_s:
         say("measuring what tokens cost")
         texts.prepare(measure_s=min(1.0, measure_s))
     if measure_s or settings.compile:
         say("measuring what forwards cost")
         images.prepare(measure_s=measure_s)
-    runners: list[Runner] = [pool or images, *([] if texts is None else [texts])]
+    runners: list[Runner] = [pool or images, *([] if texts is None else [text_pool or texts])]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
     if pool is not None:
         pool.retry_admission = engine.retry_admission
-    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, signer, decisions, depth, pool, gate)
+    if text_pool is not None:
+        text_pool.retry_admission = engine.retry_admission
+    return Runtime(
+        settings, engine, images, lane, texts, llm_lane, checker, signer, decisions, depth, pool, text_pool, gate
+    )
 
 
 def image_runner(
@@ -434,11 +484,11 @@ def _pipeline_runner(settings: Settings, folder: Path, lane: Lane, capacity: Req
     )  # fmt: skip
 
 
-def _names(settings: Settings, texts: TextRunner | None) -> list[str]:
+def _names(settings: Settings, text_settings: Sequence[Settings]) -> list[str]:
     """The names of the settings' image models. Raises `ModelError` for two models of one name."""
     names = [short_name(each.model_name) for each in settings.catalogue]
-    every = [*names, *([] if texts is None else [texts.model.name])]
-    if len(names) > 1 and len({*every}) < len(every):
+    every = [*names, *(short_name(str(each.text_model_name)) for each in text_settings)]
+    if max(len(names), len(text_settings)) > 1 and len({*every}) < len(every):
         raise ModelError(f"models of one worker must have different names, not {', '.join(every)}")
     return names
 
@@ -456,6 +506,22 @@ def _others_bytes(settings: Settings, first: Pooled) -> int:
     return min(most, max(0, settings.models_mib * 2**20 - own)) if settings.models_mib else most
 
 
+def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
+    """The memory that the other text models than the first may take, with their keys and values, as `_others_bytes`."""
+    from llm.load import TextModelError, file_bytes
+    from workers.text_pool import size_bytes
+
+    files, own = [0] * len(text_settings), size_bytes(first)
+    for at, each in enumerate(text_settings):
+        with suppress(TextModelError):  # one that cannot be loaded takes nothing
+            files[at] = file_bytes(str(each.text_model_name))
+    weights = own - first.execution.cache.size_bytes
+    most = int(sum(files[1:]) * min(1.0, weights / files[0] if files[0] else 1.0))
+    most += len(files[1:]) * first.execution.cache.size_bytes
+    allowed = text_settings[0].text_models_mib * 2**20
+    return min(most, max(0, allowed - own)) if allowed else most
+
+
 def _pool(
     settings: Settings,
     names: list[str],
@@ -463,7 +529,7 @@ def _pool(
     decisions: tuple[KernelChoice, ...],
     lane: Lane,
     shared: SharedBackends,
-) -> ModelPool:
+) -> ModelPool[Pooled]:
     """Return a pool of the settings' models, of which the first is loaded. Raises `ModelError`."""
     settings_of = dict(zip(names, settings.catalogue, strict=True))
     shared.capacity = first.capacity
@@ -480,12 +546,9 @@ def _pool(
         return ReadFile(runner, runner.model.digest, weight_bytes(runner), kernels)
 
     pool = ModelPool(
-        names, load, settings.models_mib * 2**20 or _UNLIMITED, first.capacity,
+        names, load, settings.models_mib * 2**20 or _UNLIMITED,
         patience_s=settings.image_objective_s, idle_s=settings.model_idle_s,
         host_bytes=settings.models_host_mib * 2**20,
     )  # fmt: skip
     pool.start()
-    if not settings.memory_mib:
-        memory = first.capacity.memory
-        memory.capacity = max(memory.capacity // _LEAST, memory.capacity - _others_bytes(settings, first))
     return pool

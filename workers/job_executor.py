@@ -86,13 +86,14 @@ class JobExecutor:
 
     def _expanded(self, work: ActiveJob, pictures: list[Any], deadline: float) -> list[Any]:
         """The image parameters with prompts expanded by the text model. Raises as `ActiveJob.make`."""
-        claim = work.claim
+        claim, handler = work.claim, self._text_handler
         requests = [
             Request(
                 f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", parameters,
                 priority=claim.priority, deadline=deadline, tenant=claim.owner,
+                model="" if handler is None else handler.name,
             )
-            for index, parameters in enumerate(expand.expansion_requests(pictures, self._text_handler))
+            for index, parameters in enumerate(expand.expansion_requests(pictures, handler))
         ]  # fmt: skip
         try:
             texts = work.make(requests)
@@ -102,6 +103,7 @@ class JobExecutor:
 
     @property
     def _text_handler(self) -> JobHandler | None:
+        """The handler of the first text model, which stays in memory."""
         return next((handler for handler in [*self.handlers.values()] if handler.modality == "text"), None)
 
     def _cascaded(

@@ -22,10 +22,12 @@ from workers.text_handler import TextJobHandler
 
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
+    from llm.runner import TextRunner
     from pipeline.model_pool import ModelPool, Pooled
     from pipeline.plans import TunedGate
     from workers.build import Runtime
     from workers.gate import Gate
+    from workers.text_pool import TextPool
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,12 @@ class ModelRuntime:
 
 
 def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.info) -> ModelRuntime:
-    """Add a handler for each model. Those of a pool beside its first are loaded in the background, one after the other,
-    and then served; `say` is told of each.
+    """Add a handler for each model. Those of the pools beside their first are loaded in the background, one after the
+    other, and then served; `say` is told of each.
     """
     handlers = handlers_of(runtime)
-    if runtime.pool is not None:
-        Thread(target=_load_others, args=(runtime, runtime.pool, handlers, say), name="models", daemon=True).start()
+    if runtime.pool is not None or runtime.text_pool is not None:
+        Thread(target=_load_others, args=(runtime, handlers, say), name="models", daemon=True).start()
     return ModelRuntime(runtime, handlers)
 
 
@@ -72,22 +74,33 @@ def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, handlers, pool)
     handlers[images.name] = images
     if runtime.texts is not None:
-        texts = TextJobHandler(runtime.texts)
+        texts = _text_handler(runtime.texts, runtime.text_pool)
         handlers[texts.name] = texts
-        METER.show_kv_cache(texts.name, runtime.texts.pages.usage)
     return handlers
 
 
-def _load_others(
-    runtime: Runtime, pool: ModelPool, handlers: dict[str, JobHandler], say: Callable[[str], None]
-) -> None:
-    for name, settings in zip(pool.names[1:], runtime.settings.catalogue[1:], strict=True):
-        if pool.closed:
+def _load_others(runtime: Runtime, handlers: dict[str, JobHandler], say: Callable[[str], None]) -> None:
+    images, texts = runtime.pool, runtime.text_pool
+
+    def image(name: str, plan_name: str) -> JobHandler:
+        assert images is not None
+        return _image_handler(runtime, *images.load(name), plan_name, handlers, images)
+
+    def text(name: str) -> JobHandler:
+        assert texts is not None
+        return _text_handler(texts.load(name)[0], texts)
+
+    loads: list[tuple[str, Callable[[], JobHandler]]] = []
+    if texts is not None:  # first: most are smaller
+        loads += [(name, partial(text, name)) for name in texts.names[1:]]
+    if images is not None:
+        plans = [each.plan for each in runtime.settings.catalogue[1:]]
+        loads += [(name, partial(image, name, own)) for name, own in zip(images.names[1:], plans, strict=True)]
+    for name, load in loads:
+        if any(pool is not None and pool.closed for pool in (images, texts)):
             return
         try:
-            runner, decisions = pool.load(name)
-            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, handlers, pool)
-            del runner  # the pool may evict it
+            handlers[name] = load()
             say(f"{name} is served, too")
         except Exception as error:
             log.error("%s is not served: %s", name, error)
@@ -99,7 +112,7 @@ def _image_handler(
     decisions: Sequence[KernelChoice],
     plan_name: str,
     handlers: Mapping[str, JobHandler],
-    pool: ModelPool | None,
+    pool: ModelPool[Pooled] | None,
 ) -> ImageJobHandler:
     settings, name, gates = runtime.settings, runner.model.name, runner.model.gates
 
@@ -120,6 +133,21 @@ def _image_handler(
         resident=None if pool is None else partial(pool.resident, name),
         load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name), cascades=cascades, gate=runtime.gate,
     )  # fmt: skip
+
+
+def _text_handler(runner: TextRunner, pool: TextPool | None) -> TextJobHandler:
+    if pool is None:
+        handler, usage = TextJobHandler(runner), runner.pages.usage
+    else:
+        resident = partial(pool.resident, runner.model.name)
+        handler = TextJobHandler(runner, resident=resident, load_s=partial(pool.load_s, runner.model.name))
+
+        def usage() -> float:
+            resident_runner = resident()
+            return 0.0 if resident_runner is None else resident_runner.pages.usage()
+
+    METER.show_kv_cache(handler.name, usage)
+    return handler
 
 
 def _gate_of(tuned: TunedGate | None, draft: ImageJobHandler, gate: Gate) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from contract.bodies import check_bounds
@@ -38,19 +38,32 @@ class TextJobHandler:
 
     modality = "text"
 
-    def __init__(self, runner: TextRunner) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        runner: TextRunner,
+        *,
+        resident: Callable[[], TextRunner | None] | None = None,
+        load_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`resident` returns the runner while it is in memory; without it, it always is. `load_s` returns how long it
+        took to load.
+        """
+        self._resident = resident or (lambda: runner)
+        self._load_s = load_s
         self.name = runner.model.name
         self.expansion_instruction = runner.model.expansion_instruction
         self.reads_files = False
-        self.load_s = 0.0
+        # What is read of the model without its weights, which may be evicted.
+        self._model_tokenizer, self._ends = runner.model.tokenizer, runner.model.ends
+        self._vocabulary = runner.model.vocabulary
+        self._context, self._most_tokens = runner.context, min(runner.context, runner.pages.tokens)
         # More than what transformers calls special: the turn headers of Llama models are control tokens too.
         self._tokenizer = runner.model.tokenizer.backend_tokenizer
         added = self._tokenizer.get_added_tokens_decoder()
         self._controls = [token.content for token in added.values() if token.special]
         self._control_ids = frozenset(id for id, token in added.items() if token.special)
         self._tool_format = tool_calls.call_format(self._template([{}]) or "", self._controls)
-        model = runner.model
+        model, self._pooling = runner.model, runner.model.pooling
         self._offer = TextOffer(
             context=runner.context,
             max_prompt_characters=MAX_CHARACTERS,
@@ -63,9 +76,22 @@ class TextJobHandler:
             embedding_dimensions=0 if model.pooling.reason else int(model.config.hidden_size),
             generates=model.generates,
         )
+        self._card = None if resident is None else self._card_of(runner)
+
+    @property
+    def load_s(self) -> float:
+        return 0.0 if self._resident() is not None else self._load_s()
 
     def card(self) -> TextCard:
-        runner = self._runner
+        """The model's card; the last one if it is not in memory."""
+        runner = self._resident()
+        if runner is None:
+            assert self._card is not None
+            return replace(self._card, loaded=False)
+        self._card = self._card_of(runner)
+        return self._card
+
+    def _card_of(self, runner: TextRunner) -> TextCard:
         rows = [count for count in _WIDTHS if count <= runner.limit("text")]
         token_s = min(runner.cost("text", count) / count for count in rows)
         return TextCard(
@@ -78,6 +104,7 @@ class TextJobHandler:
             costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
             expansion_instruction=self.expansion_instruction,
+            load_s=self._load_s(),
         )
 
     def read(self, parameters: Mapping[str, Any], key_action: str = "") -> TextJob:
@@ -122,7 +149,6 @@ class TextJobHandler:
     def _embedding_requests(self, job: TextJob) -> list[TextParameters]:
         """The requests of an embedding job, checked, so that errors name the job's field. Raises `Invalid`."""
         job.check(self._offer)
-        runner = self._runner
         encode = self._tokenizer.encode  # with the special tokens that the tokenizer adds to a text
         requests = [
             TextParameters(tuple(prompt) if isinstance(prompt, list) else tuple(encode(prompt).ids), 0, embed=True)
@@ -133,7 +159,7 @@ class TextJobHandler:
             raise Invalid("input", f"{tokens} tokens are more than the {MAX_INPUT_TOKENS} of a request")
         for request in requests:
             try:
-                check(request, vocabulary=runner.model.vocabulary, context=min(runner.context, runner.pages.tokens))
+                check(request, vocabulary=self._vocabulary, context=self._most_tokens)
             except Invalid as error:
                 raise error.of("input") from error
         return requests
@@ -172,7 +198,7 @@ class TextJobHandler:
         """The result of an embedding job: vectors in fp32, little-endian, as base64."""
         from llm.pooling import embedding
 
-        pooling = self._runner.model.pooling
+        pooling = self._pooling
         vectors = [embedding(text.pooled, pooling, job.dimensions) for text in outputs]
         return {
             "embeddings": [base64.b64encode(vector).decode() for vector in vectors],
@@ -183,7 +209,7 @@ class TextJobHandler:
 
     def logprobs(self, tokens: Sequence[Logprob]) -> list[dict[str, Any]]:
         """Log probabilities as stored in the job, with each token's text. The end token is left out."""
-        return [self._entry(entry) for entry in tokens if entry.token not in self._runner.model.ends]
+        return [self._entry(entry) for entry in tokens if entry.token not in self._ends]
 
     def _entry(self, entry: Logprob) -> dict[str, Any]:
         top = [{**self._piece(token), "logprob": value} for token, value in entry.top]
@@ -212,10 +238,10 @@ class TextJobHandler:
         return {"text": echoed + text.text, "logprobs": entries}
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
-        room = min(self._runner.context, self._runner.pages.tokens) - len(prompt)
+        room = self._most_tokens - len(prompt)
         if room < 1:
             field = "prompt" if job.messages is None else "messages"
-            words = f"{len(prompt)} tokens are more than the model's context of {self._runner.context}"
+            words = f"{len(prompt)} tokens are more than the model's context of {self._context}"
             raise Invalid(field, words, CONTEXT_LENGTH)
         return room
 
@@ -236,7 +262,7 @@ class TextJobHandler:
 
     def _template(self, tools: Any) -> str | None:
         """The chat template for requests with these tools, or without; None if there is none."""
-        tokenizer = self._runner.model.tokenizer
+        tokenizer = self._model_tokenizer
         return tokenizer.get_chat_template(tools=tools) if getattr(tokenizer, "chat_template", None) else None
 
     def _chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:
@@ -250,7 +276,7 @@ class TextJobHandler:
         if self._tool_format == PLAIN:
             messages = tool_calls.as_texts(messages)
         try:
-            text = self._runner.model.tokenizer.apply_chat_template(
+            text = self._model_tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # raised by the model's own template: an unexpected order of roles
@@ -264,7 +290,7 @@ class TextJobHandler:
     def _plain(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, list):
             return tuple(prompt)
-        start = self._runner.model.tokenizer.bos_token_id
+        start = self._model_tokenizer.bos_token_id
         return self._ids(prompt) if start is None else (start, *self._ids(prompt))
 
 

@@ -1,4 +1,4 @@
-// The tab of the text model, and expanding a prompt: there where the server lists one.
+// The tab of a text model, and expanding a prompt: there where the server lists one.
 
 import { announce, copy, make } from "./dom.js";
 import * as service from "./service.js";
@@ -8,7 +8,7 @@ const EXPAND = "Write one short, vivid description of a picture, in one sentence
 /** Whether the model was trained to write prompts: then it is sent the words alone, and no conversation. */
 export const writesPrompts = (model) => Boolean(model.diptych.expansion_instruction);
 
-/** Fill the tab. `model` is an entry of /v1/models; `draw` is given a prompt. */
+/** Begin a conversation in `tab`. `model` is an entry of /v1/models; `draw` is given a prompt. */
 export function open(tab, model, draw) {
   const writer = writesPrompts(model);
   const talk = make("ul", { className: "talk" });

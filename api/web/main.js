@@ -1,6 +1,6 @@
 // The page: a form on the left, images in progress and those that are kept on the right.
 
-import { $, announce, make } from "./dom.js";
+import { $, announce, fillSelect, make } from "./dom.js";
 import * as chat from "./chat.js";
 import * as form from "./form.js";
 import * as service from "./service.js";
@@ -43,7 +43,7 @@ async function offer() {
   }
   const images = models.filter((model) => model.diptych.modality === "image");
   form.offer(images);
-  offerText(models.find((model) => model.diptych.modality === "text" && model.diptych.live));
+  offerTexts(models.filter((model) => model.diptych.modality === "text" && model.diptych.live));
   offerVariants(images.filter((model) => model.diptych.live));
   if (!form.card()) return;
   const { brought } = state;
@@ -65,13 +65,23 @@ function offerVariants(live) {
   $("compare").hidden = variants.length < 2;
 }
 
-function offerText(model) {
-  $("tabs").hidden = $("expand").hidden = !model;
-  if (!model || state.text?.id === model.id) return;
+function offerTexts(models) {
+  $("tabs").hidden = $("expand").hidden = !models.length;
+  if (!models.length) return;
+  state.texts = models;
+  $("text-model-field").hidden = models.length < 2;
+  fillSelect($("text-model"), models.map(({ id }) => [id, id]), models[0].id);
+  openText();
+}
+
+/** Turn to the chosen text model: a conversation with another one ends. */
+function openText() {
+  const model = state.texts.find(({ id }) => id === $("text-model").value);
+  if (state.text?.id === model.id) return;
   state.text = model;
   $("tab-chat").textContent = chat.writesPrompts(model) ? "Prompt writer" : "Chat";
   $("expand").title = `${model.id} rewrites the prompt in more detail`;
-  chat.open($("chat"), model, (prompt) => {
+  chat.open($("conversation"), model, (prompt) => {
     turn("images");
     $("prompt").value = prompt;
     form.show();
@@ -243,6 +253,7 @@ $("form-link").addEventListener("click", () => copyLink(form.request()));
 $("form-curl").addEventListener("click", () => { form.complain(form.wrong()); if (!form.wrong()) copyCurl(form.request()); });
 $("tab-images").addEventListener("click", () => turn("images"));
 $("tab-chat").addEventListener("click", () => turn("chat"));
+$("text-model").addEventListener("change", openText);
 $("tabs").addEventListener("keydown", (event) => {
   if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
   const other = document.activeElement === $("tab-images") ? $("tab-chat") : $("tab-images");

@@ -83,8 +83,9 @@ class Admission:
     def _ask(self, name: str, request: Request) -> NotYet | None:
         """The runner's answer, once as many others as may be preempted for the request were."""
         runner, growing = self._runners[name], self._growing.get(name)
-        while (refusal := runner.admit(request)) is not None and not refusal.resource and growing is not None:
-            victim = self.shares.preemption_victim(request, self.running[name])
+        while (refusal := runner.admit(request)) is not None and not refusal.pending and growing is not None:
+            peers = {peer.id: peer for peer in self._peers(request)}
+            victim = self.shares.preemption_victim(request, peers)
             if victim is None:
                 break
             self._preempt(growing, victim)
@@ -98,9 +99,10 @@ class Admission:
         name, first = batch.runner.modality, batch.requests[0]
         runner = self._growing.get(name)
         while runner is not None and not runner.reserve(batch.requests):
-            victims = [r for r in self.running[name].values() if r is not first and not r.in_flight]
+            peers = self._peers(first)
+            victims = [r for r in peers if r is not first and not r.in_flight]
             if not victims:
-                if len(self.running[name]) == 1:  # else what is under way will end and can then be preempted
+                if len(peers) == 1:  # else what is under way will end and can then be preempted
                     first.error = _too_large(first)
                 return False
             last = max(victims, key=self.shares.order)
@@ -109,6 +111,12 @@ class Admission:
                 batch.rows -= runner.rows(last)
             self._preempt(runner, last)
         return True
+
+    def _peers(self, request: Request) -> list[Request]:
+        """Return the running requests that need the same resources: others give back nothing that it could use."""
+        resources = self._runners[request.modality].resources
+        needed = resources(request)
+        return [peer for peer in self.running[request.modality].values() if resources(peer) == needed]
 
     def _preempt(self, runner: PreemptibleRunner, request: Request) -> None:
         """Preempt the request: it waits again."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from core.batching.limits import Limits
 from core.batching.policy import Groups, Key, SchedulingPolicy
 from core.batching.request import Request
-from core.batching.runner import Runner
+from core.batching.runner import PreemptibleRunner, Runner
 from core.batching.shares import Shares
 
 _QUEUE_BEHIND_LOSS = 1.05  # a second batch may queue behind one if that costs at most 5% over one wider batch
@@ -38,6 +38,9 @@ class Batcher:
         self._limits = limits
         self._shares = shares
         self._depth = depth
+        self._growing = {name for name, runner in runners.items() if isinstance(runner, PreemptibleRunner)}
+        self._launches = 0
+        self._launched: dict[tuple[str, Hashable], int] = {}  # of growing runners, by modality and group: the last one
         self.flying: dict[str, list[Batch]] = {}
         self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an aged request
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
@@ -60,7 +63,7 @@ class Batcher:
             return None
         for requests in groups.values():
             requests.sort(key=self._shares.order)
-        led = min(groups, key=lambda key: self._shares.order(groups[key][0]))
+        led = self._leader(groups)
         if self._shares.yields(groups[led][0]):
             return None
         aged = groups[led][0].aged
@@ -76,6 +79,22 @@ class Batcher:
         _put(self._yielded, lane, aged and one_shot is not None)
         _put(self._held, lane, cohort is not None)
         return batch
+
+    def _leader(self, groups: Groups) -> Key:
+        """The group of the most urgent request. Those of a growing runner take turns as long as they are of one
+        account and priority: each of their requests waits for its next word.
+        """
+        orders = {key: self._shares.order(requests[0]) for key, requests in groups.items()}
+        led = min(groups, key=orders.__getitem__)
+        if led[0] not in self._growing:
+            return led
+
+        def rank(key: Key) -> tuple[object, ...]:
+            level, charged, turn = orders[key]
+            return key[0], level, charged, turn[0]
+
+        peers = [key for key in groups if rank(key) == rank(led)]
+        return min(peers, key=lambda key: (self._launched.get(key[:2], 0), orders[key]))
 
     def _before(self, lane: str, led: Key, groups: Groups, now: float) -> tuple[Key | None, Key | None]:
         """The group that goes before the leader's: a one-shot one, or a cohort. At most one of the two."""
@@ -112,6 +131,9 @@ class Batcher:
         """The batch is in flight from now on, and its tenants are charged for it."""
         for request in batch.requests:
             request.in_flight = True
+        if batch.runner.modality in self._growing:
+            self._launches += 1
+            self._launched[batch.runner.modality, batch.group] = self._launches
         self.flying.setdefault(batch.lane, []).append(batch)
         self._shares.charge(batch.runner, batch.group, batch.requests, batch.rows)
 

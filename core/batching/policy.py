@@ -7,6 +7,7 @@ Rules of thumb from the cost curves alone, each with the reason for it; batcher.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 
@@ -159,9 +160,10 @@ class SchedulingPolicy:
         for name, runner in self._growing.items():
             streaming = self._running[name]
             if streaming and not runner.overlaps:
-                group = runner.group(next(iter(streaming.values())))
-                if runner.cost(group, 1) <= runner.pace_s:
-                    left_s = min(left_s, runner.pace_s - runner.cost(group, len(streaming)))
+                counts = Counter(map(runner.group, streaming.values()))
+                if sum(runner.cost(group, 1) for group in counts) <= runner.pace_s:
+                    round_s = sum(runner.cost(group, count) for group, count in counts.items())
+                    left_s = min(left_s, runner.pace_s - round_s)
         return left_s
 
 

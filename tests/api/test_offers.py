@@ -51,7 +51,7 @@ def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: P
         page.context.close()
 
 
-def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: Path) -> None:
+def test_text_models_bring_the_chat_and_a_choice(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
         worker.announce()
@@ -61,9 +61,22 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
         page.click("#tab-chat")
         expect(page.locator("#chat textarea")).to_be_visible()
         expect(page.locator("#images-form")).to_be_hidden()
+        expect(page.locator("#text-model")).to_be_hidden()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
+        worker.announce(card=dataclasses.replace(TEXT, name="poet", expansion_instruction="Expand."))
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 3)
+        page.reload()
+        page.click("#tab-chat")
+        expect(page.locator("#chat .about")).to_contain_text("emoji-lm answers here")
+        page.select_option("#text-model", "poet")
+        expect(page.locator("#chat .about")).to_contain_text("poet is a prompt writer")
+        expect(page.locator("#tab-chat")).to_have_text("Prompt writer")
+        page.fill("#chat textarea", "a cat")
+        page.keyboard.press("Enter")
+        (id,) = eventually(worker.ids)
+        assert worker.job(id).model == "poet"
         page.context.close()
 
 

@@ -58,6 +58,26 @@ def test_a_job_is_offered_for_a_lease_at_most(given: dict[str, float], most: flo
     assert config.read(**{**given, "lease_s": given["warm_wait_s"]}).warm_wait_s == given["warm_wait_s"]
 
 
+def test_a_catalogue_of_texts_does_so_too(models: Path) -> None:
+    """A draft model is of the first one's vocabulary; a lookup needs none."""
+    given = Settings(text_models="emoji-lm, poet", text_draft="emoji-lm-draft", models_dir=models / "store")
+    for folder in (models / "emoji-lm", models / "store" / "poet"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+    assert [each.text_model_name for each in given.text_catalogue] == [
+        str(models / "emoji-lm"),
+        str(models / "store" / "poet"),
+    ]
+    assert given.text_model_name == str(models / "emoji-lm")
+    assert [each.text_draft for each in given.text_catalogue] == ["emoji-lm-draft", ""]
+    assert {each.text_draft for each in Settings(text_models="a,b", text_draft="lookup").text_catalogue} == {"lookup"}
+    named = Settings(text_model="poet", text_models="a,poet").text_catalogue
+    assert [(each.text_model, each.text_models) for each in named] == [("poet", ""), ("a", "")]
+    assert Settings(text_model="off", text_models="a,b").text_catalogue == []
+    with pytest.raises(SettingsError, match=r"^--text-models: "):
+        config.read(text_models=",a")
+
+
 def test_a_catalogue_begins_with_the_one_model_and_names_each_once(models: Path) -> None:
     given = Settings(models="emoji-z, cats,emoji-xl", unet="u", lora="ink", plan="fast", lora_dir="loras")
     assert given.model_name == str(models / "emoji-z")

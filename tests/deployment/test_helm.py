@@ -501,6 +501,15 @@ def test_redis_is_reached_by_apis_and_workers_alone(rendered: dict[str, Objects]
             "xl is served by the entry b too",
         ),
         (
+            {
+                "workers": [
+                    AUTOSCALED,
+                    {"name": "b", "models": ["z"], "settings": {"DIPTYCH_TEXT_MODELS": "someone/l, xl,m"}},
+                ]
+            },
+            "xl is served by the entry b too",
+        ),
+        (
             {"metrics": {"keySecret": {"name": ""}, "monitors": {"enabled": True}}},
             "metrics.monitors: need metrics.keySecret.name",
         ),

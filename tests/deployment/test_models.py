@@ -1,4 +1,4 @@
-"""A checkpoint of one file from `diptych models add` to pictures, through all parts of the service as it runs."""
+"""Several models of one worker, one added by `diptych models add`, through all parts of the service as it runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,20 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import cli
+from core.batching.request import Request
+from core.config import EMBEDDED_TEXT_MODEL
+from llm import tiny as tiny_text
+from llm.load import load
+from llm.parameters import TextParameters
 from pipeline.checkpoints import tiny
 from tests.deployment.served import Served, wait_until
+from tests.llm.stage import chat, serving
 from tests.pipeline.original_layout import checkpoint
 
 TUNED = ("one", "two", "three")
 SHAPE = replace(tiny.SHAPES[tiny.TINY], input_channels=9)
+TEXTS = ("emoji-lm", "poet", "scribe")
+TEXT_MIB, TEXTS_MIB = 4, 30  # keys and values of a model; weights of emoji-lm are 21 MiB, and each other's are few
 
 
 def as_url(array: np.ndarray) -> dict[str, str]:
@@ -34,11 +44,11 @@ def as_url(array: np.ndarray) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One worker of four models: a painter, added by the command, and fine-tunes of the embedded model's shape, of
-    which two find room.
+    """One worker of four image models, a painter, added by the command, and fine-tunes of the embedded one's shape, of
+    which two find room; and of three text models, of which two do.
     """
     folder = tmp_path_factory.mktemp("models")
-    variables = {"DIPTYCH_MODELS_DIR": str(folder / "store")}
+    variables = {"DIPTYCH_MODELS_DIR": str(folder / "store"), "DIPTYCH_TEXT_MEMORY_MIB": str(TEXT_MIB)}
     save_file(checkpoint(tiny.make(SHAPE)), folder / "painter.safetensors")
     base = str(tiny.save(folder / "base", tiny.SHAPES[tiny.TINY]))
     with pytest.MonkeyPatch.context() as patch:
@@ -46,10 +56,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert cli.main(["models", "add", str(folder / "painter.safetensors"), "--base", base]) == 0
     for seed, name in enumerate(TUNED):
         tiny.save(folder / "store" / name, tiny.SHAPES[tiny.EMOJI_XL], seed)
+    for seed, name in enumerate(TEXTS[1:]):
+        tiny_text.save(folder / "store" / name, tiny_text.SHAPES[tiny_text.TINY], seed)
     weights_mib = sum(file.stat().st_size for file in (folder / "store" / "one").rglob("*.safetensors")) // 2**20
     service = Served(
         folder / "served", "--models", ",".join(["painter", *TUNED]), "--models-mib",
-        f"{2 * weights_mib + weights_mib // 2}", model=None, variables=variables,
+        f"{2 * weights_mib + weights_mib // 2}", "--text-models", ",".join(TEXTS), "--text-models-mib", str(TEXTS_MIB),
+        model=None, variables=variables, unset=("DIPTYCH_TEXT_MODEL",),
     )  # fmt: skip
     try:
         service.ready()
@@ -58,9 +71,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         service.close()
 
 
-def cards(service: Served) -> dict[str, dict[str, Any]]:
+def cards(service: Served, modality: str = "image") -> dict[str, dict[str, Any]]:
     found = {model["id"]: model["diptych"] for model in service.json("/v1/models")["data"]}
-    return {name: card for name, card in found.items() if card["modality"] == "image"}
+    return {name: card for name, card in found.items() if card["modality"] == modality}
 
 
 def test_an_added_inpainting_model_serves_edits_with_a_mask_alone(service: Served) -> None:
@@ -115,3 +128,89 @@ def test_four_models_are_served_by_one_worker_which_has_room_for_two(service: Se
     wait_until(announced, "what was evicted, and what was drawn with last")
     status, body = service.call("/v1/images/generations", {"prompt": "a cat", "model": "five"})
     assert status == 404, body
+
+
+@cache
+def own_answers(folder: Path) -> dict[tuple[str, int], str]:
+    """What each text model answers in a process of its own, by model and seed."""
+    answers = {}
+    for name in TEXTS:
+        model = load(str(EMBEDDED_TEXT_MODEL if name == TEXTS[0] else folder / "store" / name))
+        with serving(model) as (engine, _):
+            given = [TextParameters(chat(model, PROMPT), 24, temperature=1.0, seed=seed) for seed in range(2)]
+            texts = [engine.submit(Request(str(at), "text", each)) for at, each in enumerate(given)]
+            answers |= {(name, seed): future.result(60).text for seed, future in enumerate(texts)}
+    return answers
+
+
+PROMPT = "a cat"
+
+
+def body(model: str, seed: int, **fields: object) -> dict[str, object]:
+    return {
+        "model": model, "messages": [{"role": "user", "content": PROMPT}], "seed": seed, "temperature": 1.0,
+        "max_tokens": 24, **fields,
+    }  # fmt: skip
+
+
+def answered(service: Served, model: str, seed: int) -> str:
+    """A streamed answer to a chat."""
+    status, data = service.call("/v1/chat/completions", body(model, seed, stream=True))
+    assert status == 200, data
+    events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+    assert {event["model"] for event in events} == {model}
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def test_three_text_models_stream_at_once_as_each_does_alone_in_the_memory_of_two(service: Served) -> None:
+    """One of them leaves memory for another, and comes back."""
+    wait_until(lambda: {name for name, card in cards(service, "text").items() if card["live"]} == {*TEXTS}, "all")
+    expected = own_answers(service.folder.parent)
+    with ThreadPoolExecutor(6) as pool:
+        streams = {key: pool.submit(answered, service, *key) for key in expected}
+        assert {key: stream.result() for key, stream in streams.items()} == expected
+    for name in ("scribe", "poet"):
+        assert answered(service, name, 0) == expected[name, 0]
+        wait_until(
+            lambda name=name: (
+                {own for own, card in cards(service, "text").items() if card["loaded"]} == {TEXTS[0], name}
+            ),  # type: ignore[misc]
+            f"{name} alone beside the first",
+        )
+    loaded = cards(service, "text")
+    assert [loaded[name]["loaded_workers"] for name in TEXTS] == [1, 1, 0] and loaded["scribe"]["workers"] == 1
+    assert loaded["scribe"]["load_s"] > 0 and all(card["device"] == "cpu" for card in loaded.values())
+
+
+def test_a_text_request_names_its_model_and_none_means_the_first(service: Served) -> None:
+    expected = own_answers(service.folder.parent)
+    first = service.json("/v1/chat/completions", {**body(TEXTS[0], 0), "model": None})
+    assert (first["model"], first["choices"][0]["message"]["content"]) == (TEXTS[0], expected[TEXTS[0], 0])
+    named = service.json("/v1/responses", {"model": "scribe", "input": PROMPT, "max_output_tokens": 4})
+    assert named["model"] == "scribe"
+    plain = service.json("/v1/completions", {"model": "poet", "prompt": PROMPT, "max_tokens": 4})
+    assert plain["model"] == "poet"
+    for wrong, code in (("sculptor", "model_not_found"), ("painter", "wrong_modality")):
+        status, data = service.call("/v1/chat/completions", body(wrong, 0))
+        assert (status, json.loads(data)["error"]["code"]) == (404 if wrong == "sculptor" else 400, code)
+    # Prompts are expanded by the first.
+    edit = {"prompt": PROMPT, "expand_prompt": True, "model": "one", "steps": 1, "seed": 1, "response_format": "url"}
+    assert service.json("/v1/images/generations", edit)["data"][0]["revised_prompt"] != PROMPT
+
+
+def test_chat_asks_a_service_for_the_model_that_it_names(service: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chat", "--url", service.url, "--text-model", "poet", "--seed", "1", "--temperature", "1", PROMPT]
+    assert cli.main([*words, "--max-tokens", "24"]) == 0
+    assert capsys.readouterr().out.strip() == own_answers(service.folder.parent)["poet", 1].strip()
+
+
+def test_a_damaged_text_model_fails_its_own_requests_alone(service: Served) -> None:
+    expected = own_answers(service.folder.parent)
+    assert answered(service, "poet", 0) == expected["poet", 0]  # for which the scribe left memory
+    weights = service.folder.parent / "store" / "scribe" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with ThreadPoolExecutor(3) as pool:
+        others = {(name, 1): pool.submit(answered, service, name, 1) for name in TEXTS[:2]}
+        status, data = pool.submit(service.call, "/v1/chat/completions", body("scribe", 0)).result()
+        assert (status, json.loads(data)["error"]["code"]) == (500, "engine_error"), data
+        assert {key: stream.result() for key, stream in others.items()} == {key: expected[key] for key in others}

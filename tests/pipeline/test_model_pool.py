@@ -58,9 +58,7 @@ class Stage:
         self.ticks: list[Tick] = []
         self._before = before
         self._number = 0
-        self.pool = ModelPool(
-            [*KINDS], self.load, room * UNIT, self.capacity, clock=lambda: time.monotonic() + self.now, **options
-        )
+        self.pool = ModelPool([*KINDS], self.load, room * UNIT, clock=lambda: time.monotonic() + self.now, **options)
         self.first = self.pool.start()
         for name in served:
             self.pool.load(name)

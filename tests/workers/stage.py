@@ -1,13 +1,14 @@
 """A worker for tests: the real process (Celery, Redis, Engine, lanes), with runners that compute nothing.
 
-    python -m tests.workers.stage [--text] [--real] [--step S] [--load S] [--log FILE] [--name NAMES] [--compiling]
+    python -m tests.workers.stage [--text [NAMES]] [--real] [--step S] [--load S] [--log FILE] [--name NAMES]
+                                  [--compiling]
 
 Settings come from DIPTYCH_*, as for `diptych worker`: DIPTYCH_REDIS_URL, DIPTYCH_ARTIFACTS_URL, DIPTYCH_LEASE_S,
 DIPTYCH_STUCK_S, DIPTYCH_DRAIN_S, DIPTYCH_IMAGE_JOBS, DIPTYCH_MAX_REQUESTS … It is up (Celery consumes) after about a
 second, and then its card in the registry is "ready".
 
     --text      serve the text queue too, on a lane of its own; a text job's parameters are {"prompt", "steps"}, its
-                result is {"text": …}; a prompt is expanded by writing it in capitals
+                result is {"text": …}; a prompt is expanded by writing it in capitals; `--text one,two` are two models
     --real      pictures by the settings' own model (DIPTYCH_MODEL=random:tiny) instead of the stand-in; takes torch's
                 time to start
     --step S    seconds of one iteration of the stand-ins, however many requests share it (default 0.01)
@@ -72,7 +73,7 @@ from workers.tasks import WorkerTasks
 if TYPE_CHECKING:
     from workers.build import Runtime
 
-MODEL = "stage"
+MODEL, TEXT = "stage", "stage-text"
 SIZES = ((32, 32), (64, 32), (32, 64))
 SCHEDULERS = ("euler",)
 Note = Callable[[str, Request], None]
@@ -295,13 +296,12 @@ class StageText:
     """A text panel before there is a real one: it repeats the prompt."""
 
     modality = "text"
-    name = "stage-text"
     expansion_instruction = ""
     load_s = 0.0
     reads_files = False
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: float, name: str = TEXT) -> None:
+        self._step_s, self.name = step_s, name
 
     def card(self) -> TextCard:
         return TextCard(
@@ -354,7 +354,7 @@ def build(
     settings: Settings,
     say: Callable[[str], None] = lambda text: None,
     *,
-    text: bool = False,
+    text: str = "",
     real: bool = False,
     step_s: float = 0.01,
     load_s: float = 0.0,
@@ -378,12 +378,12 @@ def build(
         runners.append(works.images)
         handlers |= handlers_of(works)
         closers += [works.images.close, works.lane.close]
-    for modality, wanted in (("image", not real), ("text", text)):
+    for modality, wanted in (("image", not real), ("text", bool(text))):
         if wanted:
             lane = Lane(modality)
             runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
             told = lambda file: note("read", Request(file, "image", None))  # noqa: E731
-            panels: list[JobHandler] = [StageText(step_s)]
+            panels: list[JobHandler] = [StageText(step_s, own) for own in text.split(",")]
             if modality == "image":
                 names = name.split(",")
                 panels = [StagePictures(step_s, own, files, told, cold_s if at else 0) for at, own in enumerate(names)]
@@ -406,7 +406,7 @@ def _writer(path: Path | None) -> Note:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--text", action="store_true")
+    parser.add_argument("--text", nargs="?", const=TEXT, default="")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--step", type=float, default=0.01)
     parser.add_argument("--load", type=float, default=0.0)

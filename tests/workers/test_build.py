@@ -34,11 +34,12 @@ from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.quantization import quantized
 from tests.core.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
+from tests.workers.crew import eventually
 from tests.workers.stage import handler_of
 from workers import app, backends, variants
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision, text_runner
-from workers.serving_runtime import ModelRuntime
+from workers.serving_runtime import ModelRuntime, build_serving_runtime
 
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
@@ -184,6 +185,26 @@ def test_text_takes_its_variant_where_the_kernels_run_and_the_log_says_why(
         assert f"in {wanted}: " in caplog.text and said in caplog.text
         runner.close()
         lane.close()
+
+
+def test_a_text_model_that_cannot_be_loaded_is_left_out_and_one_that_is_nowhere_refused(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut, whole = (texts.save(tmp_path / name, texts.SHAPES[texts.TINY]) for name in ("cut", "whole"))
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    given = settings(
+        tiny.TINY, cache, text_models=f"{texts.TINY},{cut},{whole}", text_memory_mib=1, kernels=False, compile=False
+    )
+    with caplog.at_level(logging.ERROR), closing(build_serving_runtime(build(given, text=True))) as equipment:
+        eventually(lambda: "whole" in equipment.handlers)
+        assert [*equipment.handlers] == [tiny.TINY, texts.TINY, "whole"]
+    assert "cut is not served: text: " in caplog.text
+    (tmp_path / "other").mkdir()
+    twin = texts.save(tmp_path / "other" / "whole", texts.SHAPES[texts.TINY])
+    for name, wrong in (("nowhere", "text: nowhere: no such folder"), (f"{whole},{twin}", "must have different names")):
+        with pytest.raises(ModelError, match=wrong):
+            app._build(given.model_copy(update={"text_models": f"{texts.TINY},{name}"}), pytest.fail)
 
 
 def test_what_requests_may_hold_is_set_or_most_of_what_is_free(model: Path, cache: Path) -> None:

@@ -54,6 +54,23 @@ def test_no_worker_receives_a_message_of_a_model_that_it_does_not_serve(crew: Cr
     assert {*crew.redis.keys("_kombu.binding.*")} <= {"_kombu.binding.image", "_kombu.binding.text"}
 
 
+def test_a_text_request_goes_to_a_worker_that_serves_its_model(crew: Crew) -> None:
+    catalogues = [("ode", "hymn"), ("hymn", "song")]
+    workers = [crew.hire("--text", ",".join(names)) for names in catalogues]
+    ids = {
+        crew.ask("text", model=name, prompt=f"{name} {k}"): name for k in range(6) for name in ("ode", "hymn", "song")
+    }
+    waiting = crew.ask("text", model="elegy")
+    for id in ids:
+        job = crew.ended(id)
+        assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
+        assert job.result["text"] == job.parameters["prompt"]
+    for worker, names in zip(workers, catalogues, strict=True):
+        assert {ids[id] for id in received(worker)} <= {*names}
+    assert sorted(id for worker in workers for id in received(worker)) == sorted(ids), "each once"
+    assert crew.job(waiting).state is JobState.QUEUED and crew.job(waiting).attempt == 0
+
+
 def test_priorities_hold_over_models_and_no_flood_starves_another_model(crew: Crew) -> None:
     late = [crew.ask(model="two", priority=9) for _ in range(2)]
     flood = [crew.ask(model="one") for _ in range(30)]

@@ -65,8 +65,8 @@ class Growing(FakeRunner):
         return super().commit(request)
 
 
-def text(id: str, steps: int, **options: Any) -> Request:
-    return Request(id, "text", Ask(steps=steps, encode=False, vae=False), **options)
+def text(id: str, steps: int, size: str = "s", **options: Any) -> Request:
+    return Request(id, "text", Ask(steps=steps, size=size, encode=False, vae=False), **options)
 
 
 def tick(scheduler: Scheduler, now: float) -> list[str]:
@@ -158,6 +158,34 @@ def test_others_leave_a_streams_pace_to_it(streaming: int, pace_s: float, overla
         scheduler.add(Request(f"p{number}", "image", Ask(steps=20, encode=False)), 0.0)
     batches = {batch.runner.modality: len(batch.requests) for batch in scheduler.schedule(1.0)}
     assert batches.pop("image") == width and batches == ({"text": min(streaming, 6)} if streaming else {})
+
+
+@pytest.mark.parametrize(("sizes", "width"), [("aa", 7), ("ab", 5)])
+def test_streams_of_several_groups_need_an_iteration_each(sizes: str, width: int) -> None:
+    runner = Growing(1000)
+    runner.pace_s, runner.costs = 0.0605, {"": affine(0.004, 0.0005)}
+    images = FakeRunner(Clock(), limit=8, costs={"": affine(0.04, 0.002)})
+    scheduler = Scheduler([runner, images])
+    for number, size in enumerate(sizes):
+        scheduler.add(text(f"t{number}", 99, size), 0.0)
+    for number in range(8):
+        scheduler.add(Request(f"p{number}", "image", Ask(steps=20, encode=False)), 0.0)
+    assert {len(batch.requests) for batch in scheduler.schedule(1.0) if batch.runner is images} == {width}
+
+
+def test_groups_of_a_stream_take_turns_and_those_of_pictures_do_not() -> None:
+    """The one that ran longest ago; priorities go first."""
+    scheduler = Scheduler([Growing(100)])
+    for id, size in (("a", "a"), ("b", "b"), ("c", "c")):
+        scheduler.add(text(id, 20, size, priority=5), 0.0)
+    assert [tick(scheduler, 1.0)[0] for _ in range(9)] == [*"abcabcabc"]
+    scheduler.add(text("d", 3, "d", priority=0), 1.0)
+    assert [tick(scheduler, 1.0)[0] for _ in range(5)] == [*"dddab"]
+    images = FakeRunner(Clock(), costs={"": linear(1.0)})
+    scheduler = Scheduler([images])
+    for id in "ab":
+        scheduler.add(Request(id, "image", Ask(steps=3, size=id, encode=False, vae=False)), 0.0)
+    assert [tick(scheduler, 1.0)[0] for _ in range(6)] == [*"aaabbb"]
 
 
 def test_what_is_alone_and_still_too_large_fails() -> None:

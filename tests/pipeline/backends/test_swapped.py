@@ -83,7 +83,7 @@ class Shelf:
         self.shared = SharedBackends(self.lane)
         self.shared.capacity = self.capacity
         self.loads: list[str] = []
-        self.pool = ModelPool(names, self.load, 2**40, self.capacity, host_bytes=host_bytes)
+        self.pool = ModelPool(names, self.load, 2**40, host_bytes=host_bytes)
         self.pool.start()
         for name in names:
             self.pool.load(name)

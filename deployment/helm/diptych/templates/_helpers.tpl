@@ -90,8 +90,8 @@ Sprig's merge would leave out. Maps are merged. */}}
 {{- $served := $other.autoscaling.models -}}
 {{- range default (list "emoji-xl") $other.models }}{{ $served = append $served (base .) }}{{ end -}}
 {{- $settings := include "diptych.merged" (dict "defaults" $.Values.settings "given" $other.settings) | fromJson -}}
-{{- $text := default "emoji-lm" $settings.DIPTYCH_TEXT_MODEL -}}
-{{- if ne $text "off" }}{{ $served = append $served (base $text) }}{{ end -}}
+{{- $texts := append (splitList "," (default "" $settings.DIPTYCH_TEXT_MODELS)) (default "" $settings.DIPTYCH_TEXT_MODEL) | compact -}}
+{{- if not (has "off" $texts) }}{{ range default (list "emoji-lm") $texts }}{{ $served = append $served (base (trim .)) }}{{ end }}{{ end -}}
 {{- range $model := $scaling.models -}}
 {{- if and (ne $other.name $entry.name) (has $model $served) -}}
 {{- fail (printf "%s.models: %s is served by the entry %s too, which does some of its work" $where $model $other.name) -}}

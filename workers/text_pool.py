@@ -1,0 +1,59 @@
+"""Serves several text models as one runner, as `pipeline.model_pool` does image models."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from core.batching.request import Request
+from core.batching.runner import NotYet
+from llm.runner import TextRunner
+from pipeline.model_pool import Checked, ModelPool
+
+
+class TextPool(ModelPool[TextRunner]):
+    """A pool of text models, each with places and a KV cache of its own: requests of one never wait for another's.
+
+    A request that is preempted does not keep its model in memory.
+    """
+
+    modality = "text"
+
+    def admit(self, request: Request) -> NotYet | None:
+        refusal = super().admit(request)
+        if refusal is None or refusal.resource or refusal.pending:
+            return refusal
+        (resource,) = self.resources(request)
+        return NotYet(resource)
+
+    @property
+    def pace_s(self) -> float:
+        return self._first.pace_s
+
+    @property
+    def overlaps(self) -> bool:
+        return self._first.overlaps
+
+    def reserve(self, requests: Sequence[Request]) -> bool:
+        return self._of(requests[0]).reserve(requests)
+
+    def preempt(self, request: Request) -> None:
+        asset, runner = self._leases.pop(request.id)
+        runner.preempt(request)
+        request.checked = Checked(weakref.ref(runner), request.checked)
+        self._models.give([asset])
+
+    def _loading_bytes(self, name: str) -> int:
+        return self._sizes.get(name, super()._loading_bytes(name))  # its own: it shares no parts
+
+    @property
+    def _first(self) -> TextRunner:
+        first = self.resident(self.names[0])
+        assert first is not None, "the first model stays in memory"
+        return first
+
+
+def size_bytes(runner: TextRunner) -> int:
+    """Return the memory of a model and its draft: weights, packed ones included, keys and values."""
+    draft = runner.guessing.draft
+    return sum(each.size_bytes for each in (runner.execution, *(() if draft is None else (draft.execution,))))
