@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# Before anything imports torch: it reads these once. One thread each, because xdist runs a process per core,
+# Before anything imports torch: it reads these once. One thread each, because tests run in more processes than cores,
 # and because sums must not depend on how many cores a machine has.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ[name] = "1"
@@ -29,6 +29,8 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORC
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # And precompile the headers that generated code includes, which only pays for many kernels.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+# Whether there is a GPU is asked of NVML, as CUDA that was initialized does not survive a fork (tests/parallel.py).
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # What it compiles is kept for all test processes and between runs, as our kernels are (tests/core/quant/stage.py).
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "d" / "inductor")
@@ -98,7 +100,7 @@ def _swept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _lean() -> Iterator[None]:
-    """Processes that tests start import what a user's would. Not earlier: xdist's processes hold the tests."""
+    """Processes that tests start import what a user's would. Not earlier: it is the tests' own path too."""
     os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
     yield
     forks.close()

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -25,6 +27,8 @@ import pytest
 from tests import costs, forks
 
 VARIABLE = "PYTEST_XDIST_WORKER"  # contains a test process's name, where plugins look for it
+# What most processes of a run of everything would import after they are forked, for seconds.
+_PRELOADED, _MANY = ("torch._inductor.compile_fx", "torchmetrics"), 20
 _ENDING_S = 30.0  # for a test that runs and its fixtures, once the run is stopped
 
 
@@ -35,14 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Replaces pytest's loop if `--processes` is given. Errors of collection and a debugger are left to that."""
-    option = session.config.option
-    if option.processes < 1 or option.collectonly or option.usepdb or session.testsfailed:
+    option, processes = session.config.option, session.config.getoption("processes", 0)
+    if processes < 1 or option.collectonly or option.usepdb or session.testsfailed:
         return None
     if threads := [thread.name for thread in threading.enumerate()[1:]]:
         raise pytest.UsageError(f"importing the tests has started threads, which a fork lacks: {threads}")
     loop = _Loop(session)
     try:
-        loop.run(option.processes)
+        loop.run(processes)
     finally:
         loop.stop()
     return True
@@ -66,6 +70,10 @@ class _Loop:
         self._started = 0
 
     def run(self, processes: int) -> None:
+        if len(self._files) > _MANY * processes:
+            for module in _PRELOADED:
+                importlib.import_module(module)
+            gc.freeze()
         for _ in range(min(processes, len(self._files))):
             self._start()
         while self._processes:
