@@ -42,8 +42,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option, processes = session.config.option, session.config.getoption("processes", 0)
     if processes < 1 or option.collectonly or option.usepdb or session.testsfailed:
         return None
-    if threads := [thread.name for thread in threading.enumerate()[1:]]:
-        raise pytest.UsageError(f"importing the tests has started threads, which a fork lacks: {threads}")
     loop = _Loop(session)
     try:
         loop.run(processes)
@@ -71,9 +69,13 @@ class _Loop:
 
     def run(self, processes: int) -> None:
         if len(self._files) > _MANY * processes:
-            for module in _PRELOADED:
-                importlib.import_module(module)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for module in _PRELOADED:
+                    importlib.import_module(module)
             gc.freeze()
+        if threads := _threads():
+            raise pytest.UsageError(f"importing the tests has started threads, which a fork lacks: {threads}")
         for _ in range(min(processes, len(self._files))):
             self._start()
         while self._processes:
@@ -154,6 +156,15 @@ class _Loop:
             self._files.appendleft([*process.left])
         if self._files:
             self._start()
+
+
+def _threads() -> list[str]:
+    """Names of threads beside this one, those of libraries such as obstore's tokio too."""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    tasks = Path("/proc/self/task")
+    if not names and tasks.exists():
+        names = [(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())]
+    return names
 
 
 class _Reporter:
