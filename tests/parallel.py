@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from _pytest.capture import FDCapture
 
 from tests import costs, forks
 
@@ -210,12 +212,12 @@ def _become(config: pytest.Config, folder: Path) -> None:
     config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     terminal._tw._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture.is_globally_capturing():
-        capture.read_global_capture()
-        capture.stop_global_capturing()
-        capture.start_global_capturing()
-        capture.suspend_global_capture()
+    # Handlers of loggers hold the streams that were there when they were made, so those stay, over other files.
+    capturing = config.pluginmanager.get_plugin("capturemanager")._global_capturing
+    for stream in (capturing.out, capturing.err):
+        if isinstance(stream, FDCapture):
+            with tempfile.TemporaryFile(buffering=0) as own:
+                os.dup2(own.fileno(), stream.tmpfile.fileno(), inheritable=False)
 
 
 def _work(session: pytest.Session, connection: Connection) -> NoReturn:

@@ -60,8 +60,12 @@ def test_files_run_whole_in_forks_of_one_collection_and_are_reported_as_by_one_p
     for name in "abc":
         (tmp_path / f"test_{name}.py").write_text(body)
     (tmp_path / "test_outcomes.py").write_text(
-        HEAD + "import warnings\n"
-        "def test_fails():\n    print('what it printed')\n    assert here == 5\n"
+        HEAD + "import logging, sys, warnings\n"
+        "logging.getLogger('early').addHandler(logging.StreamHandler())\n"
+        "def test_logs(capfd):\n    logging.getLogger('early').warning('what it logged')\n"
+        "    assert 'Traceback' not in capfd.readouterr().err\n"
+        "def test_fails():\n    logging.getLogger('early').warning('what it logged')\n"
+        "    print('what it printed')\n    assert here == 5\n"
         "def test_skips(): pytest.skip('no reason')\n"
         "@pytest.mark.xfail\ndef test_is_expected(): assert False\n"
         "def test_warns(): warnings.warn('look out')\n"
@@ -70,8 +74,15 @@ def test_files_run_whole_in_forks_of_one_collection_and_are_reported_as_by_one_p
     )
     done = run(tmp_path, "--processes", "2", "-rs", "--junitxml", "report.xml", ".")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 11 passed, 1 skipped, 1 xfailed, 1 warning, 1 error" in done.stdout
-    for text in ("what it printed", "assert PosixPath(", "no reason", "UserWarning: look out", "KeyError: 'late'"):
+    assert "1 failed, 12 passed, 1 skipped, 1 xfailed, 1 warning, 1 error" in done.stdout
+    for text in (
+        "what it printed",
+        "what it logged",
+        "assert PosixPath(",
+        "no reason",
+        "UserWarning: look out",
+        "KeyError: 'late'",
+    ):
         assert text in done.stdout
     assert 'errors="1" failures="1" skipped="2"' in (tmp_path / "report.xml").read_text()
     lines = log(tmp_path)
