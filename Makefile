@@ -1,11 +1,10 @@
 # The project's commands. `.venv` is created on first use, and again when its dependencies change.
 PYTHON ?= python3
-# Two test processes more than cores, at most 8 (each runs torch on one thread, and waits for other processes about half of
-# the time).
-JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 6 && echo 8 || echo $$((n + 2)))
+# Four test processes more than cores, at most 12: each runs torch on one thread, and waits for other processes about half
+# of the time. They are forks of one that has imported and collected the tests (tests/parallel.py).
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 8 && echo 12 || echo $$((n + 4)))
 
-# The tests of a file share fixtures, so a file runs in one process. The slowest files start first (tests/costs.json).
-SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SPREAD := --processes $(JOBS)
 
 # Compiled code is kept: each of the hundreds of processes that tests start would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE

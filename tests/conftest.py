@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# Before anything imports torch: it reads these once. One thread each, because xdist runs a process per core,
+# Before anything imports torch: it reads these once. One thread each, because tests run in more processes than cores,
 # and because sums must not depend on how many cores a machine has.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ[name] = "1"
@@ -29,6 +29,8 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORC
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # And precompile the headers that generated code includes, which only pays for many kernels.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+# Whether there is a GPU is asked of NVML, as CUDA that was initialized does not survive a fork (tests/parallel.py).
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # What it compiles is kept for all test processes and between runs, as our kernels are (tests/core/quant/stage.py).
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "d" / "inductor")
@@ -44,18 +46,15 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 from install import has_gpu  # noqa: E402
 from tests import forks  # noqa: E402
 from tests.children import python_path  # noqa: E402
-from tests.costs import (  # noqa: E402
-    pytest_collection_modifyitems,
-    pytest_runtest_call,
-    pytest_runtest_setup,
-    pytest_runtest_teardown,
-)
+from tests.costs import pytest_runtest_call, pytest_runtest_setup, pytest_runtest_teardown  # noqa: E402
+from tests.parallel import pytest_addoption, pytest_runtestloop  # noqa: E402
 
 __all__ = [
-    "pytest_collection_modifyitems",
+    "pytest_addoption",
     "pytest_runtest_call",
     "pytest_runtest_setup",
     "pytest_runtest_teardown",
+    "pytest_runtestloop",
 ]
 
 # Triton's kernels run in its interpreter where there is no GPU. Set here, because Triton reads it as each kernel is
@@ -101,7 +100,7 @@ def _swept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _lean() -> Iterator[None]:
-    """Processes that tests start import what a user's would. Not earlier: xdist's processes hold the tests."""
+    """Processes that tests start import what a user's would. Not earlier: it is the tests' own path too."""
     os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
     yield
     forks.close()

@@ -1,4 +1,4 @@
-"""Orders test files by cost for xdist, slowest first; `make costs` measures the costs.
+"""Orders test files by cost for `tests.parallel`, slowest first; `make costs` measures the costs.
 
 A file runs in one process, so a slow one that starts last leaves the other cores idle. `costs.json` contains the
 wall-clock seconds of slow files: wall clock, since many tests wait for services that they start.
@@ -7,6 +7,7 @@ wall-clock seconds of slow files: wall clock, since many tests wait for services
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("costs.json")
 LEAST_S = 5.0  # for a file to be listed
 _VARIABLE = "TEST_COSTS"  # a folder to which measures go
+_dumps = json.dumps  # a test may replace it
 _NAMED = 25  # files and tests in the report
 
 
@@ -46,35 +48,42 @@ class Measure(NamedTuple):
         return self.own_s + self.children_s
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In xdist's processes: files by falling cost, their tests as they stand. `--no-loadscope-reorder` keeps that."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        costs: dict[str, float] = json.loads(TABLE.read_text("utf-8"))
-        items.sort(key=lambda item: -costs.get(item.nodeid.partition("::")[0], 0.0))
+def by_cost(tests: Sequence[str]) -> list[list[int]]:
+    """The positions of each file's tests, given by node id, in their order; the dearest file of the table first."""
+    files: dict[str, list[int]] = defaultdict(list)
+    for position, test in enumerate(tests):
+        files[test.partition("::")[0]].append(position)
+    table: dict[str, float] = json.loads(TABLE.read_text("utf-8"))
+    return [files[file] for file in sorted(files, key=lambda file: -table.get(file, 0.0))]
 
 
-def _measured(item: pytest.Item, phase: str) -> Iterator[None]:
+@contextlib.contextmanager
+def measured(test: str, phase: str) -> Iterator[None]:
+    """Appends what the body cost to the folder of `TEST_COSTS`, if there is one."""
     before = _spent()
     yield
     if folder := os.environ.get(_VARIABLE):
         spent = [round(after - then, 3) for after, then in zip(_spent(), before, strict=True)]
         with Path(folder, f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as stream:
-            print(json.dumps([item.nodeid, phase, *spent]), file=stream)
+            print(_dumps([test, phase, *spent]), file=stream)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    yield from _measured(item, "setup")
+    with measured(item.nodeid, "setup"):
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    yield from _measured(item, "call")
+    with measured(item.nodeid, "call"):
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    yield from _measured(item, "teardown")
+    with measured(item.nodeid, "teardown"):
+        yield
 
 
 def _spent() -> tuple[float, float, float]:

@@ -161,7 +161,7 @@ def run(name: str, jobs: int, words: Sequence[str]) -> Row:
         return Row(name, {}, why)
     report = WORK / f"{name}.xml"
     report.unlink(missing_ok=True)
-    parallel = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
+    parallel = ["--processes", str(jobs)] if jobs > 1 else []
     named = any((ROOT / word.partition("::")[0]).exists() for word in words if not word.startswith("-"))
     rooms = [] if named else [room for room in ROOMS if (ROOT / room).exists()]
     command = [

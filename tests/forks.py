@@ -74,18 +74,51 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-class Forker:
-    """One process that has imported `modules`, and forks. It ends with this one."""
+class Server:
+    """A process that has imported `modules`, and forks for whoever connects."""
 
     def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("")  # to a name that the kernel chooses
+        self._listener.listen()
+        self.address: bytes = self._listener.getsockname()
+        self._alive, self._life = os.pipe()  # it ends when nobody has the writing end any more
+
+    def fileno(self) -> int:
+        """The descriptor that can be read once someone connects."""
+        return self._listener.fileno()
+
+    def start(self) -> None:
+        descriptors = (self._listener.fileno(), self._alive)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.forks", *map(str, descriptors), *self._modules], cwd=ROOT,
+            stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": python_path(ROOT)},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End it, and wait for it, so that what its forks cost is counted. Forks that still run go on."""
+        self._listener.close()
+        os.close(self._life)
+        os.close(self._alive)
+        if self._process is not None:
+            self._process.wait()
+
+
+class Forker:
+    """A connection to a process that forks: to `address`, or to one of its own, which has imported `modules`."""
+
+    def __init__(self, *modules: str, address: bytes | None = None) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno()), *modules], cwd=ROOT,
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "PYTHONPATH": python_path(ROOT)},
-            )  # fmt: skip
+        self._own: Server | None = None
+        if address is None:
+            self._own = Server(*modules)
+            self._own.start()
+            address = self._own.address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address)
 
     def start(
         self,
@@ -124,29 +157,44 @@ class Forker:
         return fork
 
     def close(self) -> None:
-        """End it, and wait for it, so that what its forks cost is counted. Forks that still run go on."""
         self._socket.close()
-        self._process.wait()
+        if self._own is not None:
+            self._own.close()
 
 
+SHARED: dict[tuple[str, ...], Server] = {}  # by what they import: those of all test processes
 _FORKERS: dict[tuple[str, ...], Forker] = {}
+
+
+def share() -> list[Server]:
+    """Processes to fork from for all test processes, which are forked after this. Start each when it can be read."""
+    SHARED.update({modules: Server(*modules) for modules in (API, WORKER, REAL)})
+    return [*SHARED.values()]
+
+
+def end() -> None:
+    """End what `share` began, once no test process is left."""
+    while SHARED:
+        SHARED.popitem()[1].close()
 
 
 def forker(*modules: str) -> Forker:
     """The one that has imported these, for all tests of this process. `close` ends it."""
     if modules not in _FORKERS:
-        _FORKERS[modules] = Forker(*modules)
+        shared = SHARED.get(modules)
+        _FORKERS[modules] = Forker(*modules, address=shared and shared.address)
     return _FORKERS[modules]
 
 
 def close() -> None:
-    """End all that `forker` started."""
+    """Close what `forker` opened."""
     while _FORKERS:
         _FORKERS.popitem()[1].close()
 
 
-def _serve(client: socket.socket) -> dict[str, Any] | None:
+def _serve(listener: socket.socket, alive: int) -> dict[str, Any] | None:
     """Fork what is asked for, and tell how forks ended. Returns in a fork, with what it is to run; at the end None."""
+    clients: list[socket.socket] = []
     running: dict[int, int] = {}
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -154,34 +202,40 @@ def _serve(client: socket.socket) -> dict[str, Any] | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     while True:
-        ready, _, _ = select.select([client, woken], [], [])
+        ready, _, _ = select.select([listener, alive, woken, *clients], [], [])
         if woken in ready:
             os.read(woken, 4096)
             for pid, status in _reaped():
                 with contextlib.suppress(BrokenPipeError):
                     os.write(running[pid], _STATUS.pack(status))
                 os.close(running.pop(pid))
-        if client not in ready:
-            continue
-        data, fds, _, _ = socket.recv_fds(client, _MOST_BYTES, _MOST_FDS)
-        if not data:
+        if alive in ready:
             return None
-        request = json.loads(data)
-        pid = os.fork()
-        if pid:
-            running[pid] = fds[0]
-            for fd in fds[1:]:
+        if listener in ready:
+            clients.append(listener.accept()[0])
+        for client in [client for client in clients if client in ready]:
+            data, fds, _, _ = socket.recv_fds(client, _MOST_BYTES, _MOST_FDS)
+            if not data:
+                clients.remove(client)
+                client.close()
+                continue
+            request = json.loads(data)
+            pid = os.fork()
+            if pid:
+                running[pid] = fds[0]
+                for fd in fds[1:]:
+                    os.close(fd)
+                client.send(str(pid).encode())
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for one in (listener, *clients):
+                one.close()
+            for fd in (alive, woken, wake, fds[0], *running.values()):
                 os.close(fd)
-            client.send(str(pid).encode())
-            continue
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        client.close()
-        for fd in (woken, wake, fds[0], *running.values()):
-            os.close(fd)
-        _become(request, fds[1:])
-        return dict(request)
+            _become(request, fds[1:])
+            return dict(request)
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
@@ -208,11 +262,10 @@ def _become(request: dict[str, Any], fds: Sequence[int]) -> None:
 
 
 def main() -> None:
-    descriptor, *modules = sys.argv[1:]
-    client = socket.socket(fileno=int(descriptor))
+    listener, alive, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
-    request = _serve(client)
+    request = _serve(socket.socket(fileno=int(listener)), int(alive))
     if request is None:
         return
     how, what, *words = request["argv"]

@@ -1,4 +1,4 @@
-"""Folders that one of xdist's processes fills and all of them read."""
+"""Folders that one test process fills and all of them read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel import VARIABLE
+
 
 def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
     """The folder of this name, filled by the first process that asks; others wait for it, and only read.
@@ -17,7 +19,7 @@ def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Pa
     A folder that was not filled to the end is filled anew.
     """
     base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
+    folder = (base.parent if VARIABLE in os.environ else base) / f"shared-{name}"
     filled = folder.with_suffix(".filled")
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

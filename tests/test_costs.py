@@ -1,16 +1,13 @@
-"""Tests the order of test files: every file in the table exists, xdist runs slow ones first, measurements add up."""
+"""Tests the order of test files: every file in the table exists, processes run slow ones first, measurements add up."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import costs
+from tests import costs, test_parallel
 from tests.costs import Measure
 
 
@@ -23,12 +20,7 @@ def test_files_of_the_table_are_there_and_in_its_order() -> None:
 
 def run(folder: Path, *options: str, **variables: str) -> list[str]:
     """The tests in the order in which pytest ran them, with our hooks and a table of its own."""
-    plugins = ("-p", "xdist", "-p", "tests.costs", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", "-v", *plugins, *options, "."]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    # Without the plugins that take seconds to import and have nothing to do here.
-    environment = inherited | {"PYTHONPATH": f"{costs.ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = test_parallel.run(folder, "-v", *options, ".", **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return [word for line in done.stdout.splitlines() if "PASSED" in line for word in line.split() if "::" in word]
 
@@ -48,17 +40,17 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_the_dearest_files_run_first_and_stay_whole(files: Path) -> None:
-    alone = run(files, "-n", "1", "--dist", "loadfile", "--no-loadscope-reorder")
+    alone = run(files, "--processes", "1")
     assert alone == [f"test_{file}.py::test_{test}" for file in "cba" for test in ("first", "second")]
-    assert run(files, "-n", "0") == sorted(alone), "a run of one process is in the order that was asked for"
+    assert run(files) == sorted(alone), "a run of one process is in the order that was asked for"
 
 
 def test_measures_are_of_every_step_and_add_up(files: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("measures")
     child = "import subprocess, sys\ndef test_child(): subprocess.run([sys.executable, '-c', 'sum(range(10**7))'])\n"
     (files / "test_a.py").write_text(child)
-    run(files, "-n", "2", TEST_COSTS=str(folder))
-    measures = costs.read(folder)
+    run(files, "--processes", "2", TEST_COSTS=str(folder))
+    measures = [one for one in costs.read(folder) if one.test != "services of all processes"]
     tests = ["test_a.py::test_child", *(f"test_{name}.py::test_{one}" for name in "bc" for one in ("first", "second"))]
     phases = ("setup", "call", "teardown")
     assert {(one.test, one.phase) for one in measures} == {(test, phase) for test in tests for phase in phases}

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import gpu_tables, single
 
 
+@pytest.mark.usefixtures("forked_parts")
 def test_a_client_who_is_alone_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--tiny", "--plans", "half,4-steps-png", "--pictures", "2"]
     assert single.main([*words, "--qualities", "100,80", "--results", str(tmp_path)]) == 0

@@ -42,7 +42,7 @@ class Shell:
         except SystemExit as error:  # argparse
             code = int(error.code or 0)
         out, err = self._capsys.readouterr()
-        assert "Traceback" not in err
+        assert "Traceback" not in err, err
         return Said(code, out, err)
 
     def generate(self, *arguments: str) -> Said:

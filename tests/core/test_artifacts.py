@@ -17,7 +17,8 @@ from core.artifacts import ArtifactError, Artifacts, NoArtifact, Spool, media_ty
 
 PNG = "image/png"
 DATA = b"\x89PNG a picture" * 1000
-KEY = Artifacts("memory://").put(DATA, PNG)
+DIGEST = hashlib.sha256(DATA).hexdigest()
+KEY = f"sha256/{DIGEST[:2]}/{DIGEST[2:]}.png"
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -56,8 +57,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_key_is_the_content(artifacts: Artifacts, tmp_path: Path) -> None:
-    digest = hashlib.sha256(DATA).hexdigest()
-    assert artifacts.put(DATA, PNG) == f"sha256/{digest[:2]}/{digest[2:]}.png"
+    assert artifacts.put(DATA, PNG) == KEY
     assert artifacts.put(DATA + b".", PNG) != artifacts.put(DATA, PNG)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell
 from tests.core.quant.stage import warm
 from tests.evaluation import reward_stand_ins
+from tests.shared import shared_folder
 
 CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
 CAPTIONS = (
@@ -53,19 +55,24 @@ def evaluated(folder: Path, name: str, *words: str) -> Path:
     return out
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small runs of a model with random weights: the base, other seeds, and fewer steps."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    base = evaluated(folder, "base", *QUICK)
-    return {
-        "base": base,
-        "other seeds": evaluated(folder, "seeds", *QUICK, "--seed-offset", "1000"),
-        "three steps": evaluated(folder, "three", *QUICK, "--steps", "3", "--against", str(base)),
-    }
+    """Small runs of a model with random weights: the base, other seeds, and fewer steps.
+
+    One process draws them. Each has copies, as tests score them again.
+    """
+
+    def fill(folder: Path) -> None:
+        base = evaluated(folder, "base", *QUICK)
+        evaluated(folder, "seeds", *QUICK, "--seed-offset", "1000")
+        evaluated(folder, "three", *QUICK, "--steps", "3", "--against", str(base))
+
+    own = tmp_path_factory.mktemp("runs") / "evaluated"
+    shutil.copytree(shared_folder(tmp_path_factory, "evaluated", fill), own)
+    return {"base": own / "base", "other seeds": own / "seeds", "three steps": own / "three"}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def emoji(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the embedded model, whose pictures show their captions."""
     words = ["--steps", "6", "--guidance", "4", "--threads", "1", "--precision", "fp32", "--resamples", "10"]
@@ -81,7 +88,7 @@ def blocks(count: int, size: tuple[int, int]) -> list[Pixels]:
     ]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DINOv2's architecture with few layers and seeded random weights, whose positions are fitted to 224 pixels."""
     from transformers import Dinov2Config, Dinov2Model
@@ -93,11 +100,11 @@ def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def image_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reward_stand_ins.image_reward(tmp_path_factory.mktemp("imagereward"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def hpsv3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reward_stand_ins.hpsv3(tmp_path_factory.mktemp("hpsv3"))

@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,9 +19,9 @@ from evaluation import compare, generate, report, scoring_networks
 from evaluation.captions import Caption
 from evaluation.run import EvaluationRun
 from pipeline import plans
-from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
+from tests.forks import REAL, forker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,12 +102,11 @@ def test_a_killed_run_ends_with_the_scores_of_an_unbroken_one(shell: Shell) -> N
     captions = tuple(f"{text} {n}" for n in range(4) for text in CAPTIONS)
     words = ["evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, "--deterministic", "--steps", "6"]
     assert shell(*words, "--out", "whole/run").code == 0
-    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     log = shell.folder / "broken" / "run" / "pictures.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli", *words, "--out", "broken/run"], env=environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with Path(os.devnull).open("w") as nowhere:
+        process = forker(*REAL).start(
+            ("-m", "cli", *words, "--out", str(log.parent)), env=os.environ, stderr=nowhere.fileno()
+        )
     until = time.monotonic() + 180
     while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 3):
         assert time.monotonic() < until

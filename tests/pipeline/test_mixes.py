@@ -18,13 +18,11 @@ import pytest
 from contract.image import ImageParameters
 from contract.plan import AUTO, RESNET, DeepCache
 from contract.schedule import SPACINGS
-from core.batching.runner import Lane
 from pipeline.checkpoints import tiny
 from pipeline.sampling.samplers import SAMPLERS, SCHEDULERS
 from tests.pipeline import worlds
-from tests.pipeline.worlds import Crank, Watching, levels, solo, tiny_model
+from tests.pipeline.worlds import Crank, Watching, levels, shared_lane, solo, tiny_model
 
-LANE = Lane("tests")
 MIXES = int(os.environ.get("DIPTYCH_MIXES", "40"))
 _TIMESTEPS = ((999, 749, 499, 249), (800,), (999, 500, 20))
 _SIGMAS = ((14.6, 3.8, 0.9, 0.2), (7.5, 0.25, 0.0))
@@ -61,7 +59,11 @@ def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDL
     """Bit by bit on the kernels; on torch deterministic ones bit by bit, others within a level."""
     chance = random.Random(0)
     worlds.MORE["mixes"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))  # heads of 16, as our kernels want them
-    options: dict[str, Any] = {"lane": LANE, "max_rows": 16, **({"kernels": kernels} if backend == "kernels" else {})}
+    options: dict[str, Any] = {
+        "lane": shared_lane(),
+        "max_rows": 16,
+        **({"kernels": kernels} if backend == "kernels" else {}),
+    }
     runner = Watching(tiny_model("mixes" if backend == "kernels" else "plain"), **options)
 
     @cache

@@ -23,11 +23,10 @@ from core.batching.request import Request, State
 from core.batching.runner import Lane, NotYet
 from pipeline.sampling import samplers
 from tests.pipeline import worlds
-from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock_picture
+from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, shared_lane, solo, stock_picture
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-LANE = Lane("tests")
 
 
 def wanted(shape: str = "plain", **options: Any) -> ImageParameters:
@@ -75,7 +74,7 @@ def check_parity(shape: str, parameters: ImageParameters, picture: Any) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_picture_equals_diffusers_alone_and_in_a_batch_that_others_join_and_leave(shape: str) -> None:
-    runner = Watching(model(shape), lane=LANE, max_rows=64)
+    runner = Watching(model(shape), lane=shared_lane(), max_rows=64)
     parameters = [p for p in mixture(shape) if not (shape == "distilled" and p.scheduler != "lcm")]
     crank = Crank(runner)
     for index, one in enumerate(parameters):
@@ -92,7 +91,7 @@ def test_each_picture_equals_diffusers_alone_and_in_a_batch_that_others_join_and
 
 
 def test_sizes_and_step_counts_differ_within_one_engine() -> None:
-    runner = Watching(model("three-levels"), lane=LANE)
+    runner = Watching(model("three-levels"), lane=shared_lane())
     parameters = [
         wanted("three-levels", width=width, height=height, steps=steps, seed=steps)
         for (width, height), steps in zip(itertools.cycle(runner.sizes), range(2, 8), strict=False)
@@ -116,7 +115,7 @@ def test_deterministic_bytes_are_equal_at_every_position_of_the_bucket(threads: 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        runner = Watching(model("three-levels"), lane=LANE, deterministic_rows=8)
+        runner = Watching(model("three-levels"), lane=shared_lane(), deterministic_rows=8)
         target = deterministic(5, scheduler=scheduler, width=64, height=64)
         expected = solo(runner, target).png()
         for position in range(4):
@@ -138,14 +137,14 @@ TARGETS = [deterministic(seed, steps=3 + seed, guidance_scale=guidance) for seed
 @functools.cache
 def target_bytes() -> list[bytes]:
     """The files of the targets drawn alone."""
-    runner = Watching(model("plain"), lane=LANE, max_requests=6, deterministic_rows=8)
+    runner = Watching(model("plain"), lane=shared_lane(), max_requests=6, deterministic_rows=8)
     return [solo(runner, target).png() for target in TARGETS]
 
 
 @settings(max_examples=10)
 @given(st.data())
 def test_deterministic_bytes_do_not_depend_on_companions_aborts_and_retries(data: st.DataObject) -> None:
-    runner = Watching(model("plain"), lane=LANE, max_requests=6, deterministic_rows=8)
+    runner = Watching(model("plain"), lane=shared_lane(), max_requests=6, deterministic_rows=8)
     expected = target_bytes()
     crank, live = Crank(runner), 0
     for turn in range(data.draw(st.integers(3, 25))):
@@ -189,7 +188,7 @@ def test_deterministic_requests_run_at_the_same_time_as_random_companions() -> N
     """On the real engine, from several threads at once, with aborts in between."""
     runner = Watching(model("plain"), lane=Lane("own"), max_requests=12, deterministic_rows=4)
     targets = [deterministic(seed, steps=5, scheduler=name) for seed, name in enumerate(samplers.SCHEDULERS[:3])]
-    expected = [solo(Watching(model("plain"), lane=LANE, deterministic_rows=4), t).png() for t in targets]
+    expected = [solo(Watching(model("plain"), lane=shared_lane(), deterministic_rows=4), t).png() for t in targets]
     found: list[tuple[int, bytes]] = []
     with Engine([runner]) as engine:
 
@@ -218,7 +217,7 @@ def test_deterministic_requests_run_at_the_same_time_as_random_companions() -> N
 
 
 def test_other_requests_stay_within_one_level_of_their_solo_run() -> None:
-    runner = Watching(model("two-resnets"), lane=LANE)
+    runner = Watching(model("two-resnets"), lane=shared_lane())
     parameters = [wanted("two-resnets", seed=seed, steps=3 + seed, guidance_scale=float(seed)) for seed in range(5)]
     alone = [levels(solo(runner, one)) for one in parameters]
     crank = Crank(runner)
@@ -233,7 +232,7 @@ def test_other_requests_stay_within_one_level_of_their_solo_run() -> None:
 
 
 def test_progress_counts_steps_and_previews_come_when_asked_for() -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     told: list[Any] = []
     with Engine([runner]) as engine:
         one = wanted(steps=5, preview_every=2)
@@ -248,7 +247,7 @@ def test_progress_counts_steps_and_previews_come_when_asked_for() -> None:
 
 @pytest.mark.parametrize("phase", ["encode", "deep", "vae"])
 def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
-    runner = Watching(model("plain"), lane=LANE, max_requests=2)
+    runner = Watching(model("plain"), lane=shared_lane(), max_requests=2)
     crank = Crank(runner)
     request, other = crank.submit("gone", wanted(steps=2)), crank.submit("stays", wanted(steps=4, seed=9))
     held = []
@@ -267,7 +266,7 @@ def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
 
 
 def test_a_model_that_returns_nan_fails_its_request_and_says_so() -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     crank = Crank(runner)
     request = crank.submit("nan", wanted(steps=2))
     crank.turn()
@@ -283,7 +282,7 @@ def test_memory_that_runs_out_halves_the_batch_and_every_picture_is_drawn() -> N
                 return self._lane.start(lambda: torch.empty(2**60), lambda _: {})  # the allocator's own error
             return super().launch(requests)
 
-    runner = Small(model("plain"), lane=LANE, max_rows=16)
+    runner = Small(model("plain"), lane=shared_lane(), max_rows=16)
     crank = Crank(runner)
     parameters = [wanted(seed=seed) for seed in range(6)]
     for one in parameters:
@@ -309,14 +308,14 @@ def test_memory_that_runs_out_halves_the_batch_and_every_picture_is_drawn() -> N
     ],
 )
 def test_the_engine_refuses_what_it_cannot_serve_and_names_the_field(field: str, options: dict[str, Any]) -> None:
-    with Engine([Watching(model("plain"), lane=LANE)]) as engine:
+    with Engine([Watching(model("plain"), lane=shared_lane())]) as engine:
         with pytest.raises(Invalid, match=f"^{field}:"):
             engine.submit(Request("bad", "image", wanted(**options)))
         assert engine.submit(Request("bad", "image", wanted())).result(timeout=30).image.size == (32, 32)
 
 
 def test_an_aborted_future_says_so() -> None:
-    with Engine([Watching(model("plain"), lane=LANE)]) as engine:
+    with Engine([Watching(model("plain"), lane=shared_lane())]) as engine:
         future = engine.submit(Request("r", "image", wanted(steps=500)))
         engine.abort("r")
         with pytest.raises(Aborted):

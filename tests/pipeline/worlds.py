@@ -68,6 +68,12 @@ def await_end(ticket: Ticket) -> None:
 
 
 @functools.cache
+def shared_lane() -> Lane:
+    """The lane of runners whose tests need none of their own. It starts when asked for: a thread survives no fork."""
+    return Lane("tests")
+
+
+@functools.cache
 def model(name: str) -> ImageModel:
     """A model of this shape; made by way of the registry that `load` reads."""
     key = f"random:test-{name}"

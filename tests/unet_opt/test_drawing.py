@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from contract.image import ImageParameters
-from core.batching.runner import Lane
 from pipeline.backends.phases import on_torch
 from pipeline.drawing import Denoiser
 from pipeline.pixels import vae
 from pipeline.sampling import samplers
-from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
+from tests.pipeline.worlds import SHAPES, Watching, levels, model, shared_lane, solo
 from unet_opt.inputs import DenoiserInputs
-
-LANE = Lane("tests-drawing")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -25,7 +22,7 @@ LANE = Lane("tests-drawing")
 def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
     """Alone and among others: with any sampler, distilled models too."""
     one = model(shape)
-    runner = Watching(one, lane=LANE)
+    runner = Watching(one, lane=shared_lane())
     drawing = Denoiser(one, on_torch(one).denoiser, guidance=guidance, steps=4)
     prompts, seeds = ["a red cat", "two dogs", "a boat"], [1, 2, 3]
     latents = drawing.latents(prompts, seeds)
@@ -50,7 +47,7 @@ def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
 def test_every_sampler_draws_the_requests_noise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = model("plain")
     monkeypatch.setattr(samplers, "default_name", lambda config, offered: name)
-    runner = Watching(one, lane=LANE)
+    runner = Watching(one, lane=shared_lane())
     latents = Denoiser(one, on_torch(one).denoiser, guidance=3.0, steps=5).latents(["a red cat"], [7])
     wanted = ImageParameters(
         prompt="a red cat", seed=7, width=one.native, height=one.native, steps=5, guidance_scale=3.0, scheduler=name

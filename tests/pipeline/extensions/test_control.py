@@ -15,19 +15,17 @@ import torch
 from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
-from core.batching.runner import Lane
 from pipeline.backends.phases import ENCODE
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import control_variant
 from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
 from tests.pipeline.pixels.test_edit import hole, photograph, with_kept
-from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
+from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, shared_lane, solo, stock_picture, together
 from unet_opt.inputs import DenoiserInputs
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-LANE = Lane("tests")
 KERNELS, RELEASED = "heads of 16", "released"  # shapes whose heads the CPU kernels have; one loses its weights
 
 
@@ -93,7 +91,7 @@ def mixture(shape: str) -> list[ImageParameters]:
 
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
 def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: dict[str, Any], folder: Path) -> None:
-    runner = Watching(model(shape), lane=LANE, controls=folder)
+    runner = Watching(model(shape), lane=shared_lane(), controls=folder)
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         check_parity(shape, nets, one, picture)
@@ -105,7 +103,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: 
 
 
 def test_a_control_changes_the_picture(nets: dict[str, Any], folder: Path) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     one = wanted("plain", 0)
     found = [levels(solo(runner, each)) for each in (one, replace(one, control=()), wanted("plain", 1))]
     for first, second in itertools.combinations(found, 2):
@@ -119,7 +117,7 @@ def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", ["programs", "graphs"])
 def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path) -> None:
     shape = RELEASED if name == "programs" else KERNELS
-    runner = Watching(model(shape), lane=LANE, controls=folder, **backends(kernels)[name])
+    runner = Watching(model(shape), lane=shared_lane(), controls=folder, **backends(kernels)[name])
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         check_parity(shape, nets, one, picture)
@@ -130,9 +128,9 @@ def test_bits_depend_on_no_companion(
     cached: DeepCache | None, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path
 ) -> None:
     """With kernels: of pictures with and without controls, also where shallow steps read what a deep one left."""
-    runner = Watching(model(KERNELS), lane=LANE, controls=folder, kernels=kernels)
+    runner = Watching(model(KERNELS), lane=shared_lane(), controls=folder, kernels=kernels)
     asked = [replace(one, deepcache=cached) for one in mixture(KERNELS)]
-    plain = Watching(model(KERNELS), lane=LANE, kernels=kernels)
+    plain = Watching(model(KERNELS), lane=shared_lane(), kernels=kernels)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         assert np.array_equal(levels(picture), levels(solo(runner, one)))
         if not one.control:
@@ -140,7 +138,7 @@ def test_bits_depend_on_no_companion(
 
 
 def test_deterministic_requests_keep_their_bits_on_torch(nets: dict[str, Any], folder: Path) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     asked = [replace(one, deterministic=True) for one in mixture("plain")]
     for one, picture in zip(asked, together(runner, asked), strict=True):
         alone = solo(runner, one)
@@ -151,7 +149,7 @@ def test_deterministic_requests_keep_their_bits_on_torch(nets: dict[str, Any], f
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_a_shallow_step_of_the_same_inputs_repeats_the_deep_one(depth: str, nets: dict[str, Any], folder: Path) -> None:
     """What the control added in the deep step is in all that the shallow one reads."""
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     network = runner.backend.denoiser
     generator = torch.Generator().manual_seed(0)
     given = model("plain").family.example(model("plain"), network.text_width, 2, generator, 1)
@@ -168,7 +166,7 @@ def test_a_shallow_step_of_the_same_inputs_repeats_the_deep_one(depth: str, nets
 
 
 def test_guidance_that_ends_keeps_the_positive_rows_control(nets: dict[str, Any], folder: Path) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     one = wanted("plain", 0, guidance_scale=5.0, guidance_interval=(0.0, 0.5), steps=6, deepcache=AUTO)
     pictures = together(runner, [one, wanted("plain", seed=9)])
     assert np.abs(levels(pictures[0]) - levels(solo(runner, one))).max() <= 1
@@ -184,7 +182,7 @@ def refusal(runner: Watching, one: ImageParameters) -> Invalid:
 
 
 def test_refusals_name_the_field(nets: dict[str, Any], folder: Path) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     one = wanted("plain", 0)
     (given,) = one.control
     for changed, field, words in (
@@ -199,17 +197,17 @@ def test_refusals_name_the_field(nets: dict[str, Any], folder: Path) -> None:
     ):
         error = refusal(runner, replace(one, control=changed))
         assert error.field == field and words in error.message, error
-    assert "DIPTYCH_CONTROL_DIR" in refusal(Watching(model("plain"), lane=LANE), one).message
+    assert "DIPTYCH_CONTROL_DIR" in refusal(Watching(model("plain"), lane=shared_lane()), one).message
     check_parity("plain", nets, one, solo(runner, one))  # the runner lives
 
 
 def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any], folder: Path) -> None:
     one = next(iter(nets.values()))
     size = sum(parameter.nbytes for parameter in one.parameters())
-    small = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size - 1)
+    small = Watching(model("plain"), lane=shared_lane(), controls=folder, control_bytes=size - 1)
     assert "DIPTYCH_CONTROL_MIB" in refusal(small, wanted("plain", 0)).message
     assert not small.folder("control").held
-    runner = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder, control_bytes=size)
     asked = [wanted("plain", n, seed=n + 1) for n in (0, 1, 0)]
     crank = Crank(runner)
     for index, each in enumerate(asked):
@@ -223,7 +221,7 @@ def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any]
 
 
 def test_their_pictures_do_not_count_as_what_prompts_cost_to_encode(folder: Path) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     curve = runner.backend.costs.curve(ENCODE, (0, 0), False)
     solo(runner, wanted("plain", 0))
     assert not curve.measured
@@ -232,7 +230,7 @@ def test_their_pictures_do_not_count_as_what_prompts_cost_to_encode(folder: Path
 
 
 def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: Path) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     crank = Crank(runner)
     request = crank.submit("one", wanted("plain", 0))
     crank.turn()
@@ -249,7 +247,7 @@ def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: 
 def test_steps_of_others_go_on_while_an_evicted_network_is_read(
     nets: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     asked = wanted("plain", 0, seed=2)
     crank = Crank(runner)
     crank.submit("other", wanted("plain", seed=1))

@@ -22,16 +22,14 @@ from safetensors.torch import save_file
 
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from core.batching.runner import Lane
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import control_file
 from tests.pipeline import worlds
 from tests.pipeline.controls import adapter, control, controlnet, save, union
 from tests.pipeline.original_layout import original_controlnet
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo
 
-LANE = Lane("tests")
 SHAPE = "files"
 
 
@@ -224,7 +222,7 @@ def test_a_folder_that_may_not_be_read_is_none_of_them() -> None:
 
 def test_a_network_in_memory_is_found_while_another_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(controlnet(model(SHAPE), 7), folder, "slow")
-    runner = Watching(model(SHAPE), lane=LANE, controls=folder)
+    runner = Watching(model(SHAPE), lane=shared_lane(), controls=folder)
     kept, slow = (
         ImageParameters("a cat", 1, 32, 32, steps=2, control=(control(name, 32),)) for name in ("folder", "slow")
     )
@@ -287,7 +285,7 @@ def test_a_network_of_another_model_is_refused_and_the_runner_lives(
     changes: dict[str, Any], words: str, folder: Path
 ) -> None:
     save(controlnet(model(SHAPE), **changes), folder, "other")
-    runner = Watching(model(SHAPE), lane=LANE, controls=folder)
+    runner = Watching(model(SHAPE), lane=shared_lane(), controls=folder)
     good = ImageParameters("a cat", 1, 32, 32, steps=2, control=(control("folder", 32),))
     with pytest.raises(Invalid) as caught:
         Crank(runner).submit("x", ImageParameters("a cat", 1, 32, 32, steps=2, control=(control("other", 32),)))
@@ -297,7 +295,7 @@ def test_a_network_of_another_model_is_refused_and_the_runner_lives(
 
 
 def test_a_changed_file_is_read_anew_and_running_requests_keep_the_old(folder: Path) -> None:
-    runner = Watching(model(SHAPE), lane=LANE, controls=folder)
+    runner = Watching(model(SHAPE), lane=shared_lane(), controls=folder)
     one = ImageParameters("a cat", 1, 32, 32, steps=4, control=(control("folder", 32),))
     before = levels(solo(runner, one))
     crank = Crank(runner)

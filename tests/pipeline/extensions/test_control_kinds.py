@@ -15,7 +15,6 @@ from PIL import Image
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import AUTO
-from core.batching.runner import Lane
 from pipeline.checkpoints.tiny import SDXLShape
 from tests.pipeline import worlds
 from tests.pipeline.controls import (
@@ -28,11 +27,10 @@ from tests.pipeline.controls import (
     stock_union,
     union,
 )
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture, together
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock_picture, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-LANE = Lane("tests")
 TWO, THREE = "kinds", "kinds of three levels"
 SHAPES = {
     TWO: SDXLShape(channels=(16, 32), heads=(1, 2)),
@@ -96,7 +94,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(
     shape: str, backend: str, kernels: ctypes.CDLL, nets: dict[str, dict[str, Any]], folders: dict[str, Path]
 ) -> None:
     options: dict[str, Any] = {"torch": {}, "programs": {"kernels": kernels}, "graphs": {"fused": True}}[backend]
-    runner = Watching(model(shape), lane=LANE, controls=folders[shape], **options)
+    runner = Watching(model(shape), lane=shared_lane(), controls=folders[shape], **options)
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         assert np.abs(levels(picture) - expected(shape, nets[shape], one)).max() <= 1, one
@@ -108,7 +106,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(
 
 @pytest.mark.parametrize("kind", ["union", "adapter"])
 def test_each_changes_the_picture(kind: str, folders: dict[str, Path]) -> None:
-    runner = Watching(model(THREE), lane=LANE, controls=folders[THREE])
+    runner = Watching(model(THREE), lane=shared_lane(), controls=folders[THREE])
     options = {"mode": 1} if kind == "union" else {}
     one = wanted(THREE, kind, options)
     with_one, without = (levels(solo(runner, each)) for each in (one, replace(one, control=())))
@@ -119,7 +117,7 @@ def test_each_changes_the_picture(kind: str, folders: dict[str, Path]) -> None:
 
 
 def test_bits_depend_on_no_companion(kernels: ctypes.CDLL, folders: dict[str, Path]) -> None:
-    runner = Watching(model(THREE), lane=LANE, controls=folders[THREE], kernels=kernels)
+    runner = Watching(model(THREE), lane=shared_lane(), controls=folders[THREE], kernels=kernels)
     mixed = wanted(THREE, "union", {"mode": 1, "end": 0.5}, {"mode": 2}, seed=10)
     both = replace(mixed, control=(*mixed.control, *wanted(THREE, "adapter", {}).control), seed=11)
     asked = [*mixture(THREE), mixed, both, replace(both, deepcache=AUTO, seed=12)]
@@ -132,7 +130,7 @@ def test_adapters_of_fewer_maps_share_forwards_with_those_of_all(
 ) -> None:
     save(nets[THREE]["adapter"], tmp_path, "whole")
     save(adapter(model(THREE), 5, channels=[*model(THREE).denoiser.config.block_out_channels]), tmp_path, "fewer")
-    runner = Watching(model(THREE), lane=LANE, controls=tmp_path, kernels=kernels)
+    runner = Watching(model(THREE), lane=shared_lane(), controls=tmp_path, kernels=kernels)
     fewer, whole = wanted(THREE, "fewer", {}, seed=2), wanted(THREE, "whole", {}, seed=3)
     both = replace(whole, control=(*fewer.control, *whole.control), seed=4)
     asked = [fewer, whole, both, replace(both, control=both.control[::-1], seed=5)]
@@ -145,7 +143,7 @@ def test_adapters_of_fewer_maps_share_forwards_with_those_of_all(
 
 
 def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
-    runner = Watching(model(TWO), lane=LANE, controls=folders[TWO])
+    runner = Watching(model(TWO), lane=shared_lane(), controls=folders[TWO])
     asked = [replace(one, deterministic=True) for one in mixture(TWO)]
     for one, picture in zip(asked, together(runner, asked), strict=True):
         assert np.array_equal(levels(picture), levels(solo(runner, one))), one
@@ -158,7 +156,7 @@ def refusal(runner: Watching, one: ImageParameters) -> Invalid:
 
 
 def test_refusals_name_the_field(folders: dict[str, Path], tmp_path: Path) -> None:
-    runner = Watching(model(TWO), lane=LANE, controls=folders[TWO])
+    runner = Watching(model(TWO), lane=shared_lane(), controls=folders[TWO])
     for one, field, words in (
         (wanted(TWO, "union", {}), "control.mode", "must be from 0 to 3"),
         (wanted(TWO, "union", {"mode": 4}), "control.mode", "must be from 0 to 3"),
@@ -183,14 +181,14 @@ def test_refusals_name_the_field(folders: dict[str, Path], tmp_path: Path) -> No
 )
 def test_an_adapter_of_another_model_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     save(adapter(model(TWO), **changes), tmp_path, "adapter")
-    error = refusal(Watching(model(TWO), lane=LANE, controls=tmp_path), wanted(TWO, "adapter", {}))
+    error = refusal(Watching(model(TWO), lane=shared_lane(), controls=tmp_path), wanted(TWO, "adapter", {}))
     assert error.field == "control.model" and words in error.message
 
 
 def test_an_adapter_of_one_channel_reads_what_pillow_makes_grey(tmp_path: Path) -> None:
     net = adapter(model(TWO), in_channels=1)
     save(net, tmp_path, "adapter")
-    runner = Watching(model(TWO), lane=LANE, controls=tmp_path)
+    runner = Watching(model(TWO), lane=shared_lane(), controls=tmp_path)
     one = wanted(TWO, "adapter", {})
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     one = replace(one, control=(replace(one.control[0], image=pixels.tobytes()),))

@@ -14,7 +14,6 @@ import pytest
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import AUTO, DeepCache
-from core.batching.runner import Lane
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DEEP
 from pipeline.checkpoints.tiny import SDXLShape
@@ -23,11 +22,10 @@ from pipeline.extensions import ip_adapter_file
 from pipeline.extensions.vision import VisionEncoder
 from tests.pipeline import worlds
 from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
-from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
+from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, shared_lane, solo, stock_picture, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-LANE = Lane("tests")
 KERNELS, RELEASED = "heads of 16", "released here"  # whose heads the CPU kernels have; one loses its weights
 
 
@@ -74,7 +72,7 @@ def check_parity(shape: str, folder: Path, one: ImageParameters, picture: Any) -
 
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
 def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, folders: dict[str, Path]) -> None:
-    runner = Watching(model(shape), lane=LANE, image_prompts=folders[shape])
+    runner = Watching(model(shape), lane=shared_lane(), image_prompts=folders[shape])
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         check_parity(shape, folders[shape], one, picture)
@@ -86,7 +84,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, folder
 
 
 def test_an_image_prompt_changes_the_picture(folders: dict[str, Path]) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     for name in ("base-0", "plus-0"):
         asked = [wanted("plain", prompt(name, seed), guidance_scale=3.0) for seed in (1, 2)]
         found = [levels(solo(runner, one)) for one in (*asked, replace(asked[0], image_prompts=()))]
@@ -101,7 +99,7 @@ def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", ["programs", "graphs"])
 def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, folders: dict[str, Path]) -> None:
     shape = RELEASED if name == "programs" else KERNELS
-    runner = Watching(model(shape), lane=LANE, image_prompts=folders[shape], **backends(kernels)[name])
+    runner = Watching(model(shape), lane=shared_lane(), image_prompts=folders[shape], **backends(kernels)[name])
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         check_parity(shape, folders[shape], one, picture)
@@ -112,9 +110,9 @@ def test_bits_depend_on_no_companion(
     cached: DeepCache | None, kernels: ctypes.CDLL, folders: dict[str, Path]
 ) -> None:  # fmt: skip
     """With kernels: of pictures with and without image prompts."""
-    runner = Watching(model(KERNELS), lane=LANE, image_prompts=folders[KERNELS], kernels=kernels)
+    runner = Watching(model(KERNELS), lane=shared_lane(), image_prompts=folders[KERNELS], kernels=kernels)
     asked = [replace(one, deepcache=cached) for one in mixture(KERNELS)]
-    plain = Watching(model(KERNELS), lane=LANE, kernels=kernels)
+    plain = Watching(model(KERNELS), lane=shared_lane(), kernels=kernels)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         assert np.array_equal(levels(picture), levels(solo(runner, one)))
         if not one.image_prompts:
@@ -122,7 +120,7 @@ def test_bits_depend_on_no_companion(
 
 
 def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     asked = [replace(one, deterministic=True) for one in mixture("plain")]
     asked += [replace(one, seed=one.seed + 10) for one in asked]  # of the same prompts, in a batch together
     for one, picture in zip(asked, together(runner, asked), strict=True):
@@ -134,7 +132,7 @@ def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path
 
 
 def test_guidance_that_ends_keeps_the_positive_row(folders: dict[str, Path]) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     one = wanted("plain", prompt("plus-0"), guidance_scale=5.0, guidance_interval=(0.0, 0.5), steps=6, deepcache=AUTO)
     pictures = together(runner, [one, wanted("plain", seed=9)])
     assert np.abs(levels(pictures[0]) - levels(solo(runner, one))).max() <= 1
@@ -143,7 +141,7 @@ def test_guidance_that_ends_keeps_the_positive_row(folders: dict[str, Path]) -> 
 
 
 def test_what_requests_hold_counts_their_image_prompts(folders: dict[str, Path]) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     crank = Crank(runner)
     request = crank.submit("one", wanted("plain", prompt("base-0"), prompt("plus-0")))
     crank.turn()
@@ -155,7 +153,7 @@ def test_what_requests_hold_counts_their_image_prompts(folders: dict[str, Path])
 
 
 def test_their_cost_is_measured_apart_from_the_denoisers(folders: dict[str, Path]) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     costs, side = runner.backend.costs, worlds.shape("plain").native
     solo(runner, wanted("plain"))
     alone = {key: dict(seconds) for key, seconds in costs.measured().items()}
@@ -176,7 +174,7 @@ def test_their_cost_is_measured_apart_from_the_denoisers(folders: dict[str, Path
 
 def test_a_picture_is_seen_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """For all pictures of a job; another picture, and another adapter, are seen anew."""
-    runner, seen = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"]), []
+    runner, seen = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"]), []
     embed = VisionEncoder.embed
     monkeypatch.setattr(VisionEncoder, "embed", lambda *a, **k: (seen.append(k["fine"]), embed(*a, **k))[1])
     asked = [wanted("plain", prompt("base-0", 1, strength=0.1 * seed), seed=seed) for seed in range(1, 4)]
@@ -190,7 +188,7 @@ def test_a_picture_is_seen_once(folders: dict[str, Path], monkeypatch: pytest.Mo
 def test_encoding_prompts_reads_no_file(folders: dict[str, Path], tmp_path: Path) -> None:
     where = tmp_path / "adapters"
     shutil.copytree(folders["plain"], where)
-    runner, one = Watching(model("plain"), lane=LANE, image_prompts=where), wanted("plain", prompt("base-0"))
+    runner, one = Watching(model("plain"), lane=shared_lane(), image_prompts=where), wanted("plain", prompt("base-0"))
     crank = Crank(runner)
     crank.submit("one", one)
     shutil.rmtree(where)
@@ -207,7 +205,7 @@ def refusal(runner: Watching, one: ImageParameters) -> Invalid:
 
 
 def test_refusals_name_the_field(folders: dict[str, Path]) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     given = prompt("base-0")
     one = wanted("plain", given)
     for changed, field, words in (
@@ -221,19 +219,19 @@ def test_refusals_name_the_field(folders: dict[str, Path]) -> None:
     ):
         error = refusal(runner, replace(one, image_prompts=changed))
         assert error.field == field and words in error.message, error
-    assert "DIPTYCH_IP_ADAPTER_DIR" in refusal(Watching(model("plain"), lane=LANE), one).message
+    assert "DIPTYCH_IP_ADAPTER_DIR" in refusal(Watching(model("plain"), lane=shared_lane()), one).message
     check_parity("plain", folders["plain"], one, solo(runner, one))  # the runner lives
 
 
 def test_too_little_room_is_told_and_what_is_evicted_is_read_again(folders: dict[str, Path]) -> None:
-    whole = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    whole = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     solo(whole, wanted("plain", prompt("base-0")))
     held = whole.folder("image_prompts").cache.held
     need = sum(held.values())
     assert len(held) == 2
-    small = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"], image_prompt_bytes=need - 1)
+    small = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"], image_prompt_bytes=need - 1)
     assert "DIPTYCH_IP_ADAPTER_MIB" in refusal(small, wanted("plain", prompt("base-0"))).message
-    tight = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"], image_prompt_bytes=need)
+    tight = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"], image_prompt_bytes=need)
     asked = [wanted("plain", prompt(f"base-{n}", n), seed=n + 1) for n in (0, 1, 0)]
     for one, picture in zip(asked, together(tight, asked), strict=True):
         check_parity("plain", folders["plain"], one, picture)
@@ -244,7 +242,7 @@ def test_too_little_room_is_told_and_what_is_evicted_is_read_again(folders: dict
 def test_a_changed_file_is_read_anew(folders: dict[str, Path], tmp_path: Path) -> None:
     where = tmp_path / "adapters"
     shutil.copytree(folders["plain"], where)
-    runner, one = Watching(model("plain"), lane=LANE, image_prompts=where), wanted("plain", prompt("base-0"))
+    runner, one = Watching(model("plain"), lane=shared_lane(), image_prompts=where), wanted("plain", prompt("base-0"))
     before = solo(runner, one)
     save(state(model("plain"), 99, plus=False), where, "base-0")
     after = solo(runner, one)
@@ -255,7 +253,7 @@ def test_a_changed_file_is_read_anew(folders: dict[str, Path], tmp_path: Path) -
 
 @pytest.mark.parametrize("faster", [0.0, 0.5, 1.0])
 def test_an_iteration_faster_than_its_denoiser_is_expected_to_be_counts(faster: float) -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     size, costs = (worlds.shape("plain").native,) * 2, runner.backend.costs
     way = runner.backend.plan(BatchGroup(DEEP, size), 2)
     observe = costs_of.observer("control", runner.backend, BatchGroup(DEEP, size), way, 2)
@@ -270,7 +268,7 @@ def test_an_iteration_faster_than_its_denoiser_is_expected_to_be_counts(faster: 
 def test_steps_of_others_go_on_while_an_evicted_adapter_is_read(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     asked = wanted("plain", prompt("base-0"), seed=2)
     crank = Crank(runner)
     crank.submit("other", wanted("plain", seed=1))

@@ -15,7 +15,6 @@ from PIL import Image
 
 from contract.image import Edit, ImageParameters
 from contract.plan import AUTO
-from core.batching.runner import Lane
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.quantization import quantized
@@ -24,14 +23,13 @@ from tests.pipeline.controls import control, controlnet
 from tests.pipeline.controls import save as save_control
 from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
 from tests.pipeline.pixels.test_edit import photograph
-from tests.pipeline.worlds import SHAPES, Watching, levels, solo, together
+from tests.pipeline.worlds import SHAPES, Watching, levels, shared_lane, solo, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
 ]
-LANE = Lane("tests")
 SIDE = 32
 
 
@@ -56,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Pa
 
 def runner_of(folder: Path, precision: str = "fp32", **options: Any) -> Watching:
     return Watching(
-        load(str(folder / "model"), precision=precision), lane=LANE, loras=folder / "loras",
+        load(str(folder / "model"), precision=precision), lane=shared_lane(), loras=folder / "loras",
         controls=folder / "controls", image_prompts=folder / "adapters", **options,
     )  # fmt: skip
 

@@ -17,15 +17,13 @@ from PIL import Image
 from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
-from core.batching.runner import Lane
 from pipeline.backends.phases import IMAGE
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
-from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock
+from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, shared_lane, solo, stock
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-LANE = Lane("tests")
 
 
 def photograph(side: int, seed: int = 0) -> Image.Image:
@@ -134,7 +132,7 @@ def mixture(shape: str) -> list[ImageParameters]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
-    runner = Watching(model(shape), lane=LANE, max_rows=64)
+    runner = Watching(model(shape), lane=shared_lane(), max_rows=64)
     edits = [one for one in mixture(shape) if not (shape == "distilled" and one.scheduler != "lcm")]
     crank = Crank(runner)
     for index, one in enumerate(edits):
@@ -159,7 +157,7 @@ def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one(st
     mask = np.pad(np.zeros((16, 24), np.uint8), ((0, 8), (11, 5)), constant_values=255)
     one = wanted(width=40, height=24, guidance_scale=5.0)
     one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), strength))
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     picture = solo(runner, one)
     check_parity("plain", one, picture)
     assert np.array_equal(levels(picture)[:16, 11:35], small.astype(int))
@@ -167,7 +165,7 @@ def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one(st
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool) -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     one = wanted(masked=masked, deterministic=True, scheduler="euler-ancestral")
     alone = solo(runner, one).png()
     crank = Crank(runner)
@@ -181,7 +179,7 @@ def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool) -> None:
 
 
 def test_a_picture_is_encoded_alone_and_in_an_iteration_of_its_own() -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     crank = Crank(runner)
     for index in range(3):
         crank.submit(str(index), wanted(seed=index))
@@ -190,7 +188,7 @@ def test_a_picture_is_encoded_alone_and_in_an_iteration_of_its_own() -> None:
 
 
 def test_what_fails_among_others_and_is_tried_again_draws_the_same() -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     edits = {str(masked): wanted(masked=masked, scheduler="euler-ancestral") for masked in (False, True)}
     undisturbed = {name: levels(solo(runner, one)) for name, one in edits.items()}
     crank = Crank(runner)
@@ -218,7 +216,7 @@ def test_what_fails_among_others_and_is_tried_again_draws_the_same() -> None:
 
 
 def test_deepcache_counts_the_steps_that_are_made() -> None:
-    runner = Watching(model("three-levels"), lane=LANE)
+    runner = Watching(model("three-levels"), lane=shared_lane())
     cached = DeepCache(interval=2, last=0)
     one = wanted("three-levels", steps=10, strength=0.5, deepcache=cached)
     assert (one.skipped, one.made) == (5, 5)
@@ -271,7 +269,7 @@ def test_a_cut_table_is_the_end_of_the_whole_one(steps: int, strength: float, na
     ],
 )
 def test_an_edit_that_makes_no_sense_is_refused_by_field(change: dict[str, Any], field: str) -> None:
-    runner = Watching(model("plain"), lane=LANE)
+    runner = Watching(model("plain"), lane=shared_lane())
     one = wanted(masked=True)
     assert one.edit is not None
     with pytest.raises(Invalid, match=f"^{field}: "):

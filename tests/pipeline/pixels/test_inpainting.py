@@ -20,7 +20,6 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.image_request import ImageRequest
 from contract.plan import DeepCache
-from core.batching.runner import Lane
 from pipeline.backends.phases import IMAGE, VAE
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
@@ -32,11 +31,10 @@ from tests.core.tape import Tape
 from tests.pipeline import loras, worlds
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.pixels.test_edit import check_parity, stock_edit, wanted
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-LANE = Lane("tests")
 SHAPES = {
     "inpaint": tiny.SDXLShape(input_channels=9, heads=(1, 2), channels=(16, 32)),
     "inpaint-v": tiny.SDXLShape(
@@ -82,7 +80,7 @@ def test_pictures_equal_diffusers_alone_and_among_others(
     options: dict[str, Any] = {
         "torch": {}, "programs": {"kernels": kernels}, "graphs": {"fused": True, "recorder": Tape()},
     }[backend]  # fmt: skip
-    runner = Watching(model(shape), lane=LANE, max_rows=64, **options)
+    runner = Watching(model(shape), lane=shared_lane(), max_rows=64, **options)
     edits = mixture(shape)[:count]
     pictures = together(runner, edits)
     assert any(len(steps) > 1 for steps in runner.shared_steps), "nobody shared a forward with another step"
@@ -95,24 +93,27 @@ def test_pictures_equal_diffusers_alone_and_among_others(
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_deepcache_and_previews_take_it(depth: str, kernels: ctypes.CDLL) -> None:
     one = wanted("inpaint", masked=True, steps=8, strength=1.0, deepcache=DeepCache(interval=2, depth=depth))
-    found = [levels(solo(Watching(model("inpaint"), lane=LANE, **options), replace(one, preview_every=2)))
+    found = [levels(solo(Watching(model("inpaint"), lane=shared_lane(), **options), replace(one, preview_every=2)))
              for options in ({}, {"kernels": kernels})]  # fmt: skip
     assert np.abs(found[0] - found[1]).max() <= 1
     assert (
-        np.abs(found[0] - levels(solo(Watching(model("inpaint"), lane=LANE), replace(one, deepcache=None)))).max() > 1
+        np.abs(
+            found[0] - levels(solo(Watching(model("inpaint"), lane=shared_lane()), replace(one, deepcache=None)))
+        ).max()
+        > 1
     )
 
 
 def test_every_phase_is_prepared_and_timed(kernels: ctypes.CDLL) -> None:
     for options in ({}, {"kernels": kernels}):
-        runner = Watching(model("inpaint"), lane=LANE, **options)
+        runner = Watching(model("inpaint"), lane=shared_lane(), **options)
         runner.prepare(measure_s=0.3)
         assert runner.backend.costs.measured()
         check_parity("inpaint", mixture("inpaint")[0], solo(runner, mixture("inpaint")[0]))
 
 
 def test_companions_change_no_bit_of_a_deterministic_request() -> None:
-    runner = Watching(model("inpaint"), lane=LANE)
+    runner = Watching(model("inpaint"), lane=shared_lane())
     one = replace(mixture("inpaint")[3], deterministic=True)
     alone = solo(runner, one).png()
     others = [replace(one, seed=seed) for seed in range(10, 13)]
@@ -121,7 +122,7 @@ def test_companions_change_no_bit_of_a_deterministic_request() -> None:
 
 
 def test_a_request_that_is_no_inpainting_is_refused() -> None:
-    crank = Crank(Watching(model("inpaint"), lane=LANE))
+    crank = Crank(Watching(model("inpaint"), lane=shared_lane()))
     with pytest.raises(Invalid, match=r"^model: only inpaints"):
         crank.submit("it", replace(wanted("inpaint"), edit=None))
     with pytest.raises(Invalid, match=r"^mask: is missing"):
@@ -157,7 +158,7 @@ def test_a_checkpoint_of_one_file_draws_what_diffusers_draws(folder: Path) -> No
     assert found.inpaints and found.input_channels == 9
     assert '"StableDiffusionXLInpaintPipeline"' in (folder / "model_index.json").read_text()
     StableDiffusionXLInpaintPipeline.from_pretrained(folder)
-    runner = Watching(found, lane=LANE)
+    runner = Watching(found, lane=shared_lane())
     for one in mixture("inpaint")[:3]:
         check_parity("inpaint", one, solo(runner, one))
 
@@ -167,9 +168,9 @@ def test_a_lora_of_one_request_is_drawn_as_fused_weights(folder: Path, tmp_path:
     plain = load(str(folder))
     loras.write(plain, tmp_path, "ink")
     one = mixture("inpaint")[1]
-    runner = Watching(plain, loras=tmp_path, lane=LANE)
+    runner = Watching(plain, loras=tmp_path, lane=shared_lane())
     with_it, without = together(runner, [replace(one, lora="ink:0.7"), one])
-    fused = Watching(load(str(folder), loras=lora.find("ink:0.7", str(tmp_path))), lane=LANE)
+    fused = Watching(load(str(folder), loras=lora.find("ink:0.7", str(tmp_path))), lane=shared_lane())
     assert np.abs(levels(with_it) - levels(solo(fused, one))).max() <= 1
     check_parity("inpaint", one, without)
     assert np.abs(levels(with_it) - levels(without)).max() > 3
@@ -186,8 +187,8 @@ def test_a_base_that_inpaints_gives_a_plain_checkpoint_its_own_pipeline(folder: 
 def test_int8_is_near_fp32_and_does_not_depend_on_the_batch(folder: Path, kernels: ctypes.CDLL) -> None:
     int8 = load(str(folder), precision="int8")
     edits = [replace(one, guidance_scale=min(one.guidance_scale, 3.0)) for one in mixture("inpaint")]
-    mixed = together(Watching(int8, kernels=kernels, lane=LANE, max_rows=64), edits)
-    apart = Watching(load(str(folder), precision="int8"), kernels=kernels, lane=LANE)
+    mixed = together(Watching(int8, kernels=kernels, lane=shared_lane(), max_rows=64), edits)
+    apart = Watching(load(str(folder), precision="int8"), kernels=kernels, lane=shared_lane())
     errors = []
     for one, picture in zip(edits, mixed, strict=True):
         alone = solo(apart, one)

@@ -16,7 +16,6 @@ import torch
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import AUTO
-from core.batching.runner import Lane
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.store import MANIFEST
 from pipeline.checkpoints import tiny
@@ -26,9 +25,8 @@ from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import control_file, control_variant
 from pipeline.quantization import control_quantized, quantized
 from tests.pipeline.controls import adapter, control, controlnet, save, union
-from tests.pipeline.worlds import Crank, Watching, levels, solo, together
+from tests.pipeline.worlds import Crank, Watching, levels, shared_lane, solo, together
 
-LANE = Lane("tests")
 SHAPE = SDXLShape(channels=(16, 32), heads=(1, 2))
 PROMPTS = ["a red cat", "a slice of pizza", "two boats"]
 
@@ -78,14 +76,16 @@ def test_its_layers_are_in_8_bits_and_few_are_left(folder: Path) -> None:
 
 def test_pictures_are_near_those_of_fp32(folder: Path, kernels: ctypes.CDLL) -> None:
     """The base model in INT8 both times: what is measured is the control network's share."""
-    eight = Watching(model_of(folder, "int8"), lane=LANE, controls=folder / "controls", kernels=kernels)
+    eight = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels)
     found = [decibels(solo(eight, wanted("edges", seed)), solo(eight, wanted("plain", seed))) for seed in range(1, 5)]
     without = [decibels(solo(eight, wanted(None, seed)), solo(eight, wanted("plain", seed))) for seed in range(1, 5)]
     assert min(found) > 25 and np.mean(found) > np.mean(without) + 8, (found, without)
 
 
 def test_bits_depend_on_no_companion(folder: Path, kernels: ctypes.CDLL) -> None:
-    runner = Watching(model_of(folder, "int8"), lane=LANE, controls=folder / "controls", kernels=kernels, frugal=True)
+    runner = Watching(
+        model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels, frugal=True
+    )
     asked = [
         wanted("edges", 1), wanted(None, 2), wanted("plain", 3, guidance_scale=1.0), wanted("edges", 4, steps=4),
         wanted("edges", 5, deepcache=AUTO), wanted(None, 6, deepcache=AUTO),
@@ -97,8 +97,8 @@ def test_bits_depend_on_no_companion(folder: Path, kernels: ctypes.CDLL) -> None
 
 
 def test_the_fused_layers_run_it(folder: Path, kernels: ctypes.CDLL) -> None:
-    programs = Watching(model_of(folder, "int8"), lane=LANE, controls=folder / "controls", kernels=kernels)
-    fused = Watching(model_of(folder, "int8"), lane=LANE, controls=folder / "controls", fused=True)
+    programs = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels)
+    fused = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", fused=True)
     assert decibels(solo(programs, wanted("edges")), solo(fused, wanted("edges"))) > 25
 
 
@@ -108,7 +108,7 @@ def test_scales_alone_give_the_same_network(folder: Path, kernels: ctypes.CDLL, 
     _, size = make(tmp_path, "edges", kernels, weights=False)
     _, whole = make(tmp_path, "plain", kernels)
     assert size < whole / 4
-    runner = Watching(model_of(tmp_path, "int8"), lane=LANE, controls=tmp_path / "controls", kernels=kernels)
+    runner = Watching(model_of(tmp_path, "int8"), lane=shared_lane(), controls=tmp_path / "controls", kernels=kernels)
     assert decibels(solo(runner, wanted("edges")), solo(runner, wanted("plain"))) > 40  # unquantized layers are rounded
 
 
@@ -119,7 +119,7 @@ def test_a_union_is_quantized_and_an_adapter_is_not(folder: Path, kernels: ctype
         save(made, tmp_path / "controls", name)
     report, _ = make(tmp_path, "one", kernels)
     assert not any(name.startswith(("transformer_layes", "control_add")) for name in report.changed)
-    runner = Watching(model_of(tmp_path, "int8"), lane=LANE, controls=tmp_path / "controls", kernels=kernels)
+    runner = Watching(model_of(tmp_path, "int8"), lane=shared_lane(), controls=tmp_path / "controls", kernels=kernels)
     asked = [replace(wanted(name), control=(control(name, 32, 1, mode=3),)) for name in ("one", "two")]
     assert decibels(*(solo(runner, one) for one in asked)) > 25
     with pytest.raises(ModelError, match="is a T2I-Adapter, which runs once a picture"):
@@ -129,7 +129,7 @@ def test_a_union_is_quantized_and_an_adapter_is_not(folder: Path, kernels: ctype
 def test_a_variant_of_other_weights_is_refused_by_name(folder: Path, kernels: ctypes.CDLL, tmp_path: Path) -> None:
     where = shutil.copytree(folder / "controls", tmp_path / "controls")
     save(controlnet(load(str(folder / "model")), 5), where, "edges")
-    runner = Watching(model_of(folder, "int8"), lane=LANE, controls=where, kernels=kernels)
+    runner = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=where, kernels=kernels)
     with pytest.raises(Invalid, match="edges-int8: was quantized from other weights") as caught:
         Crank(runner).submit("x", wanted("edges"))
     assert str(tmp_path) not in caught.value.message
@@ -137,5 +137,5 @@ def test_a_variant_of_other_weights_is_refused_by_name(folder: Path, kernels: ct
     (where / "plain-int8" / "model.safetensors").write_bytes(b"none")
     with pytest.raises(Invalid, match=r"plain-int8/model\.safetensors: is not the file"):
         Crank(runner).submit("y", wanted("plain"))
-    fp32 = Watching(model_of(folder, "fp32"), lane=LANE, controls=where)
+    fp32 = Watching(model_of(folder, "fp32"), lane=shared_lane(), controls=where)
     assert solo(fp32, replace(wanted("edges"), steps=2)) is not None  # which reads no variant

@@ -22,13 +22,13 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import BLOCK, DEPTHS, RESNET, DeepCache
 from core.batching.request import Request, State
-from core.batching.runner import Lane, OutOfMemory
+from core.batching.runner import OutOfMemory
 from core.ops.reference import TorchLowering
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.quantization import quantized
 from tests.pipeline import worlds
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet, select_features
 from unet_opt.inputs import DenoiserInputs
 
@@ -39,7 +39,6 @@ SHAPE = "cached"
 worlds.MORE[SHAPE] = tiny.SDXLShape(
     native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2
 )
-LANE = Lane("tests")
 
 SCHEDULES = (
     None,
@@ -79,7 +78,7 @@ def mixture() -> list[ImageParameters]:
 
 
 def runner_of(kernels: ctypes.CDLL | None = None, **options: Any) -> Watching:
-    return Watching(model(SHAPE), lane=LANE, kernels=kernels, **options)
+    return Watching(model(SHAPE), lane=shared_lane(), kernels=kernels, **options)
 
 
 def together(runner: Watching, parameters: list[ImageParameters], order: random.Random) -> list[Any]:
@@ -174,14 +173,14 @@ SMALL = wanted(3, deepcache=DeepCache(interval=2), deterministic=True, width=32,
 @functools.cache
 def small_bytes() -> bytes:
     """The file of it drawn alone."""
-    file: bytes = solo(Watching(model("tiny-heads"), lane=LANE), SMALL).png()
+    file: bytes = solo(Watching(model("tiny-heads"), lane=shared_lane()), SMALL).png()
     return file
 
 
 @settings(max_examples=10)
 @given(st.data())
 def test_a_deterministic_cached_picture_survives_companions_aborts_and_retries(data: st.DataObject) -> None:
-    runner = Watching(model("tiny-heads"), lane=LANE, max_requests=6)
+    runner = Watching(model("tiny-heads"), lane=shared_lane(), max_requests=6)
     target, expected, size = SMALL, small_bytes(), {"width": 32, "height": 32}
     crank = Crank(runner)
     for turn in range(data.draw(st.integers(3, 15))):
@@ -222,11 +221,11 @@ def test_thousands_of_iterations_of_aborts_and_failures_leave_every_slot_free(
 ) -> None:
     """In any phase, before and during an iteration, alone and for whole batches, with memory for a few only."""
     chance = random.Random(0)
-    small = Watching(model("tiny-heads"), lane=LANE, kernels=kernels, max_requests=8)
+    small = Watching(model("tiny-heads"), lane=shared_lane(), kernels=kernels, max_requests=8)
     cached = ImageParameters("x", 0, 32, 32, deepcache=DeepCache())
     runner = Watching(
         model("tiny-heads"),
-        lane=LANE,
+        lane=shared_lane(),
         kernels=kernels,
         max_requests=8,
         memory_bytes=5 * small.holdings.size_bytes(cached),
@@ -325,7 +324,7 @@ def test_memory_that_runs_out_in_a_shallow_step_halves_the_batch() -> None:
                 return self._lane.start(_out_of_memory, lambda _: {})
             return super().launch(requests)
 
-    runner = Small(model(SHAPE), lane=LANE)
+    runner = Small(model(SHAPE), lane=shared_lane())
     crank = Crank(runner)
     for seed in range(5):
         crank.submit(str(seed), wanted(seed, deepcache=DeepCache()))

@@ -18,16 +18,14 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import RESNET, DeepCache
 from core.batching.request import Request
-from core.batching.runner import Lane
 from pipeline.sampling import denoise
 from tests.pipeline.sampling.test_deepcache import SHAPE, stepping, together
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet
 from unet_opt.inputs import DenoiserInputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
-LANE = Lane("tests")
 BACKENDS = ("torch", "kernels", "graphs")
 
 
@@ -39,7 +37,7 @@ def wanted(seed: int = 1, **options: Any) -> ImageParameters:
 
 def runner_of(backend: str, kernels: ctypes.CDLL, **options: Any) -> Watching:
     options |= {"kernels": kernels} if backend == "kernels" else {"fused": backend == "graphs"}
-    return Watching(model(SHAPE), lane=LANE, **options)
+    return Watching(model(SHAPE), lane=shared_lane(), **options)
 
 
 @functools.cache
