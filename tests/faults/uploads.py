@@ -39,7 +39,8 @@ from tests.faults.payloads import CARD_OF_NINE, chunk, form_body
 from tests.schemas import hostile
 
 _SETTLED_S = 25.0  # after which idle child processes have ended
-_ROUND = 500  # bodies of one run of hypothesis, which keeps all that it has drawn: memory of megabytes a body
+_ROUND = 500  # bodies of one run of hypothesis, which keeps all that it has drawn
+_MOST_BYTES = 64 * 2**20  # of a form's repeated parts: far more than an API reads of one
 EDITS, FILES, JOBS, INFERENCE = "/v1/images/edits", "/v1/files", "/v1/jobs", "/"
 CHAT = "/v1/chat/completions"
 # Codes of refusals that may name no field: the whole body is wrong, or the field's name may not be repeated.
@@ -230,7 +231,7 @@ def forms(draw: st.DrawFn) -> Body:
     """Parts of any kind between boundaries that may be broken."""
     parts = [b"--edge\r\n" + part for part in draw(st.lists(_part(), max_size=6))]
     if parts and draw(st.integers(0, 9)) == 0:
-        parts *= draw(st.sampled_from((2, 60, 200)))
+        parts *= min(draw(st.sampled_from((2, 60, 200))), max(2, _MOST_BYTES // sum(map(len, parts))))
     body = b"".join(parts) + draw(
         st.sampled_from((b"--edge--\r\n",) * 8 + (b"", b"--edge", b"--edge\r\n", b"--edge--x"))
     )
