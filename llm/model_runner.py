@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +22,19 @@ from llm.speculator import Speculator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The results of an iteration, by part: next tokens, None where none was wanted, or an error."""
+    """The results of an iteration, by part: next tokens, None where none was wanted, or an error.
+
+    Tokens are empty where the mask of a grammar was too late: the part is to be run again.
+    """
 
     outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]
     scores: list[list[Logprob]]  # of prompts' tokens
     rows: int
-    seconds: float  # without making guesses, which is timed separately
+    seconds: float  # without making guesses, which is timed separately, and without waiting for grammars' masks
 
 
+_MASKS_S = 0.01  # after a forward, until no further mask is begun
 _SCORE_BYTES = 64 * 2**20  # of the logits of prompts' tokens in one forward
 _SCORE_ROWS = 16, 256  # at least and at most
 
@@ -48,7 +53,10 @@ class ModelRunner:
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
-        self._masks.submit(_compute, ()).result()  # starts its thread now, not when memory may be short
+        self._masks.submit(
+            _compute, (), threading.Event()
+        ).result()  # starts its thread now, not when memory may be short
+        self._waited_s = 0.0  # for masks after forwards, since the start
 
     def close(self) -> None:
         """End the thread that computes masks."""
@@ -57,14 +65,15 @@ class ModelRunner:
     @torch.inference_mode()
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
         guesses = self._guessing.make(parts)
-        started = time.perf_counter()
+        started, waited_s = time.perf_counter(), self._waited_s
         outcomes: list[SampledTokens | BaseException | None] = []
         scores: list[list[Logprob]] = []
         rows = 0
         for run in self._runs(parts):
             run_outcomes, run_scores, run_rows = self._forward(parts[run], guesses[run])
             outcomes, scores, rows = outcomes + run_outcomes, scores + run_scores, rows + run_rows
-        return StepResult(outcomes, guesses, scores, rows, time.perf_counter() - started)
+        seconds = time.perf_counter() - started - (self._waited_s - waited_s)
+        return StepResult(outcomes, guesses, scores, rows, seconds)
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
         """The parts of each forward, of which there is one unless prompts are scored."""
@@ -82,14 +91,22 @@ class ModelRunner:
     ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]], int]:
         step, sample_requests, score_requests = gather_step(parts, guesses)
         matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
-        masks = self._masks.submit(_compute, matchers) if matchers else None
+        enough = threading.Event()
+        masks = self._masks.submit(_compute, matchers, enough) if matchers else None
         try:
             logits = self.execution(step)
         finally:
             if masks is not None:
+                computed = time.perf_counter()
+                wait([masks], _MASKS_S)
+                enough.set()
                 masks.result()
+                self._waited_s += time.perf_counter() - computed
         self._guessing.read_along(parts)
         outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
+        for i in [i for i, request in sample_requests.items() if not request.work.mask_ready]:
+            outcomes[i] = SampledTokens([], [])
+            del sample_requests[i]
         best = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
         scores: list[list[Logprob]] = [[] for _ in parts]
         good = list(sample_requests)
@@ -122,6 +139,13 @@ class ModelRunner:
                     yield width, time.perf_counter() - started
 
 
-def _compute(matchers: Sequence[GrammarMatcher]) -> None:
+def _compute(matchers: Sequence[GrammarMatcher], enough: threading.Event) -> None:
+    """Compute masks until it is enough, at least one of them.
+
+    Never beside the commit of an iteration: an answer that advances would wait, holding the GIL, for the mask of
+    another one with its grammar, since both share a lexer.
+    """
     for matcher in matchers:
         matcher.compute()
+        if enough.is_set():
+            return
