@@ -104,9 +104,10 @@ class ModelRunner:
                 self._waited_s += time.perf_counter() - computed
         self._guessing.read_along(parts)
         outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
-        for i in [i for i, request in sample_requests.items() if not request.work.mask_ready]:
-            outcomes[i] = SampledTokens([], [])
-            del sample_requests[i]
+        for i, request in [*sample_requests.items()]:
+            if request.work.matcher is not None and not request.work.matcher.ready:
+                outcomes[i] = SampledTokens([], [])
+                del sample_requests[i]
         best = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
         scores: list[list[Logprob]] = [[] for _ in parts]
         good = list(sample_requests)

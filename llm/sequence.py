@@ -106,11 +106,6 @@ class SequenceState:
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property
-    def mask_ready(self) -> bool:
-        """Return whether nothing has to be computed before it is known which tokens its grammar allows."""
-        return self.matcher is None or self.matcher.ready
-
-    @property
     def guess_count(self) -> int:
         return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
 
