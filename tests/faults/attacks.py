@@ -13,8 +13,8 @@ its key's rate limit until `--seconds` have passed. Printed for each, as a line 
 - how many CPUs the API and the worker keep busy in each phase, with their children;
 - whether a worker was lost.
 
-G4-texts is the load of G4 with one harmless schema, as any tenant may bring it, and G4-masks that load with schemas whose
-masks are slow. On a machine without other load, one at a time:
+G4-texts is the load of G4 with one harmless schema, as any tenant may bring it, and G4-masks that load with schemas
+whose masks are slow. On a machine without other load, one at a time:
 
     for name in G1 G2 G3 G4 G4-texts G4-masks; do python -m tests.faults.attacks $name; done
 
