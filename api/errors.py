@@ -5,6 +5,7 @@ No response echoes input, except names of fields that are plain words.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
@@ -144,7 +145,10 @@ async def _respond(request: Request, error: Exception) -> JSONResponse:
 
 
 class InternalErrorMiddleware:
-    """Answers 500 to unexpected errors, and logs the traceback without sending it."""
+    """Answers 500 to unexpected errors, and logs the traceback without sending it.
+
+    Requests that the server ends because it stops, once their time to end has passed, are answered 503.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -159,6 +163,10 @@ class InternalErrorMiddleware:
 
         try:
             await self.app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if started or scope["type"] != "http":
+                raise
+            await _stopping(scope).response(scope, receive, send)
         except Exception:
             if started or scope["type"] != "http":
                 raise  # part of the response is sent; the server closes the connection, which signals the failure
@@ -167,6 +175,13 @@ class InternalErrorMiddleware:
                 500, "Something unexpected went wrong; the server's log says what.", code="internal_error"
             )
             await answer.response(scope, receive, send)
+
+
+def _stopping(scope: Scope) -> ApiError:
+    """The response to a request that was cut off: nobody knows what came of it."""
+    again = {"Retry-After": str(_DOWN_S)} if scope["method"] in ("GET", "HEAD") else NO_RETRY
+    message = "The server is stopping, and did not end this request in time; it may have had its effect."
+    return ApiError(503, message, code="stopping", headers=again)
 
 
 def _type(status: int) -> str:

@@ -29,6 +29,7 @@ from llm.instances import check_schema
 
 # Seconds of CPU for the masks of a tenant's answers with one grammar: at once, per token, and of a mask never refused.
 _BURST_S, _TOKEN_S, _CHEAP_S = 0.5, 0.001, 0.004
+_FIRST_S, _NEWS = 0.0005, 0.1  # expected of a mask before any was computed, and the weight of each that was
 
 
 _STACK_LOCK = threading.Lock()
@@ -121,10 +122,12 @@ class _MaskBudget:
         self._field = field
         self._lock = threading.Lock()
         self._left_s = _BURST_S
+        self.expected_s = _FIRST_S  # of the next mask
 
     def charge(self, seconds: float) -> None:
         """Account for a token's mask. Raises `Invalid` if masks took too long by now, and this one is not cheap."""
         with self._lock:
+            self.expected_s += _NEWS * (seconds - self.expected_s)
             self._left_s = min(_BURST_S, self._left_s + _TOKEN_S) - seconds
             if self._left_s < 0 and seconds > _CHEAP_S:
                 raise Invalid(self._field, "takes too long at each token: use fewer alternatives or simpler patterns")
@@ -139,6 +142,17 @@ class GrammarMatcher:
         self._inner = inner
         self._budget = budget
         self._next: Tensor | Invalid | None = first  # what `allowed` returns or raises; None: not computed yet
+        self.turn = 0  # the iteration that computed its last mask
+
+    @property
+    def ready(self) -> bool:
+        """Return whether its next mask is computed."""
+        return self._next is not None
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds of the CPU that its next mask is expected to take, by those of the tenant's answers."""
+        return self._budget.expected_s
 
     def compute(self) -> None:
         """Compute what `allowed` returns, unless that is done. On any thread, between two calls of other methods."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,8 @@ from llm.speculator import Speculator
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """The results of an iteration, by part: next tokens, None where there are none, or an error.
+    """The results of an iteration, by part: next tokens, None where there are none, or an error. Tokens are empty where
+    the mask of a grammar was too late: the part is to be run again.
 
     Of one that runs ahead these are pending tokens of the iterations before; its own are in `pending`.
     """
@@ -40,10 +42,14 @@ class StepResult:
 
 
 class _Timer:
-    """Seconds of an iteration from its first forward on, by the device's clock on a GPU."""
+    """Seconds of an iteration from its first forward on, by the device's clock on a GPU.
+
+    `waited_s` are those for masks after forwards; on a GPU they pass beside these.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self.waited_s = 0.0
         self._start, self._end = self._now(), self._now()
 
     def _now(self) -> Any:
@@ -59,11 +65,12 @@ class _Timer:
     def seconds(self) -> float:
         """Waits for the end."""
         if not self._cuda:
-            return float(self._end - self._start)
+            return float(self._end - self._start) - self.waited_s
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) / 1e3
 
 
+_MASKS_S = 0.01  # after a forward, until no further mask is begun
 _SCORE_BYTES = 64 * 2**20  # of the logits of prompts' tokens in one forward
 _SCORE_ROWS = 16, 256  # at least and at most
 _PROMPT = 128  # tokens, in forwards that are timed
@@ -88,7 +95,9 @@ class ModelRunner:
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
-        self._masks.submit(_compute, ()).result()  # starts its thread now, not when memory may be short
+        self._masks.submit(
+            _compute, (), threading.Event()
+        ).result()  # starts its thread now, not when memory may be short
 
     def close(self) -> None:
         """End the thread that computes masks."""
@@ -156,12 +165,17 @@ class ModelRunner:
         if not rows:
             return outcomes, scores
         matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
-        masks = self._masks.submit(_compute, matchers) if matchers else None
+        enough = threading.Event()
+        masks = self._masks.submit(_compute, matchers, enough) if matchers else None
         try:
             logits = self.execution(step.tokens)
         finally:
             if masks is not None:
+                computed = time.perf_counter()
+                wait([masks], _MASKS_S)
+                enough.set()
                 masks.result()
+                timer.waited_s += time.perf_counter() - computed
         self._guessing.read_along(parts)
         requests = list(sample_requests.values())
         if self._ahead and not score_requests and all(r.work.drawn_on_device and not r.guess.tokens for r in requests):
@@ -175,7 +189,11 @@ class ModelRunner:
             for i, request in sample_requests.items():
                 result.pending[first + i] = PendingToken(pending, request.first)
             return outcomes, scores
-        best_tokens = greedy_tokens(logits, requests, self.execution.best)
+        for i, request in [*sample_requests.items()]:
+            if request.work.matcher is not None and not request.work.matcher.ready:
+                outcomes[i] = SampledTokens([], [])
+                del sample_requests[i]
+        best_tokens = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
         good = list(sample_requests)
         if min(best_tokens, default=0) < 0:
             asked = [(i, request.rows) for i, request in sample_requests.items()]
@@ -236,6 +254,13 @@ class ModelRunner:
                     yield width, time.perf_counter() - started
 
 
-def _compute(matchers: Sequence[GrammarMatcher]) -> None:
+def _compute(matchers: Sequence[GrammarMatcher], enough: threading.Event) -> None:
+    """Compute masks until it is enough, at least one of them.
+
+    Never beside the commit of an iteration: an answer that advances would wait, holding the GIL, for the mask of
+    another one with its grammar, since both share a lexer.
+    """
     for matcher in matchers:
         matcher.compute()
+        if enough.is_set():
+            return

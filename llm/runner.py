@@ -25,6 +25,7 @@ from llm.execution import FUSED, TextExecution
 from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
+from llm.mask_turns import MaskTurns
 from llm.model_runner import ModelRunner, StepResult
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import Logprob
@@ -95,6 +96,7 @@ class TextRunner:
         self._sequences = max_requests
         self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
         self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
+        self._mask_turns = MaskTurns()
         self._costs = CostTable(guess_s=_GUESS_S)
         self._planner = StepPlanner(self.guessing, self._costs[GROUP], chunk=chunk, pace_s=pace_s)
 
@@ -183,7 +185,8 @@ class TextRunner:
     # -- one iteration ---------------------------------------------------------------------------------------------
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
-        requests = list(requests)
+        waiting = self._waiting_for_masks(requests)
+        requests = [request for request in requests if request.id not in waiting]
         parts = [self._part(request) for request in requests]
 
         def commit(step: StepResult) -> dict[str, Outcome]:
@@ -201,9 +204,18 @@ class TextRunner:
             host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
             for rows, seconds in step.timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
-            return outcomes
+            return outcomes | waiting
 
         return self._lane.start(lambda: self._model_runner(parts), commit)
+
+    def _waiting_for_masks(self, requests: Sequence[Request]) -> dict[str, Outcome]:
+        """Answers that are left out of this iteration, since masks of their grammars would delay the others."""
+        matchers = [request.work.matcher if request.phase == DECODE else None for request in requests]
+        if all(matcher is None for matcher in matchers):  # most iterations of most servers
+            return {}
+        answers = [(request.tenant, matcher) for request, matcher in zip(requests, matchers, strict=True)]
+        forward_s = self.cost(GROUP, sum(map(self.rows, requests)))
+        return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
 
     def _part(self, request: Request) -> ScheduledTokens:
         work: SequenceState = request.work
@@ -223,6 +235,8 @@ class TextRunner:
     ) -> Outcome:
         if isinstance(outcome, BaseException):
             return Outcome(error=outcome)
+        if outcome is not None and not outcome.tokens:
+            return Outcome()
         work, total = part.work, part.work.parameters.max_tokens
         accepted = len(outcome.tokens) - 1 if outcome is not None and guess.tokens else 0
         work.pending = pending

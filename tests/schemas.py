@@ -173,3 +173,7 @@ COSTLY: tuple[Schema, ...] = (
         name: {"$ref": f"#/$defs/d{i + 1}", "minProperties": 0} for name in "xy"}} for i in range(20)}
         | {"d20": {"type": "object"}}, "$ref": "#/$defs/d0"},
 )  # fmt: skip
+
+# Within all bounds: after each token any of 300 branches may go on, so that masks take long.
+AMBIGUOUS: Schema = {"type": "array", "items": {"anyOf": [
+    {"type": "array", "items": {"type": "string", "maxLength": i + 1}} for i in range(300)]}}  # fmt: skip

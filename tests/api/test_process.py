@@ -49,6 +49,29 @@ def test_stops_when_it_is_told_to(redis_url: str, folder: Path) -> None:
         assert worker.is_(id, JobState.CANCELLED)
 
 
+# Redis never answers, which is told.
+HANGS = (
+    "import sys, time; from api import app; from core.jobs.store import JobStore; app._GRACE_S = 0.1; "
+    "JobStore.get = lambda *_: (print('asked', file=sys.stderr, flush=True), time.sleep(1)); " + SERVE
+)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/jobs/x"), ("POST", "/v1/jobs/x/cancel")])
+def test_a_request_that_does_not_end_in_time_is_answered_503(
+    redis_url: str, folder: Path, method: str, path: str
+) -> None:
+    """It was a 500 in plain text, with a traceback in the log."""
+    with process(HANGS, settings_of(redis_url, folder)) as (child, client), ThreadPoolExecutor(1) as pool:
+        assert child.stderr is not None
+        answer = pool.submit(client.request, method, path)
+        assert child.stderr.readline() == "asked\n"
+        child.terminate()
+        check_error(answer.result(PATIENCE_S), 503, code="stopping")
+        assert ("retry-after" in answer.result().headers) == (method == "GET")
+        assert child.wait(PATIENCE_S) == -signal.SIGTERM
+        assert "Traceback" not in child.stderr.read()
+
+
 # Tells on SIGUSR1 how many full collections of garbage there were.
 TELLS = (
     "import gc, signal, sys\n"

@@ -13,10 +13,10 @@ its key's rate limit until `--seconds` have passed. Printed for each, as a line 
 - how many CPUs the API and the worker keep busy in each phase, with their children;
 - whether a worker was lost.
 
-G4-texts is the load of G4 with one harmless
-schema, as any tenant may bring it. On a machine without other load, one at a time:
+G4-texts is the load of G4 with one harmless schema, as any tenant may bring it, and G4-masks that load with schemas
+whose masks are slow. On a machine without other load, one at a time:
 
-    for name in G1 G2 G3 G4 G4-texts; do python -m tests.faults.attacks $name; done
+    for name in G1 G2 G3 G4 G4-texts G4-masks; do python -m tests.faults.attacks $name; done
 
 The exit code is 1 if a request of the tenant failed, a worker was lost, or the attack got a 5xx other than 503.
 """
@@ -44,7 +44,7 @@ from tests.deployment.served import ROOT, Served, wait_until
 from tests.faults.monitor import Monitor, own_mib, usage
 from tests.faults.payloads import heavy_png, nine_times, png_of_empty_chunks, punycode_form
 from tests.faults.tenant import KINDS, Phase, ask, client_of, quantile, two_tenants
-from tests.schemas import COSTLY, Schema, heavy
+from tests.schemas import AMBIGUOUS, COSTLY, Schema, heavy
 
 _MIB = 2**20
 _CLIENTS = 24
@@ -117,9 +117,14 @@ def texts(client: httpx2.Client) -> Send:
     return lambda _: client.post("/v1/chat/completions", json=chat(schema))
 
 
+def masks(client: httpx2.Client) -> Send:
+    """As many texts, each request with another schema whose masks take long."""
+    return lambda k: client.post("/v1/chat/completions", json=chat(AMBIGUOUS | {"title": str(k)}))
+
+
 ATTACKS: dict[str, tuple[Callable[[httpx2.Client], Send], int]] = {  # and how many requests at scale 1
     "G1": (charset, 2), "G2": (empty_chunks, 16), "G3": (large_pictures, 24), "G4": (schemas, 2),
-    "G4-texts": (texts, 1),
+    "G4-texts": (texts, 1), "G4-masks": (masks, 1),
 }  # fmt: skip
 
 

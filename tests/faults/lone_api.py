@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx2
 
 from contract.card import ImageCard
+from core.config import Settings
 from core.jobs.keyring import Keyring
 from deployment.redis import RedisServer
 from tests.api.world import CARD, SERVE, Worker, eventually, process, settings_of
@@ -26,6 +27,7 @@ class LoneApi:
     child: Fork
     client: httpx2.Client
     worker: Worker
+    settings: Settings
 
     @property
     def port(self) -> int:
@@ -48,6 +50,6 @@ def lone_api(folder: Path, card: ImageCard = CARD, *, keyed: bool = False) -> It
             eventually(lambda: client.get("/readyz").status_code == 200)
             url = str(client.base_url)
             with httpx2.Client(base_url=url, timeout=_ANSWER_S, headers=headers) as attacker:
-                yield LoneApi(url, child, attacker, worker)
+                yield LoneApi(url, child, attacker, worker, settings)
     finally:
         redis.kill()

@@ -1,7 +1,8 @@
-"""Sends hostile forms and mutated pictures to an API process: `python -m tests.faults.uploads --bodies 10000`.
+"""Sends hostile forms, mutated pictures and JSON schemas to an API: `python -m tests.faults.uploads --bodies 10000`.
 
-Bodies are drawn by hypothesis from grammars of forms and of PNG, JPEG and WebP files, and sent with a key that has no
-rate limit. Prints the statuses, the gaps of /healthz (asked by a process of its own, beside how late the machine woke
+Bodies are drawn by hypothesis from grammars of forms, of PNG, JPEG and WebP files, and of chats with a JSON schema
+(tests/schemas.py), which a text worker in this process compiles and answers. They are sent with a key that has no rate
+limit. Prints the statuses, the gaps of /healthz (asked by a process of its own, beside how late the machine woke
 that up) and the API's memory. The exit code is 1 if an answer is a 5xx other than a 503 with a code, names nothing that
 is wrong, or does not come.
 """
@@ -12,6 +13,7 @@ import argparse
 import base64
 import io
 import json
+import random
 import struct
 import sys
 import tempfile
@@ -19,7 +21,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,12 +32,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.api.easel import Easel
+from tests.api.world import eventually
 from tests.faults.lone_api import LoneApi, lone_api
 from tests.faults.monitor import Monitor, usage
 from tests.faults.payloads import CARD_OF_NINE, chunk, form_body
+from tests.schemas import hostile
 
 _SETTLED_S = 25.0  # after which idle child processes have ended
+_ROUND = 500  # bodies of one run of hypothesis, which keeps all that it has drawn
+_MOST_BYTES = 64 * 2**20  # of a form's repeated parts: far more than an API reads of one
 EDITS, FILES, JOBS, INFERENCE = "/v1/images/edits", "/v1/files", "/v1/jobs", "/"
+CHAT = "/v1/chat/completions"
 # Codes of refusals that may name no field: the whole body is wrong, or the field's name may not be repeated.
 _NAMELESS = {"invalid_body", "body_too_large", "unknown_parameter", "repeated_field", "invalid_type"}
 
@@ -69,9 +76,17 @@ def fault(answer: httpx2.Response) -> str | None:
 
 
 @contextmanager
-def site(folder: Path) -> Iterator[LoneApi]:
-    """An API whose worker draws at once."""
-    with lone_api(folder, CARD_OF_NINE, keyed=True) as running, Easel(running.worker):
+def site(folder: Path, *, texts: bool = False) -> Iterator[LoneApi]:
+    """An API whose worker draws at once. `texts`: a real worker of texts with a tiny model, in this process, too."""
+    with ExitStack() as open_:
+        running = open_.enter_context(lone_api(folder, CARD_OF_NINE, keyed=True))
+        open_.enter_context(Easel(running.worker))
+        if texts:
+            from tests.api.writing import TextWorker
+            from tests.llm import stage
+
+            open_.enter_context(TextWorker(running.settings, stage.small()))
+            eventually(lambda: len(running.client.get("/v1/models").json()["data"]) == 2)
         yield running
 
 
@@ -216,7 +231,7 @@ def forms(draw: st.DrawFn) -> Body:
     """Parts of any kind between boundaries that may be broken."""
     parts = [b"--edge\r\n" + part for part in draw(st.lists(_part(), max_size=6))]
     if parts and draw(st.integers(0, 9)) == 0:
-        parts *= draw(st.sampled_from((2, 60, 200)))
+        parts *= min(draw(st.sampled_from((2, 60, 200))), max(2, _MOST_BYTES // sum(map(len, parts))))
     body = b"".join(parts) + draw(
         st.sampled_from((b"--edge--\r\n",) * 8 + (b"", b"--edge", b"--edge\r\n", b"--edge--x"))
     )
@@ -251,17 +266,27 @@ def uploads(draw: st.DrawFn) -> Body:
     return Body(path, "application/json", json.dumps(fields).encode())
 
 
+@st.composite
+def chats(draw: st.DrawFn) -> Body:
+    """A chat of two tokens whose answer has to fit a hostile schema."""
+    schema = hostile(random.Random(draw(st.integers(0, 2**32))))
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "seed": 1, "response_format": form}
+    return Body(CHAT, "application/json", json.dumps(fields).encode())
+
+
 bodies: st.SearchStrategy[Body] = forms() | uploads()
 
 
 def every(count: int, number: int, send: Callable[[Body], None]) -> None:
     """Call `send` with so many bodies of this seed. Nothing is shrunk: `send` collects what it finds."""
-    quiet = settings(
-        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    run: Callable[[], None] = seed(number)(quiet(given(bodies)(send)))
-    run()
+    for first in range(0, count, _ROUND):
+        quiet = settings(
+            max_examples=min(_ROUND, count - first), database=None, deadline=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        run: Callable[[], None] = seed(f"{number} {first}")(quiet(given(bodies | chats())(send)))
+        run()
 
 
 def main() -> int:
@@ -271,7 +296,7 @@ def main() -> int:
     options = parser.parse_args()
     statuses: Counter[str] = Counter()
     faults: list[str] = []
-    with tempfile.TemporaryDirectory() as folder, site(Path(folder)) as running:
+    with tempfile.TemporaryDirectory() as folder, site(Path(folder), texts=True) as running:
         before = usage(running.child.pid)[0]
 
         def send(body: Body) -> None:

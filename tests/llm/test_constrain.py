@@ -27,7 +27,7 @@ from llm.grammar_checker import GrammarChecker
 from llm.parameters import TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage
-from tests.schemas import heavy, hostile
+from tests.schemas import AMBIGUOUS, heavy, hostile
 from tests.workers.stage import StageRunner
 from tests.workers.stage import TextParameters as Drawn
 
@@ -177,10 +177,6 @@ def test_a_schema_whose_steps_take_too_long_ends_its_answers_alone(monkeypatch: 
         with pytest.raises(Invalid, match="json_schema: takes too long at each token"):
             held.result(timeout=300)
         assert free.result(timeout=300).tokens
-
-
-AMBIGUOUS = {"type": "array", "items": {"anyOf": [
-    {"type": "array", "items": {"type": "string", "maxLength": i + 1}} for i in range(300)]}}  # fmt: skip
 
 
 def test_a_step_beyond_llguidances_limits_is_the_requests_error() -> None:
