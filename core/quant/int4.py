@@ -1,0 +1,89 @@
+"""Linear layers with weights of 4 bits in groups of 128 inputs, and inputs in floating point (W4A16).
+
+A level is -8…7. Two groups are a block, whose levels lie in 64 words of 16 bits: bits 4·i to 4·i + 3 of word j are the
+level, plus 8, of input 64·i + j. So the kernels of `core.kernels.cuda.int4_kernel` read a block as four operands. A depth
+that is no multiple of 256 is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.quant.linear import ScaledLinear
+
+GROUP, BLOCK = 128, 256
+_QUARTER = BLOCK // 4
+LOWEST, TOP = -8, 7
+_SMALLEST = 2.0**-14  # of fp16's normal numbers
+
+
+def block_count(depth: int) -> int:
+    """The number of blocks of so many inputs."""
+    return -(-depth // BLOCK)
+
+
+def pack(levels: Tensor) -> Tensor:
+    """Words int16 [N, blocks · 64] of levels [N, K]."""
+    n, depth = levels.shape
+    blocks = block_count(depth)
+    four = F.pad(levels.to(torch.int32), (0, blocks * BLOCK - depth)).view(n, blocks, 4, _QUARTER) - LOWEST
+    words = sum(four[:, :, quarter] << (4 * quarter) for quarter in range(4))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int16).reshape(n, blocks * _QUARTER)  # its bits: larger ones become negative
+
+
+def unpack(words: Tensor, depth: int) -> Tensor:
+    """Levels int8 [N, K] of words int16 [N, blocks · 64]."""
+    blocks = words.view(len(words), -1, _QUARTER).to(torch.int32)
+    four = torch.stack([(blocks >> (4 * quarter) & 15) + LOWEST for quarter in range(4)], dim=2)
+    return four.to(torch.int8).flatten(1)[:, :depth]
+
+
+def per_input(groups: Tensor, depth: int) -> Tensor:
+    """[N, groups] as fp32 [N, K]: each group's number at each of its inputs."""
+    return groups.float().repeat_interleave(GROUP, dim=1)[:, :depth]
+
+
+def group_scale(weight: Tensor) -> Tensor:
+    """The symmetric scale of each group of a weight [N, K] in fp16 [N, groups]: its largest magnitude over 7."""
+    n, depth = weight.shape
+    groups = F.pad(weight.float().abs(), (0, block_count(depth) * BLOCK - depth)).view(n, -1, GROUP)
+    return (groups.amax(-1) / TOP).clamp_min(_SMALLEST).half()
+
+
+def nearest(weight: Tensor, scale: Tensor) -> Tensor:
+    """The nearest levels int8 [N, K] of a weight with the scale [N, groups]."""
+    return (weight / per_input(scale, weight.shape[1])).round().clamp(LOWEST, TOP).to(torch.int8)
+
+
+class Int4Linear(ScaledLinear):
+    """y[n] = Σ_k x[k] · inverse[k] · scale[n, k // 128] · (level[n, k] - zero[n, k // 128]) + bias[n].
+
+    `inverse` is AWQ's scaling of inputs (Lin et al., 2023), where there is one; `zero` that of asymmetric checkpoints.
+    """
+
+    ROUNDS = False
+    PARTS = ("weight", "scale", "zero", "inverse", "bias")
+
+    weight: Tensor  # words int16 [N, blocks · 64]
+    scale: Tensor  # fp16 or bf16 [N, groups]
+    zero: Tensor | None  # int8 [N, groups]
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        inverse: Tensor | None,
+        bias: Tensor | None,
+        *,
+        in_features: int,
+        zero: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, scale, inverse, bias)
+        self.register_buffer("zero", zero)
+        self.in_features = in_features
