@@ -64,14 +64,13 @@ def nearest(weight: Tensor, scale: Tensor) -> Tensor:
 class Int4Linear(ScaledLinear):
     """y[n] = Σ_k x[k] · inverse[k] · scale[n, k // 128] · (level[n, k] - zero[n, k // 128]) + bias[n].
 
-    `inverse` is AWQ's scaling of inputs (Lin et al., 2023), where there is one; `zero` that of asymmetric checkpoints.
+    `inverse` is AWQ's scaling of inputs (Lin et al., 2023), by which weights were divided, or None. `zero` is that of
+    checkpoints with asymmetric weights.
     """
 
     ROUNDS = False
-    PARTS = ("weight", "scale", "zero", "inverse", "bias")
+    OPTIONAL = frozenset({"inverse", "zero"})
 
-    weight: Tensor  # words int16 [N, blocks · 64]
-    scale: Tensor  # fp16 or bf16 [N, groups]
     zero: Tensor | None  # int8 [N, groups]
 
     def __init__(
@@ -84,6 +83,72 @@ class Int4Linear(ScaledLinear):
         in_features: int,
         zero: Tensor | None = None,
     ) -> None:
+        """`weight` are words int16 [N, blocks · 64], `scale` is fp16 or bf16 [N, groups]."""
         super().__init__(weight, scale, inverse, bias)
         self.register_buffer("zero", zero)
         self.in_features = in_features
+
+    @classmethod
+    def of(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
+        """The layer with inputs scaled in the proportions of `inverse` [K], whose geometric mean becomes one."""
+        return cls.scaled(layer, _proportions(inverse))
+
+    @classmethod
+    def scaled(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        return cls.nearest(layer.weight.detach().float(), inverse, bias)
+
+    @classmethod
+    def nearest(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
+        """The layer of a weight [N, K], each rounded to the nearest level."""
+        weight = weight if inverse is None else weight / inverse
+        scale = group_scale(weight)
+        return cls(pack(nearest(weight, scale)), scale, inverse, bias, in_features=weight.shape[1])
+
+    @classmethod
+    def of_taps(cls, weight: Tensor, inverse: Tensor) -> Self:
+        return cls.nearest(weight.flatten(0, 1), _proportions(inverse), None)
+
+    @classmethod
+    def shapes(cls, layer: nn.Linear | nn.Conv2d) -> dict[str, tuple[int, ...]]:
+        n, k = layer.weight.shape[:2]
+        groups = (n, 2 * block_count(k))
+        shapes = {"weight": (n, block_count(k) * _QUARTER), "scale": groups, "zero": groups, "inverse": (k,)}
+        return shapes if layer.bias is None else shapes | {"bias": (n,)}
+
+    @classmethod
+    def restored(cls, layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:
+        """The stored layer with these tensors. Raises ValueError for types that are not its own."""
+        for part, dtypes in _DTYPES.items():
+            if part in tensors and tensors[part].dtype not in dtypes:
+                raise ValueError(f"{part} is {tensors[part].dtype}, not {' or '.join(map(str, dtypes))}")
+        optional = (tensors.get(part) for part in ("inverse", "bias"))
+        return cls(
+            tensors["weight"], tensors["scale"], *optional, in_features=layer.in_features, zero=tensors.get("zero")
+        )
+
+    def dense(self) -> Tensor:
+        """The weight fp32 [N, K] that scaled inputs are multiplied by."""
+        levels = unpack(self.weight, self.in_features).float()
+        levels = levels if self.zero is None else levels - per_input(self.zero, self.in_features)
+        return levels * per_input(self.scale, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N] of x's type, computed in it."""
+        scaled = x if self.inverse is None else (x * self.inverse).to(x.dtype)
+        y = F.linear(scaled, self.dense().to(x.dtype))
+        return y if self.bias is None else (y + self.bias).to(x.dtype)
+
+
+_DTYPES = {
+    "weight": (torch.int16,), "scale": (torch.float16, torch.bfloat16), "zero": (torch.int8,),
+    "inverse": (torch.float32,), "bias": (torch.float32,),
+}  # fmt: skip
+
+
+def _proportions(inverse: Tensor | None) -> Tensor | None:
+    """`inverse` [K] over its geometric mean; None where all are equal."""
+    if inverse is None or bool((inverse == inverse[0]).all()):
+        return None
+    inverse = inverse.float()
+    return inverse / inverse.log().mean().exp()

@@ -45,12 +45,14 @@ class FixedDtypeModule(nn.Module):
 class ScaledWeights(FixedDtypeModule):
     """8-bit weights with a scale for each output channel, and a vector that multiplies inputs.
 
-    STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. TOP: the largest
-    level of inputs.
+    STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. ROUNDS: inputs are
+    rounded to levels of the weight's type. TOP: the largest level of inputs. OPTIONAL: stored parts that may be absent.
     """
 
     STATIC: ClassVar[bool] = True
+    ROUNDS: ClassVar[bool] = True
     TOP: ClassVar[float] = LEVELS
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
 
     weight: Tensor  # [N, ...], int8 or E4M3
     scale: Tensor  # fp32 [N]
@@ -68,6 +70,14 @@ class ScaledWeights(FixedDtypeModule):
     def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         """The 8-bit weight and the fp32 scale of each row of [N, ...]."""
         return quantize_weight(weight)
+
+    @classmethod
+    def shapes(cls, layer: nn.Linear | nn.Conv2d) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parts that are stored of what replaces `layer`."""
+        n, k, *kernel = layer.weight.shape
+        shapes: dict[str, tuple[int, ...]] = {"weight": (n, *kernel, k), "scale": (n,)}
+        shapes |= {"inverse": (k,)} if cls.STATIC else {}
+        return shapes if layer.bias is None else shapes | {"bias": (n,)}
 
 
 class ScaledLinear(ScaledWeights):
@@ -87,6 +97,13 @@ class ScaledLinear(ScaledWeights):
         """The layer with this `inverse` [K] as its own."""
         weight, scale = cls.rounded(_folded(layer.weight.detach().float(), inverse))
         return cls(weight, scale, inverse, _bias(layer))
+
+    @classmethod
+    def of_taps(cls, weight: Tensor, inverse: Tensor) -> Self:
+        """The taps of a weight [N, taps, K], rounded together, as a layer of N · taps outputs; `inverse` is INT8's."""
+        inverse = inverse * (cls.TOP / LEVELS)
+        rounded, scale = cls.rounded(weight / inverse)
+        return cls(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)
 
     @classmethod
     def restored(cls, layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:

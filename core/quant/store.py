@@ -162,9 +162,10 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
         raise QuantizedStoreError(
             f"{folder}: holds scales alone, for weights in fp32, and layer {name} is {layer.weight.dtype}"
         )
-    parts = {part: tensors.get(f"{name}.{part}") for part in ("weight", "scale", "inverse", "bias")}
+    shapes = kind.shapes(layer) if manifest.weights else {"inverse": (layer.weight.shape[1],)} if kind.STATIC else {}
+    parts = {part: tensors.get(f"{name}.{part}") for part in shapes}
     try:
-        return _made(kind, layer, parts, weights=manifest.weights)
+        return _made(kind, layer, parts, shapes)
     except KeyError as error:
         raise QuantizedStoreError(f"{folder / WEIGHTS}: {error.args[0]} of layer {name} is missing") from error
     except ValueError as error:
@@ -175,17 +176,14 @@ def _made(
     kind: type[ScaledLinear] | type[ScaledConv2d],
     layer: nn.Linear | nn.Conv2d,
     parts: Mapping[str, Tensor | None],
-    *,
-    weights: bool,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> nn.Module:
     """Raises KeyError for a part that is missing, and ValueError for one of another shape."""
-    n, k, *kernel = layer.weight.shape
-    shapes: dict[str, tuple[int, ...]] = {"inverse": (k,)} if kind.STATIC else {}
-    if weights:
-        shapes |= {"weight": (n, *kernel, k), "scale": (n,)} | ({} if layer.bias is None else {"bias": (n,)})
     tensors: dict[str, Tensor] = {}
     for part, shape in shapes.items():
         tensor = parts[part]
+        if tensor is None and part in kind.OPTIONAL:
+            continue
         if tensor is None:
             raise KeyError(part)
         if tensor.shape != shape:

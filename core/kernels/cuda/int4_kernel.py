@@ -152,11 +152,20 @@ def _int4(  # type: ignore[no-untyped-def]
     units = first * ROWS + n
     valid = (m < rows)[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
+    # Scales are loaded a step ahead: Triton's pipeline holds operands of products only.
+    next_pair = tl.load(scale + units, in_columns, other=0)
+    next_zeros = next_pair
+    if zero is not None:
+        next_zeros = tl.load(zero + units, in_columns, other=0)
     enter(EARLY)
     for step in range(0, STEPS):
+        pair, zeros = next_pair, next_zeros
+        units += tl.where(step + 1 < STEPS, ROWS, 0)
+        next_pair = tl.load(scale + units, in_columns, other=0)
+        if zero is not None:
+            next_zeros = tl.load(zero + units, in_columns, other=0)
         if WHOLE:
             word = tl.load(left, eviction_policy="evict_first")
-            pair = tl.load(scale + units)
             a = tl.load(right, valid, other=0.0)
             b = tl.load(right + Q, valid, other=0.0)
             c = tl.load(right + 2 * Q, valid, other=0.0)
@@ -164,27 +173,25 @@ def _int4(  # type: ignore[no-untyped-def]
         else:
             at = k + step * (4 * Q)
             word = tl.load(left, in_columns[:, None], other=0)
-            pair = tl.load(scale + units, in_columns, other=0)
             a = tl.load(right, valid & (at < K)[:, None], other=0.0)
             b = tl.load(right + Q, valid & (at + Q < K)[:, None], other=0.0)
             c = tl.load(right + 2 * Q, valid & (at + 2 * Q < K)[:, None], other=0.0)
             d = tl.load(right + 3 * Q, valid & (at + 3 * Q < K)[:, None], other=0.0)
-        lower = tl.dot(_quarter(word, 0, TYPE, PACKED), a, input_precision="ieee")
-        lower = tl.dot(_quarter(word, 1, TYPE, PACKED), b, lower, input_precision="ieee")
-        upper = tl.dot(_quarter(word, 2, TYPE, PACKED), c, input_precision="ieee")
-        upper = tl.dot(_quarter(word, 3, TYPE, PACKED), d, upper, input_precision="ieee")
+        ones = tl.full((BN, Q), 1.0, TYPE)
+        group = tl.dot(_quarter(word, 0, TYPE, PACKED), a, input_precision="ieee")
+        group = tl.dot(_quarter(word, 1, TYPE, PACKED), b, group, input_precision="ieee")
         if zero is not None:  # each row of the product with ones is the sum of the inputs
-            zeros = tl.load(zero + units, in_columns, other=0)
-            ones = tl.full((BN, Q), 1.0, TYPE)
             sums = tl.dot(ones, b, tl.dot(ones, a, input_precision="ieee"), input_precision="ieee")
-            lower -= sums * _of_pair(zeros, 0, HALF)[:, None]
+            group -= sums * _of_pair(zeros, 0, HALF)[:, None]
+        acc += group * _of_pair(pair, 0, HALF)[:, None]
+        group = tl.dot(_quarter(word, 2, TYPE, PACKED), c, input_precision="ieee")
+        group = tl.dot(_quarter(word, 3, TYPE, PACKED), d, group, input_precision="ieee")
+        if zero is not None:
             sums = tl.dot(ones, d, tl.dot(ones, c, input_precision="ieee"), input_precision="ieee")
-            upper -= sums * _of_pair(zeros, 1, HALF)[:, None]
-        acc += lower * _of_pair(pair, 0, HALF)[:, None]
-        acc += upper * _of_pair(pair, 1, HALF)[:, None]
+            group -= sums * _of_pair(zeros, 1, HALF)[:, None]
+        acc += group * _of_pair(pair, 1, HALF)[:, None]
         left += Q
         right += 4 * Q
-        units += ROWS
     if bias is not None:
         acc += tl.load(bias + n, in_columns, other=0.0)[:, None]
     if GATED:

@@ -1,0 +1,269 @@
+"""Measures what decoding gains by fewer bits of weights on a GPU: `python -m benchmarks.weights [products step]`.
+
+`products`: those of Llama-3.1-8B for 1 to 64 rows in bf16, INT8 and INT4 (every tile that is near the default), and
+INT4's for many rows beside cuBLAS; each agrees with a reference first. `step`: one token of one user, whole, in a CUDA
+graph, on seeded weights of that shape. `--device cpu --tiny` rehearses both, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness import command, record
+from benchmarks.harness.timing import Clocks, milliseconds, window_ms
+from core.kernels.cuda import int4_kernel, stream_kernel
+from core.kernels.cuda.int4_kernel import Int4Tile, Int4Weight
+from core.kernels.kv_cache import PAGE, KVCache
+from core.quant.int4 import Int4Linear
+from core.quant.linear import quantize_weight
+
+BF16, INT8 = torch.bfloat16, torch.int8
+SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))  # columns, depth, gated
+ROWS, MANY = (1, 8, 32, 64), 2048
+PARTS = ("products", "step")
+PRECISIONS = ("bf16", "int8", "w4a16")
+_CONTEXT = 192  # tokens of the one user
+_AWAY = 200e6  # bytes of weights, several times the L2
+_SLACK = 0.02  # of the largest magnitude: bf16 of inputs and results
+Run = Callable[[int], Any]
+
+
+class Case(NamedTuple):
+    """One kernel at one shape: what a call reads in bytes, or computes, and the calls by tile, "default" first."""
+
+    kind: str
+    rows: int
+    shape: str
+    work: float
+    runs: dict[str, Run]
+    expected: Tensor | None = None
+    sets: int = 1
+
+
+def _copies(size_bytes: int, device: str) -> int:
+    return max(2, math.ceil(_AWAY / size_bytes)) if device == "cuda" else 1
+
+
+def _int4(columns: int, depth: int, device: str, *, asymmetric: bool = False) -> tuple[Int4Weight, Tensor]:
+    """A weight as the kernel reads it, and as bf16."""
+    layer = Int4Linear.nearest(torch.randn(columns, depth, device=device) * depth**-0.5, None, None)
+    if asymmetric:
+        layer.zero = torch.randint(-8, 8, layer.scale.shape, device=device, dtype=INT8)
+    return int4_kernel.packed(layer.weight, layer.scale, layer.zero), layer.dense().to(BF16)
+
+
+def _near(usual: Int4Tile, blocks: int) -> list[Int4Tile]:
+    """Tiles around the default one."""
+    shapes = {16: ((64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 4)), 32: ((128, 4, 3), (128, 8, 3)),
+              64: ((64, 4, 3), (128, 8, 2))}[usual.rows]  # fmt: skip
+    tiles = {Int4Tile(usual.rows, columns, usual.splits, warps, stages) for columns, warps, stages in shapes}
+    for splits in (usual.splits // 2, usual.splits * 2):
+        if usual.rows == 16 and usual.splits > 1 and blocks % splits == 0:
+            tiles.add(replace(usual, splits=splits))
+    return sorted(tiles - {usual}, key=str)
+
+
+def products(device: str, *, small: bool) -> Iterator[Case]:
+    shapes, counts = (((64, 256, False), (128, 256, True)), (2,)) if small else (SHAPES, ROWS)
+    cuda = device == "cuda"
+    dtype = BF16 if cuda else torch.float32  # the interpreter has no bf16
+    for columns, depth, gated in shapes:
+        shape = f"{depth}×{columns}{' gated' if gated else ''}"
+        fours = [_int4(columns, depth, device) for _ in range(_copies(columns * depth // 2, device))]
+        dense = fours[0][1].to(dtype)
+        plain = [dense, *(torch.randn_like(dense) for _ in range(_copies(2 * columns * depth, device) - 1))]
+        eights = [quantize_weight(dense) for _ in range(_copies(columns * depth, device))]
+        inverse = torch.full((columns // 2,), 20.0, device=device)
+        for rows in counts:
+            x = torch.randn(rows, depth, device=device, dtype=dtype)
+            levels = (x * 30).round().clamp(-127, 127).to(INT8)
+            expected = _expected(x, dense, gated=gated)
+            runs: dict[str, tuple[int, int, Callable[..., Any], Tensor | None]] = {
+                "bf16": (len(plain), 2 * columns * depth, partial(_plain, x, plain, gated), expected),
+                "int8": (len(eights), columns * depth, partial(_eight, levels, eights, inverse, gated), None),
+                "int4": (len(fours), fours[0][0].nbytes, partial(_four, x, fours, gated), expected),
+            }
+            for kind, (sets, size, run, result) in runs.items():
+                tiles = {"default": run}
+                if kind == "int4" and cuda:
+                    usual = int4_kernel.choose(rows, columns, depth // 256, gated=gated)
+                    tiles |= {_name(tile): partial(run, tile=tile) for tile in _near(usual, depth // 256)}
+                yield Case(kind, rows, shape, size, tiles, result, sets)
+    yield from _others(device, dtype, small=small)
+
+
+def _others(device: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
+    """Zero points, and many rows beside cuBLAS."""
+    columns, depth, few, many = (64, 256, 2, 70) if small else (4096, 4096, 1, MANY)
+    weight, dense = _int4(columns, depth, device, asymmetric=True)
+    x = torch.randn(few, depth, device=device, dtype=dtype)
+    runs: dict[str, Run] = {"default": partial(_four, x, [(weight, dense)], False)}
+    yield Case("int4 zeros", few, f"{depth}×{columns}", weight.nbytes, runs, _expected(x, dense, gated=False))
+    weight, dense = _int4(columns, depth, device)
+    x, dense = torch.randn(many, depth, device=device, dtype=dtype), dense.to(dtype)
+    expected, shape = _expected(x, dense, gated=False), f"{depth}×{columns}"
+    work = 2.0 * many * columns * depth
+    tiles = [None, *([Int4Tile(128, 128, 1, 8, 2), Int4Tile(128, 64, 1, 4, 2), Int4Tile(64, 128, 1, 8, 3)] if device == "cuda" else [])]  # fmt: skip
+    runs = {"default" if tile is None else _name(tile):
+            lambda i, tile=tile: int4_kernel.product(x, weight, tile=tile) for tile in tiles}  # fmt: skip
+    yield Case("int4", many, shape, work, runs, expected)
+    yield Case("bf16", many, shape, work, {"default": lambda i: F.linear(x, dense)}, expected)
+
+
+def _expected(x: Tensor, weight: Tensor, *, gated: bool) -> Tensor:
+    y = F.linear(x.float(), weight.float())
+    if not gated:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+def _plain(x: Tensor, weights: Sequence[Tensor], gated: bool, i: int) -> Tensor:
+    if gated:
+        return stream_kernel.gated(x, weights[i], None, None, None, x.dtype)
+    return stream_kernel.stream(x, weights[i])
+
+
+def _eight(x: Tensor, weights: Sequence[tuple[Tensor, Tensor]], inverse: Tensor, gated: bool, i: int) -> Tensor:
+    weight, scale = weights[i]
+    if gated:
+        return stream_kernel.gated(x, weight, scale, None, inverse, INT8)
+    return stream_kernel.stream(x, weight)
+
+
+def _four(
+    x: Tensor, weights: Sequence[tuple[Int4Weight, Tensor]], gated: bool, i: int, tile: Int4Tile | None = None
+) -> Tensor:
+    if gated:
+        return int4_kernel.gated(x, weights[i][0], None, None, x.dtype, tile=tile)
+    return int4_kernel.stream(x, weights[i][0], tile=tile)
+
+
+def _name(tile: Int4Tile) -> str:
+    return ",".join(str(getattr(tile, name)) for name in tile.__slots__)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Microseconds by tile, what fails or is wrong, and of the fastest tile the rate in G/s."""
+    times, failed = dict[str, float](), dict[str, str]()
+    for tile, run in case.runs.items():
+        try:
+            if case.expected is not None and (error := _error(run(0), case.expected)) > _SLACK:
+                failed[tile] = f"is wrong: its error is {error:.3f} of the largest magnitude"
+                continue
+            times[tile] = 1000 * milliseconds(run, sets=case.sets, repeats=20)
+        except Exception as error:  # too large for this card
+            failed[tile] = str(error)[:120]
+    best = min(times, key=times.__getitem__, default="")
+    return {
+        "kind": case.kind, "rows": case.rows, "shape": case.shape, "us": times.get(best), "tile": best,
+        "default_us": times.get("default"), "g_per_s": round(case.work / times[best] / 1e3, 1) if best else None,
+        "by_tile": times, "failed": failed,
+    }  # fmt: skip
+
+
+def _error(result: Tensor, expected: Tensor) -> float:
+    whole = result.float().sum(0) if result.dim() == 3 else result.float()
+    return float((whole - expected).abs().max() / expected.abs().max())
+
+
+# -- a whole step ------------------------------------------------------------------------------------------------------
+
+
+def steps(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
+    """Milliseconds of one decoding step of one sequence, and the bytes of weights that it reads, by precision."""
+    from core.ops.cuda_tokens import FusedBatch
+    from llm import tiny
+    from llm.cuda import CudaDecoder
+    from llm.load import load
+    from llm.quantized import quantize
+
+    name = tiny.TINY if small else tiny.LLAMA_8B
+    context = 32 if small else _CONTEXT
+    plain = load(name, precision="bf16" if device == "cuda" else "fp32", device=device)
+    for precision in PRECISIONS:
+        scheme: Any = precision
+        texts = [list(range(1, 65))]
+        model = plain if precision == "bf16" else quantize(plain, texts, scheme=scheme)
+        cache = KVCache(
+            layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=context // PAGE, sequences=1,
+            context=context, dtype=model.dtype, device=model.device, kind="int8", turned=True,
+        )  # fmt: skip
+        cache.place(0, list(range(context // PAGE)))
+        cache.settle()
+        decoder = CudaDecoder(model.network, cache)
+        token = torch.full((1,), 7, dtype=torch.int32, device=device)
+        rows = FusedBatch(token, torch.full_like(token, context - 1), torch.zeros_like(token), None, None, None, 1)
+        logits = torch.empty(1, decoder.vocabulary, device=device)
+        ms = window_ms(lambda decoder=decoder, rows=rows, out=logits: decoder(rows, out))
+        yield {
+            "precision": precision, "ms": ms, "tokens_per_s": round(1000 / ms, 1),
+            "weight_bytes": decoder.ops.weight_bytes, "finite": bool(logits.isfinite().all()),
+        }  # fmt: skip
+        del decoder, model, cache
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def show(cases: Sequence[dict[str, Any]]) -> None:
+    """Print one line for each shape and number of rows: microseconds, TB/s (TFLOP/s of many rows), INT8 and INT4's."""
+    lines: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for case in cases:
+        lines.setdefault((case["shape"], case["rows"]), {})[case["kind"]] = case
+
+    def cell(case: dict[str, Any] | None) -> str | None:
+        return case and (f"{case['us']:.1f} ({case['g_per_s'] / 1000:.2f})" if case["us"] else "failed")
+
+    record.table(
+        "µs of a product (TB/s; TFLOP/s where rows are many)",
+        ("K×N", "rows", "bf16", "INT8", "INT4", "default tile", "best tile", "INT4 with zeros"),
+        [(shape, rows, cell(kinds.get("bf16")), cell(kinds.get("int8")), cell(kinds.get("int4")),
+          f"{kinds['int4']['default_us']:.1f}" if kinds.get("int4", {}).get("default_us") else None,
+          kinds.get("int4", {}).get("tile"), cell(kinds.get("int4 zeros")))
+         for (shape, rows), kinds in lines.items()],
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.parser("weights", __doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help="default: all")
+    options = parser.parse_args(arguments)
+    parts = command.names(",".join(options.parts or PARTS), PARTS, "part")
+    torch.manual_seed(0)
+    measured: dict[str, Any] = {}
+    with Clocks() as clocks, torch.inference_mode():
+        if "products" in parts:
+            measured["products"] = []
+            for case in products(options.device, small=options.tiny):
+                figures = measure(case)
+                measured["products"].append(figures)
+                record.progress(f"{case.kind} {case.rows}×{case.shape}: {figures['us']} µs {figures['failed'] or ''}")
+        if "step" in parts:
+            measured["steps"] = []
+            for figures in steps(options.device, small=options.tiny):
+                measured["steps"].append(figures)
+                record.progress(f"step in {figures}")
+    record.publish("weights", measured | {"clocks": clocks.summary()}, options.results)
+    if "products" in parts:
+        show(measured["products"])
+    if "step" in parts:
+        record.table(
+            "one token of one user", ("precision", "ms", "tokens/s", "GB of weights"),
+            [(step["precision"], f"{step['ms']:.3f}", step["tokens_per_s"], f"{step['weight_bytes'] / 1e9:.2f}")
+             for step in measured["steps"]],
+        )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
