@@ -112,9 +112,10 @@ def _others(device: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
     x, dense = torch.randn(many, depth, device=device, dtype=dtype), dense.to(dtype)
     expected, shape = _expected(x, dense, gated=False), f"{depth}×{columns}"
     work = 2.0 * many * columns * depth
-    tiles = [None, *([Int4Tile(128, 128, 1, 8, 2), Int4Tile(128, 64, 1, 4, 2), Int4Tile(64, 128, 1, 8, 3)] if device == "cuda" else [])]  # fmt: skip
-    runs = {"default" if tile is None else _name(tile):
-            lambda i, tile=tile: int4_kernel.product(x, weight, tile=tile) for tile in tiles}  # fmt: skip
+    runs = {"default": lambda i: int4_kernel.product(x, weight)}
+    for tile in (Int4Tile(128, 128, 1, 8, 2), Int4Tile(128, 64, 1, 4, 2), Int4Tile(64, 128, 1, 8, 3)):
+        if device == "cuda":
+            runs[_name(tile)] = lambda i, tile=tile: int4_kernel.product(x, weight, tile=tile)
     yield Case("int4", many, shape, work, runs, expected)
     yield Case("bf16", many, shape, work, {"default": lambda i: F.linear(x, dense)}, expected)
 

@@ -30,7 +30,7 @@ from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
 class Reader(NamedTuple):
-    """The input type of a layer: the 8-bit type, or None for the base type, and the factor [K] applied before, if any."""
+    """A layer's input type, 8-bit or None for the base type, and the factor [K] applied before, if there is one."""
 
     kind: torch.dtype | None
     inverse: Tensor | None

@@ -1,8 +1,8 @@
 """Linear layers with weights of 4 bits in groups of 128 inputs, and inputs in floating point (W4A16).
 
 A level is -8…7. Two groups are a block, whose levels lie in 64 words of 16 bits: bits 4·i to 4·i + 3 of word j are the
-level, plus 8, of input 64·i + j. So the kernels of `core.kernels.cuda.int4_kernel` read a block as four operands. A depth
-that is no multiple of 256 is filled up with zeros.
+level, plus 8, of input 64·i + j. So the kernels of `core.kernels.cuda.int4_kernel` read a block as four operands. A
+depth that is no multiple of 256 is filled up with zeros.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ The chunk's own keys and values are already in pages, like all earlier ones. The
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from core.kernels.cuda.language import power, tl

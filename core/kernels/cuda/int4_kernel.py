@@ -124,6 +124,30 @@ def _of_pair(pair, INDEX: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-
         return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
 
 
+@kernel()
+def _group(  # type: ignore[no-untyped-def]
+    word, a, b, pair, zeros, INDEX: tl.constexpr, ASYMMETRIC: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr
+):
+    """The scaled product [BN, BM] of a block's first or second group, whose inputs are `a` and `b` [64, BM]."""
+    TYPE: tl.constexpr = a.dtype
+    y = tl.dot(_quarter(word, 2 * INDEX, TYPE, PACKED), a, input_precision="ieee")
+    y = tl.dot(_quarter(word, 2 * INDEX + 1, TYPE, PACKED), b, y, input_precision="ieee")
+    if ASYMMETRIC:  # each row of the product with ones is the sum of the inputs
+        ones = tl.full((word.shape[0], a.shape[0]), 1.0, TYPE)
+        sums = tl.dot(ones, b, tl.dot(ones, a, input_precision="ieee"), input_precision="ieee")
+        y -= sums * _of_pair(zeros, INDEX, HALF)[:, None]
+    return y * _of_pair(pair, INDEX, HALF)[:, None]
+
+
+@kernel()
+def _inputs(right, at, valid, INDEX: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A quarter of a block's inputs [64, BM]; `at` [64] are the first quarter's."""
+    if WHOLE:
+        return tl.load(right + 64 * INDEX, valid, other=0.0)
+    else:
+        return tl.load(right + 64 * INDEX, valid & (at + 64 * INDEX < K)[:, None], other=0.0)
+
+
 @kernel("rows")
 def _int4(  # type: ignore[no-untyped-def]
     x, words, scale, zero, bias, residual, inverse, out, rows, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
@@ -131,78 +155,50 @@ def _int4(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weights are the left operand, as in `stream_kernel`. A gated tile has gate and up of half as many columns."""
-    Q: tl.constexpr = 64
-    TYPE: tl.constexpr = x.dtype.element_ty
+    ROWS: tl.constexpr = 2 * N if GATED else N  # of the weight
+    ACROSS: tl.constexpr = BN // 2 if GATED else BN
+    ASYMMETRIC: tl.constexpr = zero is not None
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    if GATED:
-        half = tl.arange(0, BN) // (BN // 2)
-        column = tl.program_id(1) * (BN // 2) + tl.arange(0, BN) % (BN // 2)
-        n = column + half * N
-        in_columns = column < N
-        ROWS: tl.constexpr = 2 * N
-    else:
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
-        in_columns = n < N
-        ROWS: tl.constexpr = N
-    first = tl.program_id(2) * STEPS
-    j = tl.arange(0, Q)
-    left = words + n.to(tl.int64)[:, None] * (BLOCKS * Q) + first * Q + j[None, :]
-    k = first * (4 * Q) + j
+    row = tl.arange(0, BN)
+    column = tl.program_id(1) * ACROSS + row % ACROSS
+    in_columns, n = column < N, column + row // ACROSS * N
+    first, j = tl.program_id(2) * STEPS, tl.arange(0, 64)
+    left = words + n.to(tl.int64)[:, None] * (BLOCKS * 64) + first * 64 + j[None, :]
+    k = first * 256 + j
     right = x + m.to(tl.int64)[None, :] * K + k[:, None]
     units = first * ROWS + n
     valid = (m < rows)[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
     # Scales are loaded a step ahead: Triton's pipeline holds operands of products only.
     next_pair = tl.load(scale + units, in_columns, other=0)
-    next_zeros = next_pair
-    if zero is not None:
-        next_zeros = tl.load(zero + units, in_columns, other=0)
+    next_zeros = tl.load(zero + units, in_columns, other=0) if ASYMMETRIC else next_pair
     enter(EARLY)
     for step in range(0, STEPS):
         pair, zeros = next_pair, next_zeros
         units += tl.where(step + 1 < STEPS, ROWS, 0)
         next_pair = tl.load(scale + units, in_columns, other=0)
-        if zero is not None:
-            next_zeros = tl.load(zero + units, in_columns, other=0)
-        if WHOLE:
+        next_zeros = tl.load(zero + units, in_columns, other=0) if ASYMMETRIC else next_pair
+        if WHOLE:  # noqa: SIM108
             word = tl.load(left, eviction_policy="evict_first")
-            a = tl.load(right, valid, other=0.0)
-            b = tl.load(right + Q, valid, other=0.0)
-            c = tl.load(right + 2 * Q, valid, other=0.0)
-            d = tl.load(right + 3 * Q, valid, other=0.0)
         else:
-            at = k + step * (4 * Q)
             word = tl.load(left, in_columns[:, None], other=0)
-            a = tl.load(right, valid & (at < K)[:, None], other=0.0)
-            b = tl.load(right + Q, valid & (at + Q < K)[:, None], other=0.0)
-            c = tl.load(right + 2 * Q, valid & (at + 2 * Q < K)[:, None], other=0.0)
-            d = tl.load(right + 3 * Q, valid & (at + 3 * Q < K)[:, None], other=0.0)
-        ones = tl.full((BN, Q), 1.0, TYPE)
-        group = tl.dot(_quarter(word, 0, TYPE, PACKED), a, input_precision="ieee")
-        group = tl.dot(_quarter(word, 1, TYPE, PACKED), b, group, input_precision="ieee")
-        if zero is not None:  # each row of the product with ones is the sum of the inputs
-            sums = tl.dot(ones, b, tl.dot(ones, a, input_precision="ieee"), input_precision="ieee")
-            group -= sums * _of_pair(zeros, 0, HALF)[:, None]
-        acc += group * _of_pair(pair, 0, HALF)[:, None]
-        group = tl.dot(_quarter(word, 2, TYPE, PACKED), c, input_precision="ieee")
-        group = tl.dot(_quarter(word, 3, TYPE, PACKED), d, group, input_precision="ieee")
-        if zero is not None:
-            sums = tl.dot(ones, d, tl.dot(ones, c, input_precision="ieee"), input_precision="ieee")
-            group -= sums * _of_pair(zeros, 1, HALF)[:, None]
-        acc += group * _of_pair(pair, 1, HALF)[:, None]
-        left += Q
-        right += 4 * Q
+        a, b = _inputs(right, k, valid, 0, K, WHOLE), _inputs(right, k, valid, 1, K, WHOLE)
+        c, d = _inputs(right, k, valid, 2, K, WHOLE), _inputs(right, k, valid, 3, K, WHOLE)
+        acc += _group(word, a, b, pair, zeros, 0, ASYMMETRIC, HALF, PACKED)
+        acc += _group(word, c, d, pair, zeros, 1, ASYMMETRIC, HALF, PACKED)
+        left += 64
+        right += 256
+        k += 256
     if bias is not None:
         acc += tl.load(bias + n, in_columns, other=0.0)[:, None]
+    at = tl.program_id(1) * ACROSS + tl.arange(0, ACROSS)
     if GATED:
-        g, u = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, BM)), (1, 2, 0)))
+        g, u = tl.split(tl.permute(tl.reshape(acc, (2, ACROSS, BM)), (1, 2, 0)))
         acc = g / (1.0 + tl.exp(-g)) * u
-        n = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)
-        in_columns = n < N
         if inverse is not None:
-            acc *= tl.load(inverse + n, in_columns, other=0.0)[:, None]
-    inside = valid & in_columns[:, None]
-    to = (tl.program_id(2) * rows + m).to(tl.int64)[None, :] * N + n[:, None]
+            acc *= tl.load(inverse + at, at < N, other=0.0)[:, None]
+    inside = valid & (at < N)[:, None]
+    to = (tl.program_id(2) * rows + m).to(tl.int64)[None, :] * N + at[:, None]
     if residual is not None:
         acc += tl.load(residual + to, inside, other=0.0).to(tl.float32)
     tl.store(out + to, rounded(acc, out.dtype.element_ty), inside)

@@ -56,9 +56,9 @@ def levels(x, IS_INT8: tl.constexpr):  # type: ignore[no-untyped-def]
 @kernel
 def rounded(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 to TYPE: to the `levels` of an 8-bit type, or to a float type."""
-    if TYPE == tl.int8:
+    if TYPE == tl.int8:  # noqa: SIM300
         return levels(x, True)
-    elif TYPE == tl.float8e4nv:
+    elif TYPE == tl.float8e4nv:  # noqa: SIM300
         return levels(x, False)
     else:
         return x.to(TYPE)
