@@ -49,6 +49,8 @@ PRECISIONS: dict[str, Precision] = {
 }
 CHOICES: tuple[str, ...] = get_args(Choice)
 SCHEMES: tuple[str, ...] = get_args(Scheme)
+GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16")
+"""Those whose weights GPTQ rounds."""
 IMAGE_SCHEMES: tuple[str, ...] = get_args(ImageScheme)
 
 

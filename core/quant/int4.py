@@ -18,7 +18,7 @@ from core.quant.linear import ScaledLinear
 
 GROUP, BLOCK = 128, 256
 _QUARTER = BLOCK // 4
-LOWEST, TOP = -8, 7
+LOWEST, TOP_LEVEL = -8, 7
 _SMALLEST = 2.0**-14  # of fp16's normal numbers
 
 
@@ -53,12 +53,12 @@ def group_scale(weight: Tensor) -> Tensor:
     """The symmetric scale of each group of a weight [N, K] in fp16 [N, groups]: its largest magnitude over 7."""
     n, depth = weight.shape
     groups = F.pad(weight.float().abs(), (0, block_count(depth) * BLOCK - depth)).view(n, -1, GROUP)
-    return (groups.amax(-1) / TOP).clamp_min(_SMALLEST).half()
+    return (groups.amax(-1) / TOP_LEVEL).clamp_min(_SMALLEST).half()
 
 
 def nearest(weight: Tensor, scale: Tensor) -> Tensor:
     """The nearest levels int8 [N, K] of a weight with the scale [N, groups]."""
-    return (weight / per_input(scale, weight.shape[1])).round().clamp(LOWEST, TOP).to(torch.int8)
+    return (weight / per_input(scale, weight.shape[1])).round().clamp(LOWEST, TOP_LEVEL).to(torch.int8)
 
 
 class Int4Linear(ScaledLinear):
@@ -69,6 +69,7 @@ class Int4Linear(ScaledLinear):
     """
 
     ROUNDS = False
+    RANGE = (LOWEST, TOP_LEVEL)
     OPTIONAL = frozenset({"inverse", "zero"})
 
     zero: Tensor | None  # int8 [N, groups]
@@ -119,6 +120,8 @@ class Int4Linear(ScaledLinear):
     @classmethod
     def restored(cls, layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:
         """The stored layer with these tensors. Raises ValueError for types that are not its own."""
+        if "weight" not in tensors:
+            return cls.scaled(layer, tensors.get("inverse"))
         for part, dtypes in _DTYPES.items():
             if part in tensors and tensors[part].dtype not in dtypes:
                 raise ValueError(f"{part} is {tensors[part].dtype}, not {' or '.join(map(str, dtypes))}")
@@ -127,16 +130,30 @@ class Int4Linear(ScaledLinear):
             tensors["weight"], tensors["scale"], *optional, in_features=layer.in_features, zero=tensors.get("zero")
         )
 
+    @property
+    def levels(self) -> Tensor:
+        return unpack(self.weight, self.in_features)
+
+    @levels.setter
+    def levels(self, levels: Tensor) -> None:
+        self.weight = pack(levels)
+
+    @property
+    def level_scale(self) -> Tensor:
+        return per_input(self.scale, self.in_features)
+
+    def read(self, x: Tensor) -> Tensor:
+        return x if self.inverse is None else (x * self.inverse).to(x.dtype)
+
     def dense(self) -> Tensor:
         """The weight fp32 [N, K] that scaled inputs are multiplied by."""
-        levels = unpack(self.weight, self.in_features).float()
+        levels = self.levels.float()
         levels = levels if self.zero is None else levels - per_input(self.zero, self.in_features)
-        return levels * per_input(self.scale, self.in_features)
+        return levels * self.level_scale
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of x's type, computed in it."""
-        scaled = x if self.inverse is None else (x * self.inverse).to(x.dtype)
-        y = F.linear(scaled, self.dense().to(x.dtype))
+        y = F.linear(self.read(x), self.dense().to(x.dtype))
         return y if self.bias is None else (y + self.bias).to(x.dtype)
 
 

@@ -46,12 +46,14 @@ class ScaledWeights(FixedDtypeModule):
     """8-bit weights with a scale for each output channel, and a vector that multiplies inputs.
 
     STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. ROUNDS: inputs are
-    rounded to levels of the weight's type. TOP: the largest level of inputs. OPTIONAL: stored parts that may be absent.
+    rounded to levels of the weight's type. TOP: the largest level of inputs. RANGE: the levels of integer weights.
+    OPTIONAL: stored parts that may be absent.
     """
 
     STATIC: ClassVar[bool] = True
     ROUNDS: ClassVar[bool] = True
     TOP: ClassVar[float] = LEVELS
+    RANGE: ClassVar[tuple[int, int]] = (-LEVELS, LEVELS)
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
 
     weight: Tensor  # [N, ...], int8 or E4M3
@@ -70,6 +72,24 @@ class ScaledWeights(FixedDtypeModule):
     def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         """The 8-bit weight and the fp32 scale of each row of [N, ...]."""
         return quantize_weight(weight)
+
+    @property
+    def levels(self) -> Tensor:
+        """The levels of integer weights as rows, int8 [N · taps, K]."""
+        return self.weight.reshape(-1, self.weight.shape[-1])
+
+    @levels.setter
+    def levels(self, levels: Tensor) -> None:
+        self.weight = levels.view(self.weight.shape)
+
+    @property
+    def level_scale(self) -> Tensor:
+        """The fp32 scale of `levels`: [N · taps, 1] or [N · taps, K]."""
+        return self.scale.repeat_interleave(len(self.levels) // len(self.scale))[:, None]
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the product of weights reads of inputs x [..., K]."""
+        return quantize(x, self.inverse)
 
     @classmethod
     def shapes(cls, layer: nn.Linear | nn.Conv2d) -> dict[str, tuple[int, ...]]:

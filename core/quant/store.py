@@ -60,7 +60,7 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
     if weights:
         tensors = {name: _kept(model, name, tensor) for name, tensor in model.state_dict().items()}
     else:
-        tensors = {f"{name}.inverse": module.inverse for name, module in quantized.items() if module.STATIC}
+        tensors = {f"{name}.inverse": module.inverse for name, module in quantized.items() if _is_scaled(module)}
     tensors = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     partial = folder / (WEIGHTS + ".part")
     try:
@@ -75,6 +75,10 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
         return (folder / WEIGHTS).stat().st_size
     except (OSError, SafetensorError) as error:
         raise QuantizedStoreError(f"{folder}: cannot be written ({error})") from error
+
+
+def _is_scaled(module: ScaledWeights) -> bool:
+    return module.STATIC and module._buffers["inverse"] is not None
 
 
 def round_(model: nn.Module) -> None:
