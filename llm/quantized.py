@@ -20,9 +20,7 @@ from llm.load import TextModel, variant
 from llm.recipe import llama
 
 
-def calibrate(
-    model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe, *, samples: bool = False
-) -> Statistics:
+def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe, *, samples: bool = False) -> Statistics:
     """Statistics of the recipe's layers over texts of token ids, with `samples` of their inputs where asked for.
 
     `model` must be unquantized, and is not changed.
