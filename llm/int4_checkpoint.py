@@ -90,14 +90,14 @@ _DECLARED: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
 
 def _expect(field: str, value: object, supported: tuple[object, ...]) -> None:
     if not isinstance(value, (str, int, bool, type(None))) or value not in supported:
-        raise ValueError(f"{field}: {value!r} is not supported, only {' or '.join(map(repr, supported))}")
+        raise ValueError(f"{field}: {repr(value)[:100]} is not supported, only {' or '.join(map(repr, supported))}")
 
 
 def _group(field: str, size: object) -> int | None:
     if size == -1:
         return None
     if not isinstance(size, int) or size <= 0 or size % GROUP:
-        raise ValueError(f"{field}: {size!r} is not supported, only -1 and multiples of {GROUP}")
+        raise ValueError(f"{field}: {repr(size)[:100]} is not supported, only -1 and multiples of {GROUP}")
     return size
 
 

@@ -243,8 +243,8 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 TEXTS = [[1, *range(40, 58)], [1, 9, 9], [1, *range(100, 106)]]  # across a page's border, some of one page
 # In the interpreter, where each launch is dear, weights and cache are quantized one at a time.
-PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8") for kv in KINDS] if CUDA else [
-    ("plain", "float"), ("plain", "int8"), ("int8", "float"),
+PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", "w4a16") for kv in KINDS] if CUDA else [
+    ("plain", "float"), ("plain", "int8"), ("int8", "float"), ("w4a16", "float"),
 ]  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def rewritten(path: Path, content: str) -> None:
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "quantization_config.format: 'marlin-24'"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "quantization_config.config_groups: one"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized",
-      "config_groups": {"g": {"weights": WEIGHTS | {"actorder": "group"}}}}, "config_groups.g.weights.actorder: 'group' is"),
+      "config_groups": {"g": {"weights": WEIGHTS | {"actorder": "group"}}}}, "g.weights.actorder: 'group' is"),
     ({"group_size": 256}, "model.layers.0.self_attn.q_proj: 128 inputs are no multiple of its group_size 256"),
 ])  # fmt: skip
 def test_configurations_that_are_not_supported_are_refused_by_field(
