@@ -63,8 +63,8 @@ def _int4(columns: int, depth: int, device: str, *, asymmetric: bool = False) ->
 
 def _near(usual: Int4Tile, blocks: int) -> list[Int4Tile]:
     """Tiles around the default one."""
-    shapes = {16: ((64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 4)), 32: ((128, 4, 3), (128, 8, 3)),
-              64: ((64, 4, 3), (128, 8, 2))}[usual.rows]  # fmt: skip
+    shapes = {16: ((64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 3)), 32: ((64, 4, 2), (64, 4, 3), (128, 4, 2)),
+              64: ((64, 4, 2), (128, 8, 3))}[usual.rows]  # fmt: skip
     tiles = {Int4Tile(usual.rows, columns, usual.splits, warps, stages) for columns, warps, stages in shapes}
     for splits in (usual.splits // 2, usual.splits * 2):
         if usual.rows == 16 and usual.splits > 1 and blocks % splits == 0:

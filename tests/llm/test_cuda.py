@@ -199,13 +199,13 @@ def test_reach_grows_with_the_sequence_alone() -> None:
     assert [part_count(n) for n in (1, 256, 257, 1024, 1025, 4096, 4097, 131_072)] == [1, 1, 2, 4, 5, 16, 11, 16]
 
 
-def model_of(kind: str) -> TextModel:
+def model_of(kind: Any) -> TextModel:
     """A small Llama on the device, plain or quantized."""
     model = load(tiny.TINY, device=DEVICE, precision="bf16" if CUDA else "fp32")
     if kind == "plain":
         return model
     texts = [tuple(torch.randint(3, 262, (40,), generator=torch.Generator().manual_seed(i)).tolist()) for i in range(4)]
-    return quantize(model, texts, scheme="fp8" if kind == "fp8" else "int8")
+    return quantize(model, texts, scheme=kind)
 
 
 def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedTextExecution:

@@ -76,8 +76,8 @@ def choose(rows: int, columns: int, blocks: int, *, gated: bool = False, process
     fitting = [n for n in (1, 2, 4, 7, 8) if blocks % n == 0 and tiles * n <= 4 * processors]
     splits = 1 if gated else max(fitting, default=1)
     if rows <= 16:
-        return Int4Tile(16, 64, splits, 4, 4)
-    return Int4Tile(32, 64, splits, 4, 4) if rows <= 32 else Int4Tile(64, 128, splits, 8, 3)
+        return Int4Tile(16, 64, splits, 4, 3)
+    return Int4Tile(32, 128, splits, 4, 3) if rows <= 32 else Int4Tile(64, 64, splits, 4, 3)
 
 
 @kernel()
