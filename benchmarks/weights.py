@@ -1,8 +1,10 @@
-"""Measures what decoding gains by fewer bits of weights on a GPU: `python -m benchmarks.weights [products step]`.
+"""Measures what fewer bits of weights bring, and cost: `python -m benchmarks.weights [products step quality]`.
 
 `products`: those of Llama-3.1-8B for 1 to 64 rows in bf16, INT8 and INT4 (every tile that is near the default), and
 INT4's for many rows beside cuBLAS; each agrees with a reference first. `step`: one token of one user, whole, in a CUDA
-graph, on seeded weights of that shape. `--device cpu --tiny` rehearses both, in Triton's interpreter.
+graph, on seeded weights of that shape. `quality`: the perplexity of `--text-model` on a file of `--captions`, by way of
+quantization, each calibrated on the first 512 of them and measured on the next 1,000. `--device cpu --tiny` rehearses
+all of it, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +28,14 @@ from core.kernels.cuda.int4_kernel import Int4Tile, Int4Weight
 from core.kernels.kv_cache import PAGE, KVCache
 from core.quant.int4 import Int4Linear
 from core.quant.linear import quantize_weight
+from pipeline.text import prompts
 
 BF16, INT8 = torch.bfloat16, torch.int8
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))  # columns, depth, gated
 ROWS, MANY = (1, 8, 32, 64), 2048
-PARTS = ("products", "step")
+PARTS = ("products", "step", "quality")
 PRECISIONS = ("bf16", "int8", "w4a16")
+_EMOJI_LM = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 _CONTEXT = 192  # tokens of the one user
 _AWAY = 200e6  # bytes of weights, several times the L2
 _SLACK = 0.02  # of the largest magnitude: bf16 of inputs and results
@@ -213,6 +218,49 @@ def steps(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
         del decoder, model, cache
 
 
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) -> Iterator[dict[str, Any]]:
+    """The perplexity of all texts but the first `calibrated`, which calibration reads, by way of quantization."""
+    from llm.load import load
+    from llm.quantized import Layerwise, quantize
+    from llm.recipe import ALPHA, llama
+
+    model = load(name, precision="bf16" if device == "cuda" else "fp32", device=device)
+    start = [] if model.tokenizer.bos_token_id is None else [model.tokenizer.bos_token_id]
+    encode = partial(model.tokenizer.backend_tokenizer.encode, add_special_tokens=False)
+    ids = [(start + encode(text).ids)[: model.context] for text in texts]
+    ids, read = [text for text in ids[calibrated:] if len(text) > 1], ids[:calibrated]
+    plain = None
+    ways: dict[str, tuple[Any, float | None, Layerwise]] = {
+        "unquantized": (None, None, Layerwise()),
+        "INT8, SmoothQuant": ("int8", ALPHA, Layerwise()),
+        "INT4, rounded to nearest": ("w4a16", None, Layerwise()),
+        f"INT4, inputs scaled (alpha {ALPHA:g})": ("w4a16", ALPHA, Layerwise()),
+        "INT4, scales searched (`--search`)": ("w4a16", ALPHA, Layerwise(search=True)),
+        "INT4, GPTQ (`--plain --gptq`)": ("w4a16", None, Layerwise(gptq=True)),
+        "INT4, both (`--search --gptq`)": ("w4a16", ALPHA, Layerwise(search=True, gptq=True)),
+    }
+    for way, (scheme, alpha, layerwise) in ways.items():
+        quantized = quantize(model, read, recipe=llama(alpha), scheme=scheme, layerwise=layerwise) if scheme else model
+        value = _perplexity(quantized, ids)
+        plain = plain or value
+        yield {"way": way, "perplexity": value, "percent": 100 * (value / plain - 1), "texts": len(ids),
+               "tokens": sum(map(len, ids))}  # fmt: skip
+
+
+def _perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
+    total, count = 0.0, 0
+    model.network.set_attn_implementation("sdpa")  # a whole text at once needs no cache
+    for text in texts:
+        tokens = torch.tensor([list(text)], device=model.device)
+        logs = model.network(tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        total -= float(logs.gather(1, tokens[0, 1:, None]).sum())
+        count += len(text) - 1
+    return math.exp(total / count)
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +286,12 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("weights", __doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help="default: all")
+    parser.add_argument("--text-model", default=str(_EMOJI_LM), metavar="NAME", help="of `quality`; default: emoji-lm")
+    parser.add_argument("--captions", type=Path, metavar="FILE", help="of `quality`: one a line, or a .tsv")
     options = parser.parse_args(arguments)
     parts = command.names(",".join(options.parts or PARTS), PARTS, "part")
+    if "quality" in parts and options.captions is None:
+        parser.error("--captions: quality needs a file of captions")
     torch.manual_seed(0)
     measured: dict[str, Any] = {}
     with Clocks() as clocks, torch.inference_mode():
@@ -254,6 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for figures in steps(options.device, small=options.tiny):
                 measured["steps"].append(figures)
                 record.progress(f"step in {figures}")
+        if "quality" in parts:
+            calibrated, count = (4, 4) if options.tiny else (512, 1000)
+            texts = [row.text for row in prompts.read(options.captions, calibrated + count)]
+            measured["quality"] = []
+            for figures in qualities(options.text_model, texts, options.device, calibrated=calibrated):
+                measured["quality"].append(figures)
+                record.progress(f"{figures}")
     record.publish("weights", measured | {"clocks": clocks.summary()}, options.results)
     if "products" in parts:
         show(measured["products"])
@@ -262,6 +321,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "one token of one user", ("precision", "ms", "tokens/s", "GB of weights"),
             [(step["precision"], f"{step['ms']:.3f}", step["tokens_per_s"], f"{step['weight_bytes'] / 1e9:.2f}")
              for step in measured["steps"]],
+        )  # fmt: skip
+    if "quality" in parts:
+        record.table(
+            f"{measured['quality'][0]['texts']} captions", ("weights", "perplexity", "beside unquantized"),
+            [(figures["way"], f"{figures['perplexity']:.3f}", f"{figures['percent']:+.2f}%")
+             for figures in measured["quality"]],
         )  # fmt: skip
     return 0
 

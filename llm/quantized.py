@@ -20,6 +20,9 @@ from llm.load import TextModel, variant
 from llm.recipe import llama
 
 
+_ROWS = 4096  # of each layer: GPTQ's sums of products need several times as many as there are inputs
+
+
 def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe, *, samples: bool = False) -> Statistics:
     """Statistics of the recipe's layers over texts of token ids, with `samples` of their inputs where asked for.
 
@@ -29,7 +32,7 @@ def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe, 
     """
     if not texts:
         raise StatisticsError("calibration needs texts, and there are none")
-    rows = Samples(search.sampled(recipe, model.network)) if samples else None
+    rows = Samples(search.sampled(recipe, model.network), _ROWS) if samples else None
     statistics = Statistics(model.digest, samples=rows)
     targets = recipe.targets(model.network)
     model.network.set_attn_implementation("sdpa")  # a whole text at once needs no cache
