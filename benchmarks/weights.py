@@ -285,11 +285,11 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("weights", __doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="part", help="default: all that it can")
     parser.add_argument("--text-model", default=str(_EMOJI_LM), metavar="NAME", help="of `quality`; default: emoji-lm")
     parser.add_argument("--captions", type=Path, metavar="FILE", help="of `quality`: one a line, or a .tsv")
     options = parser.parse_args(arguments)
-    parts = command.names(",".join(options.parts or PARTS), PARTS, "part")
+    parts = command.names(",".join(options.parts or (PARTS if options.captions else PARTS[:2])), PARTS, "part")
     if "quality" in parts and options.captions is None:
         parser.error("--captions: quality needs a file of captions")
     torch.manual_seed(0)

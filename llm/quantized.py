@@ -19,7 +19,6 @@ from llm.attention import NAME
 from llm.load import TextModel, variant
 from llm.recipe import llama
 
-
 _ROWS = 4096  # of each layer: GPTQ's sums of products need several times as many as there are inputs
 
 

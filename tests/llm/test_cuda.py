@@ -252,9 +252,11 @@ PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", "w4a16") for kv in KIND
 def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     """Against transformers' own forward of the same layers, quantized or not."""
     model = model_of(kind)
-    theirs = [stage.logits(model, text) for text in TEXTS]
+    short = kind == "w4a16" and not CUDA
+    texts, cuts = ([text[:5] for text in TEXTS[:2]], [4, 2]) if short else (TEXTS, [18, 2, 6])
+    theirs = [stage.logits(model, text) for text in texts]
     run = fused(model, kv)
-    for found, expected in zip(read(run, TEXTS, [18, 2, 6]), theirs, strict=True):
+    for found, expected in zip(read(run, texts, cuts), theirs, strict=True):
         made = torch.stack(found)
         if kind == "plain" and kv == "float" and not CUDA:
             torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
