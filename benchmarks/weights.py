@@ -9,6 +9,7 @@ all of it, in Triton's interpreter.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -253,11 +254,11 @@ def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) 
 def _perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
     total, count = 0.0, 0
     model.network.set_attn_implementation("sdpa")  # a whole text at once needs no cache
-    for text in texts:
-        tokens = torch.tensor([list(text)], device=model.device)
-        logs = model.network(tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        total -= float(logs.gather(1, tokens[0, 1:, None]).sum())
-        count += len(text) - 1
+    for _, alike in itertools.groupby(sorted(map(list, texts), key=len), key=len):
+        for tokens in torch.tensor([*alike], device=model.device).split(64):
+            logs = model.network(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            total -= float(logs.gather(2, tokens[:, 1:, None]).sum())
+            count += tokens[:, 1:].numel()
     return math.exp(total / count)
 
 
