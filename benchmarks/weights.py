@@ -121,9 +121,13 @@ def _others(device: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
     runs = {"default": lambda i: int4_kernel.product(x, weight)}
     for tile in (Int4Tile(128, 128, 1, 8, 2), Int4Tile(128, 64, 1, 4, 2), Int4Tile(64, 128, 1, 8, 3)):
         if device == "cuda":
-            runs[_name(tile)] = lambda i, tile=tile: int4_kernel.product(x, weight, tile=tile)
+            runs[_name(tile)] = partial(_many, x, weight, tile)
     yield Case("int4", many, shape, work, runs, expected)
     yield Case("bf16", many, shape, work, {"default": lambda i: F.linear(x, dense)}, expected)
+
+
+def _many(x: Tensor, weight: Int4Weight, tile: Int4Tile, i: int) -> Tensor:
+    return int4_kernel.product(x, weight, tile=tile)
 
 
 def _expected(x: Tensor, weight: Tensor, *, gated: bool) -> Tensor:
@@ -211,7 +215,7 @@ def steps(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
         token = torch.full((1,), 7, dtype=torch.int32, device=device)
         rows = FusedBatch(token, torch.full_like(token, context - 1), torch.zeros_like(token), None, None, None, 1)
         logits = torch.empty(1, decoder.vocabulary, device=device)
-        ms = window_ms(lambda decoder=decoder, rows=rows, out=logits: decoder(rows, out))
+        ms = window_ms(partial(decoder, rows, logits))
         yield {
             "precision": precision, "ms": ms, "tokens_per_s": round(1000 / ms, 1),
             "weight_bytes": decoder.ops.weight_bytes, "finite": bool(logits.isfinite().all()),
@@ -272,7 +276,9 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
         lines.setdefault((case["shape"], case["rows"]), {})[case["kind"]] = case
 
     def cell(case: dict[str, Any] | None) -> str | None:
-        return case and (f"{case['us']:.1f} ({case['g_per_s'] / 1000:.2f})" if case["us"] else "failed")
+        if case is None:
+            return None
+        return f"{case['us']:.1f} ({case['g_per_s'] / 1000:.2f})" if case["us"] else "failed"
 
     record.table(
         "µs of a product (TB/s; TFLOP/s where rows are many)",

@@ -84,7 +84,8 @@ def _levels(words: Tensor, dim: int) -> Tensor:
 
 
 def _awq_levels(words: Tensor) -> Tensor:
-    return _levels(words, 1).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1, 2)
+    eights: Tensor = _levels(words, 1).unflatten(1, (-1, 8))
+    return eights[..., list(_AWQ_PLACES)].flatten(1, 2)
 
 
 def _awq(layout: Layout, n: int, k: int, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
