@@ -239,8 +239,8 @@ TABLES = {
     "weights-quality": Table(("weights",), (
         ("weights of emoji-lm", "{way}"), ("perplexity", "{perplexity:.3f}"),
         ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
-        lambda result: f"{result['quality'][0]['texts']:,} captions of {result['quality'][0]['tokens']:,} tokens, none of "
-                       "which calibration read."),
+        lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
+                            result["quality"][0])),
     "agreement": Table(("agreement",), (
         ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
         ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),

@@ -61,7 +61,7 @@ def _copies(size_bytes: int, device: str) -> int:
 
 def _int4(columns: int, depth: int, device: str, *, asymmetric: bool = False) -> tuple[Int4Weight, Tensor]:
     """A weight as the kernel reads it, and as bf16."""
-    layer = Int4Linear.nearest(torch.randn(columns, depth, device=device) * depth**-0.5, None, None)
+    layer = Int4Linear.of_taps(torch.randn(columns, 1, depth, device=device) * depth**-0.5, None)
     if asymmetric:
         layer.zero = torch.randint(-8, 8, layer.scale.shape, device=device, dtype=INT8)
     return int4_kernel.packed(layer.weight, layer.scale, layer.zero), layer.dense().to(BF16)

@@ -97,18 +97,12 @@ class Int4Linear(ScaledLinear):
     @classmethod
     def scaled(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
         bias = None if layer.bias is None else layer.bias.detach().float()
-        return cls.nearest(layer.weight.detach().float(), inverse, bias)
+        return cls(*_nearest(layer.weight.detach().float(), inverse), inverse, bias, in_features=layer.in_features)
 
     @classmethod
-    def nearest(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
-        """The layer of a weight [N, K], each rounded to the nearest level."""
-        weight = weight if inverse is None else weight / inverse
-        scale = group_scale(weight)
-        return cls(pack(nearest(weight, scale)), scale, inverse, bias, in_features=weight.shape[1])
-
-    @classmethod
-    def of_taps(cls, weight: Tensor, inverse: Tensor) -> Self:
-        return cls.nearest(weight.flatten(0, 1), _proportions(inverse), None)
+    def of_taps(cls, weight: Tensor, inverse: Tensor | None) -> Self:
+        inverse, weight = _proportions(inverse), weight.flatten(0, 1)
+        return cls(*_nearest(weight, inverse), inverse, None, in_features=weight.shape[1])
 
     @classmethod
     def shapes(cls, layer: nn.Linear | nn.Conv2d) -> dict[str, tuple[int, ...]]:
@@ -161,6 +155,13 @@ _DTYPES = {
     "weight": (torch.int16,), "scale": (torch.float16, torch.bfloat16), "zero": (torch.int8,),
     "inverse": (torch.float32,), "bias": (torch.float32,),
 }  # fmt: skip
+
+
+def _nearest(weight: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The words of the nearest levels, and the scale, of a weight [N, K] for inputs multiplied by `inverse` before."""
+    weight = weight if inverse is None else weight / inverse
+    scale = group_scale(weight)
+    return pack(nearest(weight, scale)), scale
 
 
 def _proportions(inverse: Tensor | None) -> Tensor | None:

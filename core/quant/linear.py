@@ -119,10 +119,10 @@ class ScaledLinear(ScaledWeights):
         return cls(weight, scale, inverse, _bias(layer))
 
     @classmethod
-    def of_taps(cls, weight: Tensor, inverse: Tensor) -> Self:
-        """The taps of a weight [N, taps, K], rounded together, as a layer of N · taps outputs; `inverse` is INT8's."""
-        inverse = inverse * (cls.TOP / LEVELS)
-        rounded, scale = cls.rounded(weight / inverse)
+    def of_taps(cls, weight: Tensor, inverse: Tensor | None) -> Self:
+        """The taps of a weight [N, taps, K], rounded together, as a layer of N · taps outputs, as `of` makes it."""
+        inverse = _stretched(inverse, cls.TOP)
+        rounded, scale = cls.rounded(_folded(weight, inverse))
         return cls(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)
 
     @classmethod

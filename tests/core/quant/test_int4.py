@@ -72,7 +72,7 @@ def test_words_hold_every_level(n: int, depth: int, seed: int) -> None:
        seed=st.integers(0, 99))  # fmt: skip
 def test_a_weight_is_off_by_half_a_step_of_its_group(n: int, depth: int, size: float, seed: int) -> None:
     weight = normal(seed, n, depth) * size
-    layer = Int4Linear.nearest(weight, None, None)
+    layer = Int4Linear.of_taps(weight[:, None], None)
     groups = torch.arange(depth) // 128
     largest = torch.stack([weight[:, groups == group].abs().amax(1) for group in groups.unique()], dim=1)
     step = (largest / 7).clamp_min(2.0**-14)[:, groups]
@@ -80,7 +80,8 @@ def test_a_weight_is_off_by_half_a_step_of_its_group(n: int, depth: int, size: f
 
 
 def test_a_layer_computes_what_its_levels_say() -> None:
-    layer = Int4Linear.nearest(normal(0, 5, 300), normal(1, 300).exp(), normal(2, 5))
+    layer = Int4Linear.of_taps(normal(0, 5, 1, 300), normal(1, 300).exp())
+    layer.bias = normal(2, 5)
     layer.zero = torch.arange(20, dtype=torch.int8).view(5, 4) % 15 - 8
     x = normal(3, 2, 3, 300)
     groups = torch.arange(300) // 128

@@ -19,7 +19,7 @@ SLACK = 2e-2 if CUDA else 1e-5
 def weight(seed: int, columns: int, depth: int, scales: torch.dtype, *, zeros: bool) -> tuple[Int4Weight, Tensor]:
     """A weight as the kernels read it, and as plain numbers."""
     generator = draw(seed)
-    layer = Int4Linear.nearest(normal(generator, columns, depth), None, None)
+    layer = Int4Linear.of_taps(normal(generator, columns, 1, depth), None)
     layer.scale = layer.scale.to(scales)
     if zeros:
         layer.zero = torch.randint(-8, 9, layer.scale.shape, generator=generator, device=DEVICE).to(torch.int8)
