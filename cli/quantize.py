@@ -275,13 +275,14 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
     from core.quant.store import QuantizedStoreError
     from llm.load import TextModelError, load
     from llm.quantized import Layerwise, make
-    from llm.recipe import ALPHA, llama
+    from llm.recipe import llama
 
     if options.out is None:
         raise UsageError("--out: is needed with --text-model: the folder of its model, or another")
     if options.scales_only:
         raise UsageError("--scales-only: is for models that draw; a --text-model is written with its weights")
-    alpha = None if options.plain else ALPHA if options.alpha is None else options.alpha
+    recipe = None if options.alpha is None else llama(options.alpha)  # None: the scheme's own
+    recipe = llama(None) if options.plain else recipe
     try:
         model = load(options.text_model)
         start = model.tokenizer.bos_token_id
@@ -289,7 +290,7 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
         texts = [([] if start is None else [start]) + text for text in texts]
         texts = [text[: model.context] for text in texts]
         layerwise = Layerwise(options.search, options.gptq)
-        report = make(model, texts, options.out, recipe=llama(alpha), scheme=options.scheme, layerwise=layerwise)
+        report = make(model, texts, options.out, recipe=recipe, scheme=options.scheme, layerwise=layerwise)
     except TextModelError as error:
         raise UsageError(f"--text-model: {error}") from error
     except (StatisticsError, RecipeError, QuantizedStoreError) as error:

@@ -17,7 +17,7 @@ from core.quant.samples import Samples
 from core.quant.statistics import Statistics, StatisticsError
 from llm.attention import NAME
 from llm.load import TextModel, variant
-from llm.recipe import llama
+from llm.recipe import default
 
 _ROWS = 4096  # of each layer: GPTQ's sums of products need several times as many as there are inputs
 
@@ -115,10 +115,10 @@ def make(
 def _calibrated(
     model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe | None, scheme: Scheme, layerwise: Layerwise
 ) -> tuple[Recipe, Statistics | None]:
-    """The recipe, by default the family's, and statistics for it; none, and no smoothing, without calibration."""
+    """The recipe, by default the scheme's, and statistics for it; none, and no smoothing, without calibration."""
     if not is_calibrated(scheme):
-        return llama(None), None
-    recipe = recipe or llama()
+        return default(scheme), None
+    recipe = recipe or default(scheme)
     statistics = calibrate(model, texts, recipe, samples=layerwise.search or layerwise.gptq)
     if layerwise.search:
         recipe = search.chosen(recipe, search.search(model.network, recipe, statistics, scheme=scheme))

@@ -40,7 +40,7 @@ def test_a_text_models_weights_are_chosen_layer_by_layer(shell: Shell, model: Pa
     given = ("quantize", "--text-model", str(model), "--scheme", "w4a16", "--limit", "8", "-o", str(model))
     assert shell(*given, "--search", "--gptq").code == 0
     about = json.loads((model / "model-w4a16" / "quantization.json").read_text())
-    assert about["recipe"] == "llama-alpha0.5-searched" and about["calibration"]["gptq"]
+    assert about["recipe"] == "llama-plain-searched" and about["calibration"]["gptq"]
     assert {*about["layers"].values()} == {"Int4Linear"}
     assert load(str(model), precision="w4a16").precision == "w4a16"
 

@@ -31,6 +31,7 @@ from llm.cuda import CudaDecoder
 from llm.execution import FusedTextExecution
 from llm.load import TextModel, load
 from llm.quantized import quantize
+from llm.recipe import llama
 from tests.llm import stage
 from tests.llm.test_load import FAMILY, saved
 
@@ -205,7 +206,7 @@ def model_of(kind: Any) -> TextModel:
     if kind == "plain":
         return model
     texts = [tuple(torch.randint(3, 262, (40,), generator=torch.Generator().manual_seed(i)).tolist()) for i in range(4)]
-    return quantize(model, texts, scheme=kind)
+    return quantize(model, texts, scheme=kind, recipe=llama())
 
 
 def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedTextExecution:
