@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from core.kernels.cuda.stream_kernel import FEW
 
 QUARTER = 64  # words of a block: levels of 4 · 64 inputs
 _PROCESSORS = 132  # of an H200
+_SHARED_BYTES = 227 << 10  # of a block on Hopper
 
 
 class Int4Weight(NamedTuple):
@@ -64,12 +65,23 @@ class Int4Tile:
 
 
 @functools.cache
-def choose(rows: int, columns: int, blocks: int, *, gated: bool = False, processors: int = _PROCESSORS) -> Int4Tile:
+def choose(
+    rows: int, columns: int, blocks: int, *, gated: bool = False, processors: int = _PROCESSORS,
+    shared_bytes: int = _SHARED_BYTES,
+) -> Int4Tile:  # fmt: skip
     """The tile for `rows` × `columns` over a depth of `blocks`; of a gated product `columns` counts gate and up.
 
-    Inputs take four times the bytes of weights, so that more rows want more columns to share them. The split is the
-    same for all rows up to `FEW`.
+    Five of the smallest programs are on a multiprocessor at once, and the depth is split until about all places are
+    taken, alike for all rows up to `FEW`. A stage is as long as a block, in which a row of inputs takes four times the
+    bytes of a column of weights; Triton holds one stage less of these. The tiles are those of an H100
+    (`benchmarks/weights.py`).
     """
+    tile = _tile(rows, columns, blocks, processors, gated=gated)
+    words, inputs = 2 * QUARTER * tile.columns, 8 * QUARTER * tile.rows
+    return replace(tile, stages=max(1, min(tile.stages, (shared_bytes + words) // (words + inputs))))
+
+
+def _tile(rows: int, columns: int, blocks: int, processors: int, *, gated: bool) -> Int4Tile:
     if rows > FEW:
         return Int4Tile(128, 128, 1, 8, 3)
     tiles = math.ceil(columns / 64)
@@ -219,9 +231,20 @@ def _launch(
     )  # fmt: skip
 
 
+def _chosen(rows: int, x: Tensor, weight: Int4Weight, *, gated: bool = False) -> Int4Tile:
+    blocks, columns = weight.scale.shape
+    shared_bytes = _shared_bytes(x.device.index) if x.is_cuda else _SHARED_BYTES
+    return choose(rows, columns, blocks, gated=gated, shared_bytes=shared_bytes)
+
+
+@functools.cache
+def _shared_bytes(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def stream(x: Tensor, weight: Int4Weight, *, tile: Int4Tile | None = None, early: int = 0) -> Tensor:
     """Sums over parts of the depth: x [T, K] · weight [N, K]ᵀ as fp32 [splits, T, N]. `early`: see `launching`."""
-    tile = tile or choose(len(x), weight.scale.shape[1], len(weight.scale))
+    tile = tile or _chosen(len(x), x, weight)
     out = torch.empty(tile.splits, len(x), weight.scale.shape[1], device=x.device)
     _launch(x, weight, None, None, None, out, tile, early, gated=False)
     return out
@@ -235,7 +258,7 @@ def gated(
 
     bias [2N] and `inverse` in fp32, or absent.
     """
-    tile = tile or choose(len(x), weight.scale.shape[1], len(weight.scale), gated=True)
+    tile = tile or _chosen(len(x), x, weight, gated=True)
     out = torch.empty(len(x), weight.scale.shape[1] // 2, dtype=dtype, device=x.device)
     _launch(x, weight, bias, None, inverse, out, tile, early, gated=True)
     return out
@@ -246,7 +269,7 @@ def product(
     out: Tensor | None = None, tile: Int4Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """x · Wᵀ + bias + residual of many rows [T, K], as x's type [T, N]. `out` may be `residual`. bias in fp32."""
-    tile = tile or choose(FEW + 1, weight.scale.shape[1], len(weight.scale))
+    tile = tile or _chosen(FEW + 1, x, weight)
     if out is None:
         out = torch.empty(len(x), weight.scale.shape[1], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, residual, None, out, tile, 0, gated=False)

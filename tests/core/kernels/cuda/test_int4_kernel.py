@@ -92,3 +92,7 @@ def test_splits_fit_the_shapes_of_8b() -> None:
         for tile in tiles[:-1]:
             assert depth // BLOCK % tile.splits == 0 and columns // tile.columns * tile.splits >= 132
     assert tiles[-1] == Int4Tile(128, 128, 1, 8, 3)
+    for rows in (1, 32, 64, 65):  # an A100 and an Ada have less shared memory
+        few, less = (choose(rows, 4096, 16, shared_bytes=size) for size in (163 << 10, 99 << 10))
+        assert less.stages <= few.stages
+        assert (less.stages - 1) * less.columns * 128 + less.stages * less.rows * 512 <= 99 << 10
