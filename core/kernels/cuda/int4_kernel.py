@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -239,7 +239,8 @@ def _chosen(rows: int, x: Tensor, weight: Int4Weight, *, gated: bool = False) ->
 
 @functools.cache
 def _shared_bytes(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types lack what follows
+    return int(properties.shared_memory_per_block_optin)
 
 
 def stream(x: Tensor, weight: Int4Weight, *, tile: Int4Tile | None = None, early: int = 0) -> Tensor:
