@@ -43,6 +43,8 @@ RUNS: dict[str, list[str]] = {
     **{name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
        for name, words in _BENCHES.items()},
     "scheduling": ["-m", "benchmarks.scheduling"],
+    "weights": ["-m", "benchmarks.weights", "quality", "--device", "cpu", "--captions", "data/coco/captions_source.tsv",
+                "--results", "benchmarks/results"],
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
 }  # fmt: skip

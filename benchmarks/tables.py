@@ -236,6 +236,11 @@ TABLES = {
         ("", "{label}"), ("gate", "{gate:.2f}"), ("kept", "{kept:.0%}"), ("images per device second", "{speedup:.2f}×"),
         ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})"), ("random split", "{split:+.2%}")),
         _cascade, _cascade_note),
+    "weights-quality": Table(("weights",), (
+        ("weights of emoji-lm", "{way}"), ("perplexity", "{perplexity:.3f}"),
+        ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
+        lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
+                            result["quality"][0])),
     "agreement": Table(("agreement",), (
         ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
         ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),

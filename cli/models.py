@@ -21,7 +21,7 @@ from cli.arguments import (
     read_settings,
 )
 from cli.convert import add_checkpoint, checkpoint_options
-from contract.precision import SCHEMES
+from contract.precision import IMAGE_SCHEMES
 from contract.printable import printable
 from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
 
@@ -59,7 +59,9 @@ def add(commands: Commands) -> None:
     adding.add_argument("--variant", metavar="WORD", help="of a folder's weight files, such as fp16")
     adding.add_argument("--max-gib", type=float, default=20, metavar="X", help="of a download; default: %(default)s")
     add_checkpoint(adding)
-    adding.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=f"make a variant: {', '.join(SCHEMES)}")
+    adding.add_argument(
+        "--quantize", choices=IMAGE_SCHEMES, metavar="SCHEME", help=f"make a variant: {', '.join(IMAGE_SCHEMES)}"
+    )
     adding.add_argument("--limit", type=int, metavar="N", help="prompts to calibrate on; default: 64")
     adding.add_argument("--threads", type=int, metavar="N", help="CPU threads of --quantize; default: one per core")
     adding.set_defaults(run=_add)

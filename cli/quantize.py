@@ -1,4 +1,4 @@
-"""`diptych quantize`: writes a model's variant in 8 bits, calibrated on prompts if the scheme wants it."""
+"""`diptych quantize`: writes a model's quantized variant, calibrated on prompts if the scheme wants it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cli.arguments import (
     wrong_option,
 )
 from contract.errors import Invalid
-from contract.precision import SCHEMES, is_calibrated
+from contract.precision import GPTQ_SCHEMES, IMAGE_SCHEMES, SCHEMES, is_calibrated
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -42,15 +42,17 @@ def add(commands: Commands) -> None:
     quantize = add_command(
         commands,
         "quantize",
-        "make a model's variant in 8 bits",
-        "Watch a model draw prompts, then write its layers in 8 bits.",
+        "make a model's variant in 8 bits, or a language model's in 4",
+        "Watch a model draw prompts, or read them, then write its layers in 8 bits or 4.",
         _ABOUT,
     )
     quantize.add_argument(
         "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
     )
     quantize.add_argument(
-        "--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8 (model-fp8)"
+        "--text-model",
+        metavar="NAME",
+        help="a language model instead: DIR then gets its model-int8 (model-fp8, model-w4a16)",
     )
     quantize.add_argument(
         "--control",
@@ -82,7 +84,7 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--gptq",
         action="store_true",
-        help="round int8 weights so that they make up for one another; all steps are watched",
+        help="round int8 or w4a16 weights so that they make up for one another; all steps are watched",
     )
     quantize.add_argument(
         "--sensitivity", action="store_true",
@@ -97,6 +99,8 @@ def _quantize(options: argparse.Namespace) -> int:
     options_given = _given(options, _CALIBRATION)
     if options_given and not is_calibrated(options.scheme):
         raise UsageError(f"{options_given[0]}: is for calibration, and {options.scheme} needs none")
+    if options.scheme not in IMAGE_SCHEMES and options.text_model is None:
+        raise UsageError(f"--scheme: {options.scheme} is for language models, with --text-model")
     _check_layerwise(options)
     if options.text_model is not None:
         return _quantize_text(options, _prompts(options))
@@ -108,15 +112,18 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _check_layerwise(options: argparse.Namespace) -> None:
-    """Reject options for a UNet's layers beside those that exclude them."""
-    for other in ("text_model", "control"):
-        used = _given(options, ("search", "keep", "sensitivity", "gptq"))
+    """Reject options for single layers beside those that exclude them."""
+    for other, refused in (
+        ("text_model", ("keep", "sensitivity")),
+        ("control", ("search", "keep", "sensitivity", "gptq")),
+    ):
+        used = _given(options, refused)
         if used and getattr(options, other) is not None:
             raise UsageError(f"{used[0]}: is for models that draw, not for --{other.replace('_', '-')}")
     excluded = {"--scales-only": options.scales_only, "--sensitivity": options.sensitivity}
-    excluded[options.scheme] = options.scheme != "int8"
+    excluded[options.scheme] = options.scheme not in GPTQ_SCHEMES
     for other in (name for name, used in excluded.items() if used and options.gptq):
-        raise UsageError(f"--gptq: rounds int8 weights that are stored, and there are none with {other}")
+        raise UsageError(f"--gptq: rounds integer weights that are stored, and there are none with {other}")
     if options.search and (options.plain or options.alpha is not None):
         raise UsageError(
             f"--search: chooses the smoothing itself; leave out {'--plain' if options.plain else '--alpha'}"
@@ -267,21 +274,23 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
     from core.quant.statistics import StatisticsError
     from core.quant.store import QuantizedStoreError
     from llm.load import TextModelError, load
-    from llm.quantized import make
-    from llm.recipe import ALPHA, llama
+    from llm.quantized import Layerwise, make
+    from llm.recipe import llama
 
     if options.out is None:
         raise UsageError("--out: is needed with --text-model: the folder of its model, or another")
     if options.scales_only:
         raise UsageError("--scales-only: is for models that draw; a --text-model is written with its weights")
-    alpha = None if options.plain else ALPHA if options.alpha is None else options.alpha
+    recipe = None if options.alpha is None else llama(options.alpha)  # None: the scheme's own
+    recipe = llama(None) if options.plain else recipe
     try:
         model = load(options.text_model)
         start = model.tokenizer.bos_token_id
         texts = [model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in prompts]
         texts = [([] if start is None else [start]) + text for text in texts]
         texts = [text[: model.context] for text in texts]
-        report = make(model, texts, options.out, recipe=llama(alpha), scheme=options.scheme)
+        layerwise = Layerwise(options.search, options.gptq)
+        report = make(model, texts, options.out, recipe=recipe, scheme=options.scheme, layerwise=layerwise)
     except TextModelError as error:
         raise UsageError(f"--text-model: {error}") from error
     except (StatisticsError, RecipeError, QuantizedStoreError) as error:

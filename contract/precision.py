@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Scheme = Literal["int8", "fp8", "int8-dynamic"]
+ImageScheme = Literal["int8", "fp8", "int8-dynamic"]
+Scheme = Literal[ImageScheme, "w4a16"]
+"""w4a16, INT4 weights in groups and inputs in floating point, is for language models."""
 Name = Literal["fp32", "bf16", "fp16", Scheme]
 Choice = Literal["auto", Name]
 """As a setting names one; "auto" is resolved where the device and the model's variants are known."""
-ImageChoice = Literal[Choice, "nf4"]
+ImageChoice = Literal["auto", "fp32", "bf16", "fp16", ImageScheme, "nf4"]
 """As the setting for images names one: also those of pipelines that run by diffusers' own loop alone."""
 
 
@@ -42,10 +44,14 @@ PRECISIONS: dict[str, Precision] = {
         Precision("int8", scheme="int8", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
         Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False, cpu_kernels=True),
+        Precision("w4a16", scheme="w4a16", gpu_kernels=(8, 0)),
     )
 }
 CHOICES: tuple[str, ...] = get_args(Choice)
 SCHEMES: tuple[str, ...] = get_args(Scheme)
+GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16")
+"""Those whose weights GPTQ rounds."""
+IMAGE_SCHEMES: tuple[str, ...] = get_args(ImageScheme)
 
 
 def is_quantized(precision: str) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _HEAD = "lm_head.weight"
+IN_4_BITS = "w4a16"  # the precision of models that are published in 4 bits
 
 
 def variant(scheme: str) -> str:
@@ -91,7 +92,8 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
 
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `llm.tiny.SHAPES`.
-        precision: of `contract.precision`; one of 8 bits is for a model whose folder holds it, such as `model-int8`.
+        precision: of `contract.precision`; a quantized one is for a model whose folder holds it, such as `model-int8`,
+            and w4a16 also for one that is published in 4 bits, which has no other.
 
     Raises:
         TextModelError: if it is missing, damaged, no decoder-only language model, or the device does not exist.
@@ -112,15 +114,20 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
             network, tokenizer = tiny.make(shape, device=device, dtype=str(dtype).removeprefix("torch."))
             network.set_attn_implementation(NAME)
             suffix = f"-{where.type}-{dtype}" if shape.large else ""
-            folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
+            folder, method, short, digest = None, None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
         else:
             folder = _find(name)
-            pooling = _pooling(folder)
-            network, tokenizer, generates = _read(folder, torch.float32 if is_quantized(precision) else dtype)
+            pooling, method = _pooling(folder), published(name)
+            if method is not None and precision != IN_4_BITS:
+                raise TextModelError(
+                    f"{name}: is published in 4 bits ({method}), which {IN_4_BITS} reads, not {precision}"
+                )
+            in_fp32 = is_quantized(precision) and method is None
+            network, tokenizer, generates = _read(folder, torch.float32 if in_fp32 else dtype)
             short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
             digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
-        if is_quantized(precision):
+        if is_quantized(precision) and method is None:
             digest = _quantized(name, folder, network, digest, precision)
         network = _moved(network, where, dtype).eval().requires_grad_(False)
     ends = _ends(network, tokenizer)
@@ -204,14 +211,20 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
+    from llm import int4_checkpoint
     from llm.attention import NAME
 
     try:
-        network, info = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True,
-            output_loading_info=True,
-        )  # fmt: skip
+        if int4_checkpoint.method(folder) is not None:
+            network, info = int4_checkpoint.read(folder, dtype, NAME)
+        else:
+            network, info = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True,
+                output_loading_info=True,
+            )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except int4_checkpoint.CheckpointError as error:
+        raise TextModelError(str(error)) from error
     except Exception as error:  # many libraries, many exceptions: the model does not load
         raise TextModelError(f"{folder}: does not load ({type(error).__name__}: {_first_line(error)})") from error
     generates = _HEAD not in (info.get("missing_keys") or ()) or not (folder / "modules.json").is_file()
@@ -248,13 +261,25 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
 
 
 def variants(name: str) -> set[str]:
-    """The 8-bit schemes that a model's folder has a variant of. Raises `TextModelError` if there is no model."""
+    """The schemes that a model's folder has a variant of. Raises `TextModelError` if there is no model."""
     from core.quant import store
 
     if name in tiny.SHAPES:
         return set()
     folder = _find(name)
     return {scheme for scheme in SCHEMES if (folder / variant(scheme) / store.MANIFEST).is_file()}
+
+
+def published(name: str) -> str | None:
+    """The method by which a model is published in 4 bits, if it is. Raises `TextModelError` if there is no model."""
+    from llm import int4_checkpoint
+
+    if name in tiny.SHAPES:
+        return None
+    try:
+        return int4_checkpoint.method(_find(name))
+    except int4_checkpoint.CheckpointError as error:
+        raise TextModelError(str(error)) from error
 
 
 def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme: str) -> str:

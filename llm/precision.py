@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from contract.precision import SCHEMES, is_calibrated, is_quantized
+from contract.precision import PRECISIONS, SCHEMES, is_calibrated, is_quantized
 
 if TYPE_CHECKING:
     from llm.load import TextModel
 
-_BF16, _E4M3 = (8, 0), (8, 9)  # minimum compute capabilities for multiplying these
+_BF16 = (8, 0)  # minimum compute capability for multiplying it
 
 
 def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lacks: str | None) -> tuple[str, str]:
     """The precision, and the reason in a few words.
 
     Args:
-        variants: the 8-bit schemes that the model has a variant of.
+        variants: the schemes that the model has a variant of.
         capability: the GPU's compute capability; None for a CPU.
         lacks: why our kernels do not run on the device; None if they do.
     """
     # Others must be asked for.
     variants = [scheme for scheme in SCHEMES if scheme in variants and is_calibrated(scheme)]
-    runs = [*variants]
-    if capability is None or capability < _E4M3:
-        runs = [scheme for scheme in runs if scheme != "fp8"]
+    runs = [scheme for scheme in variants if _runs(scheme, capability)]
     if runs and lacks is None:
         return runs[0], f"the model has such a variant (model-{runs[0]}), and our kernels run"
     if runs:
@@ -41,6 +39,14 @@ def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lac
     return "bf16", reason
 
 
+def _runs(scheme: str, capability: tuple[int, int] | None) -> bool:
+    """Whether our kernels ever run it on such a GPU, or on a CPU."""
+    precision = PRECISIONS[scheme]
+    if capability is None:
+        return precision.cpu_kernels
+    return precision.gpu_kernels is not None and capability >= precision.gpu_kernels
+
+
 def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[TextModel, str]:
     """Load a model in the configured precision, or for "auto" in that of `choose`; and the reason.
 
@@ -49,10 +55,12 @@ def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[
     import torch
 
     from llm import family
-    from llm.load import load, variants
+    from llm.load import IN_4_BITS, load, published, variants
 
     if requested != "auto":
         return load(name, precision=requested, device=device), "as the settings say"
+    if (method := published(name)) is not None:
+        return load(name, precision=IN_4_BITS, device=device), f"it is published in 4 bits, by {method}"
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
     selected, reason = choose(variants(name), capability=capability, lacks=lacks)
     model = load(name, precision=selected, device=device)
@@ -61,5 +69,5 @@ def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[
             family.check(model.network)
         except ValueError as error:
             selected, _ = choose((), capability=capability, lacks=None)
-            model, reason = load(name, precision=selected, device=device), f"its layers stay out of 8 bits: {error}"
+            model, reason = load(name, precision=selected, device=device), f"its layers stay unquantized: {error}"
     return model, reason

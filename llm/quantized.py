@@ -1,31 +1,38 @@
-"""Creates a language model's variant in 8 bits: calibrates it on texts, then quantizes by the recipe."""
+"""Creates a language model's quantized variant: calibrates it on texts, then quantizes by the recipe."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from contract.precision import Scheme, is_calibrated
-from core.quant import store
+from core.quant import search, store
 from core.quant.convert import QuantizationReport, Recipe, quantize_
+from core.quant.samples import Samples
 from core.quant.statistics import Statistics, StatisticsError
 from llm.attention import NAME, cacheless
 from llm.load import TextModel, variant
-from llm.recipe import llama
+from llm.recipe import default
+
+_ROWS = 4096  # of each layer: GPTQ's sums of products need several times as many as there are inputs
 
 
-def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) -> Statistics:
-    """Statistics of the recipe's layers over texts of token ids. `model` must be unquantized, and is not changed.
+def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe, *, samples: bool = False) -> Statistics:
+    """Statistics of the recipe's layers over texts of token ids, with `samples` of their inputs where asked for.
+
+    `model` must be unquantized, and is not changed.
 
     Raises `StatisticsError` without texts.
     """
     if not texts:
         raise StatisticsError("calibration needs texts, and there are none")
-    statistics = Statistics(model.digest)
+    rows = Samples(search.sampled(recipe, model.network), _ROWS) if samples else None
+    statistics = Statistics(model.digest, samples=rows)
     targets = recipe.targets(model.network)
     model.network.set_attn_implementation(cacheless(model.network))  # a whole text at once needs no cache
     try:
@@ -38,20 +45,38 @@ def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) 
     return statistics
 
 
+@dataclass(frozen=True)
+class Layerwise:
+    """What is chosen layer by layer, on rows that each layer reads in calibration.
+
+    search: the smoothing of each input, by the error of the outputs (AWQ; `core.quant.search`). gptq: weights are
+    rounded so that they make up for one another (`core.quant.gptq`).
+    """
+
+    search: bool = False
+    gptq: bool = False
+
+
 def quantize(
-    model: TextModel, texts: Sequence[Sequence[int]], *, recipe: Recipe | None = None, scheme: Scheme = "int8"
+    model: TextModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    recipe: Recipe | None = None,
+    scheme: Scheme = "int8",
+    layerwise: Layerwise | None = None,
 ) -> TextModel:
-    """A copy of the model in 8 bits; layers to be quantized are not copied first.
+    """A quantized copy of the model; layers to be quantized are not copied first.
 
     Raises what `calibrate` and `quantize_` raise.
     """
-    recipe, statistics = _calibrated(model, texts, recipe, scheme)
+    layerwise = layerwise or Layerwise()
+    recipe, statistics = _calibrated(model, texts, recipe, scheme, layerwise)
     targets = {id(model.network.get_submodule(name)) for name in recipe.targets(model.network)}
     shared = {i: layer for layer in model.network.modules() if (i := id(layer)) in targets}
     network = copy.deepcopy(model.network, dict(shared))
-    quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest)
+    quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest, gptq=layerwise.gptq)
     store.round_(network)
-    name = recipe.name if scheme == "int8" else f"{recipe.name}-{scheme}"
+    name = "-".join([recipe.name, *([] if scheme == "int8" else [scheme]), *(["gptq"] if layerwise.gptq else [])])
     return replace(model, digest=f"{model.digest}-{name}", precision=scheme, network=network)
 
 
@@ -62,31 +87,39 @@ def make(
     *,
     recipe: Recipe | None = None,
     scheme: Scheme = "int8",
+    layerwise: Layerwise | None = None,
 ) -> QuantizationReport:
     """Calibrate, if the scheme wants it, and write its variant under `out`.
 
     Raises what calibration, recipe and store raise.
     """
-    recipe, statistics = _calibrated(model, texts, recipe, scheme)
+    layerwise = layerwise or Layerwise()
+    recipe, statistics = _calibrated(model, texts, recipe, scheme, layerwise)
     network = copy.deepcopy(model.network)
-    report = quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest)
+    report = quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest, gptq=layerwise.gptq)
+    calibration: dict[str, Any] = {"texts": len(texts), "tokens": sum(map(len, texts))} if statistics else {}
+    if layerwise.gptq:
+        calibration["gptq"] = report.compensated
     manifest = store.Manifest(
         scheme=scheme,
         recipe=recipe.name,
         source=model.digest,
         layers={name: type(network.get_submodule(name)).__name__ for name in report.changed},
         skipped=report.skipped,
-        calibration={"texts": len(texts), "tokens": sum(map(len, texts))} if statistics else {},
+        calibration=calibration,
     )
     store.save(network, out / variant(scheme), manifest)
     return report
 
 
 def _calibrated(
-    model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe | None, scheme: Scheme
+    model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe | None, scheme: Scheme, layerwise: Layerwise
 ) -> tuple[Recipe, Statistics | None]:
-    """The recipe, by default the family's, and statistics for it; none, and no smoothing, without calibration."""
+    """The recipe, by default the scheme's, and statistics for it; none, and no smoothing, without calibration."""
     if not is_calibrated(scheme):
-        return llama(None), None
-    recipe = recipe or llama()
-    return recipe, calibrate(model, texts, recipe)
+        return default(scheme), None
+    recipe = recipe or default(scheme)
+    statistics = calibrate(model, texts, recipe, samples=layerwise.search or layerwise.gptq)
+    if layerwise.search:
+        recipe = search.chosen(recipe, search.search(model.network, recipe, statistics, scheme=scheme))
+    return recipe, statistics

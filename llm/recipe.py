@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from core.quant.convert import Recipe, Rule
+from core.quant.schemes import SCHEMES
 
 ALPHA = 0.5
 
@@ -26,6 +27,11 @@ def llama(alpha: float | None = ALPHA) -> Recipe:
         ),
         shares=_shares,
     )
+
+
+def default(scheme: str) -> Recipe:
+    """The recipe where none is given: smoothing is for schemes that round inputs, and costs weights some accuracy."""
+    return llama(ALPHA if SCHEMES[scheme].linear.STATIC and SCHEMES[scheme].linear.ROUNDS else None)
 
 
 def _shares(name: str) -> str:

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cuda import decode_kernel, driver, stream_kernel, tiles
+from core.kernels.cuda import decode_kernel, driver, int4_kernel, stream_kernel, tiles
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
 from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.tiles import Tile
 from core.kernels.kv_cache import KVCache
-from core.ops.fused import Linear, Reader
+from core.ops.fused import Linear, Reader, biases, joined
 from core.ops.ops import Layer, rms_eps
+from core.quant.int4 import Int4Linear
 from core.quant.linear import ScaledWeights
 
 
@@ -57,9 +58,49 @@ class TokenLinear(Linear):
         """x of the input's type, at most `MOST_ROWS` rows."""
         return SplitSums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
 
+    def few_gated(
+        self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False
+    ) -> Tensor:
+        """silu(gate) · up, or GELU, times `inverse`, as `dtype`, of at most `MOST_ROWS` rows; the gate's weights come
+        first.
+        """
+        return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
+
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, N] in the base type, which takes the place of `residual`."""
         return self(x, residual, residual, None if self.kind is None else _tile(x, len(self.weight)))
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.nbytes
+
+
+class Int4TokenLinear:
+    """A `TokenLinear` whose weights have 4 bits."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        """Raises ValueError for modules that cannot be one product."""
+        Reader.of(modules)
+        if any((module.zero is None) != (modules[0].zero is None) for module in modules):
+            raise ValueError("layers that read one input are quantized in different ways")
+        zero = None if modules[0].zero is None else joined(modules, "zero")
+        self._weight = int4_kernel.packed(joined(modules, "weight"), joined(modules, "scale"), zero)
+        self._bias = biases(modules)
+
+    def few(self, x: Tensor, early: int) -> SplitSums:
+        return SplitSums(int4_kernel.stream(x, self._weight, early=early), None, self._bias)
+
+    def few_gated(
+        self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False
+    ) -> Tensor:
+        return int4_kernel.gated(x, self._weight, self._bias, inverse, dtype, gelu=gelu, early=early)
+
+    def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return int4_kernel.product(x, self._weight, self._bias, residual, out=residual)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.nbytes
 
 
 def _tile(x: Tensor, columns: int) -> Tile | None:
@@ -102,7 +143,7 @@ class CudaTokenOps:
         self.early = LATE if can_be_early else 0
         self._base, self._cache, self._angles = base, cache, angles
         # By modules, whose identity they go by; the walk asks for them before each launch.
-        self._products: dict[tuple[Layer, ...], TokenLinear] = {}
+        self._products: dict[tuple[Layer, ...], TokenLinear | Int4TokenLinear] = {}
         self._readers: dict[tuple[Layer, ...], tuple[Tensor | None, torch.dtype]] = {}
         self._norms: dict[Layer, tuple[Tensor, float]] = {}
 
@@ -154,8 +195,7 @@ class CudaTokenOps:
         inverse, dtype = self._reader((to,))
         if len(x) > MOST_ROWS:
             return gate(product.many(x), inverse, dtype, gelu=gelu)
-        tensors = (product.weight, product.scale, product.bias)
-        return stream_kernel.gated(x, *tensors, inverse, dtype, gelu=gelu, early=self.early)
+        return product.few_gated(x, inverse, dtype, self.early, gelu=gelu)
 
     def rotate_paged(
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
@@ -184,6 +224,7 @@ class CudaTokenOps:
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         product = self._product((layer,))
+        assert isinstance(product, TokenLinear)  # `pack` refuses others
         logits = torch.empty(len(x), len(product.weight), device=x.device) if out is None else out
         for start in range(0, len(x), MOST_ROWS):
             part = x[start : start + MOST_ROWS]
@@ -198,17 +239,21 @@ class CudaTokenOps:
     def pack(self, operation: str, layers: tuple[Layer, ...]) -> None:
         """Join the weights of an operation's layers, if it has any. Raises ValueError for layers that do not fit."""
         if operation in ("linear", "head", "gated"):
-            self._product(layers[::-1] if operation == "gated" else layers)
+            product = self._product(layers[::-1] if operation == "gated" else layers)
+            if operation == "head" and not isinstance(product, TokenLinear):
+                raise ValueError(f"a head of {type(layers[0]).__name__} is not known")
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a token's forward reads: all products, without embeddings."""
-        return sum(product.weight.nbytes for product in self._products.values())
+        return sum(product.weight_bytes for product in self._products.values())
 
-    def _product(self, layers: tuple[Layer, ...]) -> TokenLinear:
+    def _product(self, layers: tuple[Layer, ...]) -> TokenLinear | Int4TokenLinear:
         product = self._products.get(layers)
         if product is None:
-            product = self._products[layers] = TokenLinear(layers, self._base)
+            in_4_bits = isinstance(layers[0], Int4Linear)
+            product = Int4TokenLinear(layers) if in_4_bits else TokenLinear(layers, self._base)
+            self._products[layers] = product
         return product
 
     def _reader(self, to: tuple[Layer, ...]) -> tuple[Tensor | None, torch.dtype]:

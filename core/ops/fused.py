@@ -30,7 +30,7 @@ from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
 class Reader(NamedTuple):
-    """The input type of a layer: the 8-bit type, or None for the base type, and the factor [K] applied before."""
+    """A layer's input type, 8-bit or None for the base type, and the factor [K] applied before, if there is one."""
 
     kind: torch.dtype | None
     inverse: Tensor | None
@@ -44,9 +44,13 @@ class Reader(NamedTuple):
             raise ValueError(f"the GPU kernels do not support {type(first).__name__}: its inputs have no static scales")
         for other in modules[1:]:
             alike = type(other) is type(first)
-            if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):
+            if not alike or (quantized and not _equal(other.inverse, first.inverse)):
                 raise ValueError("layers that read one input are quantized in different ways")
-        return cls(first.weight.dtype, first.inverse) if quantized else cls(None, None)
+        return cls(first.weight.dtype if first.ROUNDS else None, first.inverse) if quantized else cls(None, None)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 class FusedLayer:
@@ -61,12 +65,14 @@ class FusedLayer:
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
+        if any(isinstance(module, ScaledWeights) and not module.ROUNDS for module in modules):
+            raise ValueError(f"the GPU kernels of this network do not support {type(modules[0]).__name__}")
         self.base, self.modules = base, tuple(modules)
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
-        self.weight = _joined(modules, "weight")
-        self.scale = None if self.kind is None else _joined(modules, "scale")
-        self.bias = _biases(modules)
+        self.weight = joined(modules, "weight")
+        self.scale = None if self.kind is None else joined(modules, "scale")
+        self.bias = biases(modules)
 
     @property
     def plain_bias(self) -> Tensor | None:
@@ -79,7 +85,7 @@ class FusedLayer:
         return int(self.weight.shape[1])
 
 
-def _biases(modules: Sequence[Any]) -> Tensor | None:
+def biases(modules: Sequence[Any]) -> Tensor | None:
     """Concatenated, in fp32, zeros for a layer without; None if none has any."""
     if all(module.bias is None for module in modules):
         return None
@@ -90,7 +96,7 @@ def _biases(modules: Sequence[Any]) -> Tensor | None:
     ])  # fmt: skip
 
 
-def _joined(modules: Sequence[Any], name: str) -> Tensor:
+def joined(modules: Sequence[Any], name: str) -> Tensor:
     """The modules' tensors concatenated; the modules become views of it, so that no weight is stored twice."""
     tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
     if len(tensors) == 1:

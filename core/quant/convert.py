@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from contract.precision import Scheme
+from contract.precision import GPTQ_SCHEMES, Scheme
 from core.quant.gptq import compensate_
 from core.quant.schemes import SCHEMES
 from core.quant.smoothing import inverse_scales, smoothing
@@ -105,7 +105,7 @@ def quantize_(
 ) -> QuantizationReport:
     """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; returns a report.
 
-    `gptq` rounds INT8 weights by the statistics' samples (`core.quant.gptq`). Schemes without calibration read no
+    `gptq` rounds integer weights by the statistics' samples (`core.quant.gptq`). Schemes without calibration read no
     statistics. `digest` of the model's weights, where given, must be the one that the statistics were collected on.
     Raises `RecipeError` and `StatisticsError`, and then has changed nothing.
     """
@@ -168,8 +168,8 @@ def _compensate(
     scheme: Scheme,
 ) -> list[str]:
     """Round the new layers' weights by GPTQ; returns the names of the layers that it improved."""
-    if scheme != "int8":
-        raise RecipeError(f"gptq: rounds weights of int8, not of {scheme}")
+    if scheme not in GPTQ_SCHEMES:
+        raise RecipeError(f"gptq: rounds weights of {' and '.join(GPTQ_SCHEMES)}, not of {scheme}")
     compensated = []
     for family in families:
         rows = None if statistics is None else statistics.rows(family)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from core.quant.linear import LEVELS, Int8Conv2d, Int8Linear, quantize
+from core.quant.linear import LEVELS, ScaledWeights
 
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal, as published
 _BLOCK = 128  # columns that are rounded before all later ones are updated
@@ -16,38 +16,39 @@ _FITTED = 4 / 5  # of the rows; the others tell whether anything was gained
 
 
 def compensate_(quantized: nn.Module, layer: nn.Module, rows: Tensor) -> bool:
-    """Round the weight of the INT8 layer `quantized` of `layer` anew, for inputs like `rows` [n, K]. In place.
+    """Round the integer weight of `quantized`, made of `layer`, anew, for inputs like `rows` [n, K]. In place.
 
     Returns whether that lowers the error of the output on a fifth of the rows, which were not used; else nothing
     changes. A convolution is rounded as if neighbouring pixels were independent.
     """
-    assert isinstance(quantized, (Int8Linear, Int8Conv2d)) and isinstance(layer, (nn.Linear, nn.Conv2d))
-    rounded = quantized.weight if quantized.weight.dim() == 2 else quantized.weight.flatten(1, 2)
-    rounded = rounded.reshape(-1, rounded.shape[-1])  # [N · taps, K]
+    assert isinstance(quantized, ScaledWeights) and isinstance(layer, (nn.Linear, nn.Conv2d))
+    nearest, scale = quantized.levels, quantized.level_scale
     weight = layer.weight.detach().float()
-    weight = weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1)
-    weight = weight.reshape(rounded.shape) / quantized.inverse
-    scale = quantized.scale.repeat_interleave(len(rounded) // len(quantized.scale))
-    x = quantize(rows.to(weight.device), quantized.inverse).double()
+    weight = (weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1)).reshape(nearest.shape)
+    weight = weight if quantized.inverse is None else weight / quantized.inverse
+    x = quantized.read(rows.to(weight.device).float()).double()
     fitted = round(len(x) * _FITTED)
     if not 0 < fitted < len(x):
         return False
-    result = round_weight(weight, scale, x[:fitted].T @ x[:fitted])
+    result = round_weight(weight, scale, x[:fitted].T @ x[:fitted], quantized.RANGE)
     left = x[fitted:]
 
     def off(levels: Tensor) -> float:
-        return float((left @ (levels.double() * scale[:, None] - weight).T).square().sum())
+        return float((left @ (levels.double() * scale - weight).T).square().sum())
 
-    if not off(result) < off(rounded):
+    if not off(result) < off(nearest):
         return False
-    quantized.weight = result.view(quantized.weight.shape)
+    quantized.levels = result
     return True
 
 
-def round_weight(weight: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
-    """int8 levels of a weight [N, K] with the scale of each row [N], for inputs with XᵀX = `hessian` [K, K]."""
+def round_weight(
+    weight: Tensor, scale: Tensor, hessian: Tensor, levels_range: tuple[int, int] = (-LEVELS, LEVELS)
+) -> Tensor:
+    """int8 levels of a weight [N, K] with the scale [N, 1] or [N, K], for inputs with XᵀX = `hessian` [K, K]."""
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    left = weight.double()[:, order] / scale.double()[:, None]
+    left = weight.double()[:, order]
+    unit = scale.double().expand(weight.shape)[:, order]
     damped = hessian.double()[order][:, order]
     damped.diagonal().add_(_DAMPING * damped.diagonal().mean().clamp_min(1e-12))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -57,8 +58,8 @@ def round_weight(weight: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
         stop = min(start + _BLOCK, left.shape[1])
         errors = left.new_empty(len(left), stop - start)
         for column in range(start, stop):
-            levels[:, column] = left[:, column].round().clamp(-LEVELS, LEVELS)
-            error = (left[:, column] - levels[:, column]) / upper[column, column]
+            levels[:, column] = (left[:, column] / unit[:, column]).round().clamp(*levels_range)
+            error = (left[:, column] - levels[:, column] * unit[:, column]) / upper[column, column]
             left[:, column + 1 : stop] -= error[:, None] * upper[column, column + 1 : stop]
             errors[:, column - start] = error
         left[:, stop:] -= errors @ upper[start:stop, stop:]

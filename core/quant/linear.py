@@ -45,12 +45,16 @@ class FixedDtypeModule(nn.Module):
 class ScaledWeights(FixedDtypeModule):
     """8-bit weights with a scale for each output channel, and a vector that multiplies inputs.
 
-    STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. TOP: the largest
-    level of inputs.
+    STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. ROUNDS: inputs are
+    rounded to levels of the weight's type. TOP: the largest level of inputs. RANGE: the levels of integer weights.
+    OPTIONAL: stored parts that may be absent.
     """
 
     STATIC: ClassVar[bool] = True
+    ROUNDS: ClassVar[bool] = True
     TOP: ClassVar[float] = LEVELS
+    RANGE: ClassVar[tuple[int, int]] = (-LEVELS, LEVELS)
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
 
     weight: Tensor  # [N, ...], int8 or E4M3
     scale: Tensor  # fp32 [N]
@@ -68,6 +72,32 @@ class ScaledWeights(FixedDtypeModule):
     def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         """The 8-bit weight and the fp32 scale of each row of [N, ...]."""
         return quantize_weight(weight)
+
+    @property
+    def levels(self) -> Tensor:
+        """The levels of integer weights as rows, int8 [N · taps, K]."""
+        return self.weight.reshape(-1, self.weight.shape[-1])
+
+    @levels.setter
+    def levels(self, levels: Tensor) -> None:
+        self.weight = levels.view(self.weight.shape)
+
+    @property
+    def level_scale(self) -> Tensor:
+        """The fp32 scale of `levels`: [N · taps, 1] or [N · taps, K]."""
+        return self.scale.repeat_interleave(len(self.levels) // len(self.scale))[:, None]
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the product of weights reads of inputs x [..., K]."""
+        return quantize(x, self.inverse)
+
+    @classmethod
+    def shapes(cls, layer: nn.Linear | nn.Conv2d) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parts that are stored of what replaces `layer`."""
+        n, k, *kernel = layer.weight.shape
+        shapes: dict[str, tuple[int, ...]] = {"weight": (n, *kernel, k), "scale": (n,)}
+        shapes |= {"inverse": (k,)} if cls.STATIC else {}
+        return shapes if layer.bias is None else shapes | {"bias": (n,)}
 
 
 class ScaledLinear(ScaledWeights):
@@ -87,6 +117,13 @@ class ScaledLinear(ScaledWeights):
         """The layer with this `inverse` [K] as its own."""
         weight, scale = cls.rounded(_folded(layer.weight.detach().float(), inverse))
         return cls(weight, scale, inverse, _bias(layer))
+
+    @classmethod
+    def of_taps(cls, weight: Tensor, inverse: Tensor | None) -> Self:
+        """The taps of a weight [N, taps, K], rounded together, as a layer of N · taps outputs, as `of` makes it."""
+        inverse = _stretched(inverse, cls.TOP)
+        rounded, scale = cls.rounded(_folded(weight, inverse))
+        return cls(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)
 
     @classmethod
     def restored(cls, layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:

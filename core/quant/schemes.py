@@ -1,6 +1,6 @@
 """The quantization schemes, by name, and the classes of their layers.
 
-A scheme is a module with two classes of layers, a line here, and a line of `contract.precision`.
+A scheme is a module with classes of layers, a line here, and a line of `contract.precision`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from contract.precision import Scheme as Name
 from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
 from core.quant.fp8 import Fp8Conv2d, Fp8Linear
+from core.quant.int4 import Int4Linear
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear, ScaledWeights
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A quantization scheme: the classes that replace linear layers and convolutions."""
+    """A quantization scheme: the classes that replace linear layers and convolutions, if it has any for these."""
 
     name: Name
     linear: type[ScaledLinear]
-    conv: type[ScaledConv2d]
+    conv: type[ScaledConv2d] | None = None
 
     @property
     def static(self) -> bool:
@@ -34,6 +35,8 @@ class Scheme:
         Raises ValueError for an unsupported layer.
         """
         if isinstance(layer, nn.Conv2d):
+            if self.conv is None:
+                raise ValueError(f"{self.name} has no convolutions")
             return self.conv.of(layer, inverse)
         assert isinstance(layer, nn.Linear)
         return self.linear.of(layer, inverse)
@@ -45,9 +48,10 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("int8", Int8Linear, Int8Conv2d),
         Scheme("fp8", Fp8Linear, Fp8Conv2d),
         Scheme("int8-dynamic", Int8DynamicLinear, Int8DynamicConv2d),
+        Scheme("w4a16", Int4Linear),
     )
 }
 LAYERS: dict[str, type[ScaledLinear] | type[ScaledConv2d]] = {
-    kind.__name__: kind for scheme in SCHEMES.values() for kind in (scheme.linear, scheme.conv)
+    kind.__name__: kind for scheme in SCHEMES.values() for kind in (scheme.linear, scheme.conv) if kind is not None
 }
 """Classes of layers by the name that a stored model has for them."""

@@ -98,7 +98,7 @@ class LayerErrors:
 
     def __init__(self, layers: Sequence[nn.Module], rows: Tensor, scheme: Scheme = "int8") -> None:
         """`rows` [n, K] is what all of the layers read."""
-        self._kinds = SCHEMES[scheme]
+        self._kind = SCHEMES[scheme].linear
         self._weights = [_taps(layer) for layer in layers]
         self._rows = rows.to(self._weights[0].device).float()
         self._expected = [self._rows @ weight.flatten(0, 1).T for weight in self._weights]
@@ -106,12 +106,9 @@ class LayerErrors:
     @torch.inference_mode()
     def __call__(self, inverse: Tensor) -> float:
         """The error with inputs scaled by `inverse` [K]."""
-        kind = self._kinds.linear
-        inverse = inverse * (kind.TOP / 127)
         total = 0.0
         for weight, expected in zip(self._weights, self._expected, strict=True):
-            rounded, scale = kind.rounded(weight / inverse)
-            actual = kind(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)(self._rows)
+            actual = self._kind.of_taps(weight, inverse)(self._rows)
             total += float((actual - expected).square().sum()) / (float(expected.square().sum()) or 1.0)
         return math.sqrt(total / len(self._weights))
 

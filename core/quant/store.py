@@ -60,7 +60,7 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
     if weights:
         tensors = {name: _kept(model, name, tensor) for name, tensor in model.state_dict().items()}
     else:
-        tensors = {f"{name}.inverse": module.inverse for name, module in quantized.items() if module.STATIC}
+        tensors = {f"{name}.inverse": module.inverse for name, module in quantized.items() if _is_scaled(module)}
     tensors = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     partial = folder / (WEIGHTS + ".part")
     try:
@@ -75,6 +75,10 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
         return (folder / WEIGHTS).stat().st_size
     except (OSError, SafetensorError) as error:
         raise QuantizedStoreError(f"{folder}: cannot be written ({error})") from error
+
+
+def _is_scaled(module: ScaledWeights) -> bool:
+    return module.STATIC and module._buffers["inverse"] is not None
 
 
 def round_(model: nn.Module) -> None:
@@ -162,9 +166,10 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
         raise QuantizedStoreError(
             f"{folder}: holds scales alone, for weights in fp32, and layer {name} is {layer.weight.dtype}"
         )
-    parts = {part: tensors.get(f"{name}.{part}") for part in ("weight", "scale", "inverse", "bias")}
+    shapes = kind.shapes(layer) if manifest.weights else {"inverse": (layer.weight.shape[1],)} if kind.STATIC else {}
+    parts = {part: tensors.get(f"{name}.{part}") for part in shapes}
     try:
-        return _made(kind, layer, parts, weights=manifest.weights)
+        return _made(kind, layer, parts, shapes)
     except KeyError as error:
         raise QuantizedStoreError(f"{folder / WEIGHTS}: {error.args[0]} of layer {name} is missing") from error
     except ValueError as error:
@@ -175,17 +180,14 @@ def _made(
     kind: type[ScaledLinear] | type[ScaledConv2d],
     layer: nn.Linear | nn.Conv2d,
     parts: Mapping[str, Tensor | None],
-    *,
-    weights: bool,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> nn.Module:
     """Raises KeyError for a part that is missing, and ValueError for one of another shape."""
-    n, k, *kernel = layer.weight.shape
-    shapes: dict[str, tuple[int, ...]] = {"inverse": (k,)} if kind.STATIC else {}
-    if weights:
-        shapes |= {"weight": (n, *kernel, k), "scale": (n,)} | ({} if layer.bias is None else {"bias": (n,)})
     tensors: dict[str, Tensor] = {}
     for part, shape in shapes.items():
         tensor = parts[part]
+        if tensor is None and part in kind.OPTIONAL:
+            continue
         if tensor is None:
             raise KeyError(part)
         if tensor.shape != shape:

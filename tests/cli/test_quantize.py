@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
     return tiny.save(tmp_path / "small", tiny.SHAPES[tiny.TINY])
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "w4a16"])
 def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, scheme: str) -> None:
     (shell.folder / "prompts.txt").write_text("one\ntwo words\nthree whole words\n", "utf-8")
     prompts = str(shell.folder / "prompts.txt")
@@ -34,6 +34,15 @@ def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, schem
     assert said.out.startswith("text: ") and f" layers in {scheme}, " in said.out
     plain, found = load(str(model)), load(str(model), precision=scheme)
     assert found.precision == scheme and found.digest != plain.digest
+
+
+def test_a_text_models_weights_are_chosen_layer_by_layer(shell: Shell, model: Path) -> None:
+    given = ("quantize", "--text-model", str(model), "--scheme", "w4a16", "--limit", "8", "-o", str(model))
+    assert shell(*given, "--search", "--gptq").code == 0
+    about = json.loads((model / "model-w4a16" / "quantization.json").read_text())
+    assert about["recipe"] == "llama-plain-searched" and about["calibration"]["gptq"]
+    assert {*about["layers"].values()} == {"Int4Linear"}
+    assert load(str(model), precision="w4a16").precision == "w4a16"
 
 
 def test_a_scheme_without_calibration_takes_none(shell: Shell, model: Path) -> None:
@@ -158,11 +167,13 @@ def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivi
         ("--search --alpha 0.5 -o out", "--search: chooses the smoothing itself; leave out --alpha"),
         ("--search --scheme int8-dynamic -o out", "--search: is for calibration, and int8-dynamic needs none"),
         ("--sensitivity --scheme int8-dynamic -o out", "--sensitivity: is for calibration"),
-        ("--search --text-model x -o out", "--search: is for models that draw, not for --text-model"),
+        ("--sensitivity --text-model x -o out", "--sensitivity: is for models that draw, not for --text-model"),
+        ("--scheme w4a16 -o out", "--scheme: w4a16 is for language models, with --text-model"),
+        ("--gptq --scheme fp8 --text-model x -o out", "there are none with fp8"),
         ("--keep x --control canny -o out", "--keep: is for models that draw, not for --control"),
         (
             "--gptq --scales-only -o out",
-            "--gptq: rounds int8 weights that are stored, and there are none with --scales-only",
+            "--gptq: rounds integer weights that are stored, and there are none with --scales-only",
         ),
         ("--scales-only --text-model x -o out", "--scales-only: "),
         ("--gptq --sensitivity -o out", "there are none with --sensitivity"),

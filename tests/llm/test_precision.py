@@ -30,6 +30,9 @@ HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
         (("fp8",), AMPERE, None, "bf16", "this device does not multiply fp8"),
         (("fp8",), (8, 9), None, "fp8", "model-fp8"),
         (("int8",), AMPERE, None, "int8", "model-int8"),
+        (("w4a16",), HOPPER, None, "w4a16", "model-w4a16"),
+        (("w4a16", "int8"), HOPPER, None, "int8", "model-int8"),
+        (("w4a16",), None, None, "fp32", "this device does not multiply w4a16"),
         ((), TURING, None, "fp32", "compute capability 7.5 has no bf16"),
     ],
 )

@@ -7,13 +7,12 @@ The chunk's own keys and values are already in pages, like all earlier ones. The
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from core.kernels.cuda.decode_kernel import limit
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import kernel
-from core.kernels.cuda.quantize import levels
+from core.kernels.cuda.quantize import rounded
 from core.kernels.kv_cache import PAGE
 
 _BLOCK = 64  # keys at a time
@@ -39,7 +38,7 @@ def tiles(runs: list[tuple[int, int, int]], group: int) -> list[tuple[int, int, 
 def _chunks(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, positions, tiles, inverse, out, scale, table_stride,
     H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, OUT_INT8: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     first, rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1)
@@ -83,9 +82,7 @@ def _chunks(  # type: ignore[no-untyped-def]
     y = acc / tl.maximum(total, 1e-30)[:, None]
     if inverse is not None:
         y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
-        tl.store(out + offsets, levels(y, OUT_INT8), real[:, None])
-    else:
-        tl.store(out + offsets, y.to(out.dtype.element_ty), real[:, None])
+    tl.store(out + offsets, rounded(y, out.dtype.element_ty), real[:, None])
 
 
 def chunks(
@@ -115,7 +112,7 @@ def chunks(
         _chunks[(len(cut), kv_heads)](
             q, keys, values, key_scales, value_scales, table, positions, cut, inverse, out,
             scale * 1.4426950408889634, table.stride(0), heads, kv_heads, group, power(group),
-            tokens_per_tile(group) * power(group), d, _BLOCK, PAGE, window, cap, out.dtype == torch.int8,
+            tokens_per_tile(group) * power(group), d, _BLOCK, PAGE, window, cap,
             num_warps=8 if d * power(group) >= 256 else 4, num_stages=3,
         )  # fmt: skip
     return out

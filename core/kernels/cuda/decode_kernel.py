@@ -13,7 +13,7 @@ from torch import Tensor
 from core.kernels.cuda import language
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import enter, kernel, options
-from core.kernels.cuda.quantize import levels, to_levels
+from core.kernels.cuda.quantize import rounded, to_type
 from core.kernels.kv_cache import PAGE, KVCache
 
 PART = 256  # tokens of a part, at least
@@ -50,16 +50,14 @@ def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr):  
 
 @kernel()
 def _store_whole(  # type: ignore[no-untyped-def]
-    out, inverse, acc, total, rows, heads, channel, real, D: tl.constexpr, OUT_INT8: tl.constexpr
+    out, inverse, acc, total, rows, heads, channel, real, D: tl.constexpr
 ):
     """The result of a sequence that is one part: `acc` by the sum of weights, `real` heads only."""
     y = acc / tl.maximum(total, 1e-30)[:, None]
     to = rows[:, None] * D + channel[None]
     if inverse is not None:
         y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
-        tl.store(out + to, levels(y, OUT_INT8), real[:, None])
-    else:
-        tl.store(out + to, y.to(out.dtype.element_ty), real[:, None])
+    tl.store(out + to, rounded(y, out.dtype.element_ty), real[:, None])
 
 
 @kernel()
@@ -75,7 +73,7 @@ def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
     sums, scale, table_stride, H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`scale` is for powers of two: that of the scores times log2(e)."""
     enter(EARLY)
@@ -124,7 +122,7 @@ def _parts(  # type: ignore[no-untyped-def]
             top = above
         real = (group < G) & stored
         if REACH == 1:
-            _store_whole(out, inverse, acc, total, row * H + heads, heads, channel, real, D, OUT_INT8)
+            _store_whole(out, inverse, acc, total, row * H + heads, heads, channel, real, D)
         else:
             at = (place * H + heads) * REACH + split
             tl.store(made_parts + at[:, None] * D + channel[None], acc, real[:, None])
@@ -135,8 +133,7 @@ def _parts(  # type: ignore[no-untyped-def]
 @kernel()
 def _together(  # type: ignore[no-untyped-def]
     made_parts, largest, sums, positions, index, inverse, out, H: tl.constexpr, D: tl.constexpr, REACH: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, OUT_INT8: tl.constexpr,
-    EARLY: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Combine all possible parts, in one order whatever the grid's reach."""
     enter(EARLY)
@@ -159,9 +156,8 @@ def _together(  # type: ignore[no-untyped-def]
     y = tl.sum(x * share[:, None], 0) / total
     to, real = out + (row * H + head) * D + channel, (channel < D) & stored
     if inverse is not None:
-        tl.store(to, levels(y * tl.load(inverse + head * D + channel), OUT_INT8), real)
-    else:
-        tl.store(to, y.to(out.dtype.element_ty), real)
+        y *= tl.load(inverse + head * D + channel)
+    tl.store(to, rounded(y, out.dtype.element_ty), real)
 
 
 def decode(
@@ -188,8 +184,8 @@ def decode(
     keys [pages, kv_heads, 16, d], values [pages, kv_heads, d, 16]: floats, or int8 or E4M3 with scales [pages,
     kv_heads, 16]. table int32 [S, pages of one]; positions and sequences int32 [T]. A row at position -1 reads nothing
     and gets zeros. `parts` is at least the `reach` of the longest sequence; default: that of the table's width. Only
-    rows `index`, if given, of which -1 is none. `inverse` [heads · d] quantizes to the levels of `out`, which receives
-    the result. `window`: only the last so many tokens; `cap`: a score s is cap · tanh(s / cap); 0: none.
+    rows `index`, if given, of which -1 is none. `inverse` [heads · d] multiplies the result, which `out` receives in
+    its type. `window`: only the last so many tokens; `cap`: a score s is cap · tanh(s / cap); 0: none.
     """
     rows, heads, d = q.shape
     rows = rows if index is None else len(index)
@@ -202,18 +198,17 @@ def decode(
         partials = torch.empty(rows, heads, parts, d, device=q.device, dtype=torch.float32)
         largest = torch.empty(rows, heads, parts, device=q.device, dtype=torch.float32)
         sums = torch.empty_like(largest)
-    int8 = out.dtype == torch.int8
     block, warps, stages = shapes[keys.element_size()]
     _parts[(rows, kv_heads, parts)](
         q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
         partials, largest, sums, scale * 1.4426950408889634, table.stride(0),
-        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _UNIT, block, PAGE, window, cap, int8,
+        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _UNIT, block, PAGE, window, cap,
         early,
         num_warps=warps, num_stages=stages, **options(early),
     )  # fmt: skip
     if parts > 1:
         _together[(rows, heads)](
-            partials, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, int8, early,
+            partials, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, early,
             num_warps=4, **options(early),
         )  # fmt: skip
     return out
@@ -250,4 +245,5 @@ def decode_reference(
         scores[:, : max(0, position + 1 - window) if window else 0] = -torch.inf
         outputs.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
     y = torch.stack(outputs)
-    return y.to(dtype or q.dtype) if inverse is None else to_levels(y * inverse.view(y.shape[1:]), dtype or torch.int8)
+    y = y if inverse is None else y * inverse.view(y.shape[1:])
+    return to_type(y, dtype or (q.dtype if inverse is None else torch.int8))

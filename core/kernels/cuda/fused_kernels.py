@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import enter, kernel, options
-from core.kernels.cuda.quantize import levels, to_levels
+from core.kernels.cuda.quantize import levels, rounded, to_type
 from core.kernels.cuda.stream_kernel import activated
 from core.kernels.kv_cache import PAGE, KVCache
 
@@ -52,7 +52,7 @@ def _summed(parts, scale, bias, row, rows, at, inside, N: tl.constexpr, SPLITS: 
 @kernel("rows")
 def _add_norm(  # type: ignore[no-untyped-def]
     x, index, parts, scale, bias, sum_out, weight, inverse, out, rows, eps, N: tl.constexpr, SPLITS: tl.constexpr,
-    INT8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -69,14 +69,11 @@ def _add_norm(  # type: ignore[no-untyped-def]
     if parts is not None:
         y += _summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
     if sum_out is not None:
-        rounded = y.to(sum_out.dtype.element_ty)
-        tl.store(sum_out + row * N + c, rounded, inside)
-        y = rounded.to(tl.float32)  # the norm is of the rounded values that others will read
+        kept = y.to(sum_out.dtype.element_ty)
+        tl.store(sum_out + row * N + c, kept, inside)
+        y = kept.to(tl.float32)  # the norm is of the rounded values that others will read
     y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
-    if inverse is not None:
-        tl.store(out + row * N + c, levels(y, INT8), inside)
-    else:
-        tl.store(out + row * N + c, y.to(out.dtype.element_ty), inside)
+    tl.store(out + row * N + c, rounded(y, out.dtype.element_ty), inside)
 
 
 @kernel()
@@ -156,7 +153,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @kernel("rows")
 def _gate(  # type: ignore[no-untyped-def]
-    x, inverse, out, rows, N: tl.constexpr, INT8: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
+    x, inverse, out, rows, N: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -165,9 +162,8 @@ def _gate(  # type: ignore[no-untyped-def]
     u = tl.load(x + row * (2 * N) + N + c, inside, other=0.0).to(tl.float32)
     y = activated(g, GELU) * u
     if inverse is not None:
-        tl.store(out + row * N + c, levels(y * tl.load(inverse + c, inside, other=0.0), INT8), inside)
-    else:
-        tl.store(out + row * N + c, y.to(out.dtype.element_ty), inside)
+        y *= tl.load(inverse + c, inside, other=0.0)
+    tl.store(out + row * N + c, rounded(y, out.dtype.element_ty), inside)
 
 
 def add_norm(
@@ -182,9 +178,9 @@ def add_norm(
     sum_out: Tensor | None = None,
     early: int = 0,
 ) -> Tensor:
-    """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C] in `dtype`'s levels.
+    """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C], as `dtype`.
 
-    Without `inverse` as `dtype`, a float type. `sum_out` [T, C] receives the norm's input; it may be x itself, without
+    `sum_out` [T, C] receives the norm's input; it may be x itself, without
     `index`.
     """
     rows, channels = (len(x) if index is None else len(index)), x.shape[1]
@@ -193,7 +189,7 @@ def add_norm(
     parts, scale, bias = (None, None, None) if sums is None else (sums.parts, sums.scale, sums.bias)
     _add_norm[(rows,)](
         x, index, parts, scale, bias, sum_out, weight, inverse, out, rows, eps,
-        channels, 1 if sums is None else len(sums.parts), dtype == torch.int8, block, early,
+        channels, 1 if sums is None else len(sums.parts), block, early,
         num_warps=max(1, min(16, block // 256)), **options(early),
     )  # fmt: skip
     return out
@@ -234,15 +230,11 @@ def rotate(
 
 
 def gate(x: Tensor, inverse: Tensor | None, dtype: torch.dtype, *, gelu: bool = False) -> Tensor:
-    """silu(first half) · second half of x [T, 2N], times `inverse` [N] in `dtype`'s levels, or as `dtype`: [T, N].
-
-    Or GELU, by tanh.
-    """
+    """silu(first half) · second half of x [T, 2N], times `inverse` [N], as `dtype` [T, N]; or GELU, by tanh."""
     rows, channels = len(x), x.shape[1] // 2
     out = torch.empty(rows, channels, dtype=dtype, device=x.device)
     block = min(1024, power(channels))
-    int8 = dtype == torch.int8
-    _gate[(rows, -(-channels // block))](x, inverse, out, rows, channels, int8, gelu, block, num_warps=4)
+    _gate[(rows, -(-channels // block))](x, inverse, out, rows, channels, gelu, block, num_warps=4)
     return out
 
 
@@ -251,9 +243,9 @@ def add_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     """The norm's input, as x's type, and its norm."""
     y = x.float() if sums is None else x.float() + sums.whole()
-    rounded = y.to(x.dtype)
-    y = F.rms_norm(rounded.float(), (x.shape[1],), weight.float(), eps)
-    return rounded, y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
+    kept = y.to(x.dtype)
+    y = F.rms_norm(kept.float(), (x.shape[1],), weight.float(), eps)
+    return kept, to_type(y if inverse is None else y * inverse, dtype)
 
 
 def rotate_reference(
@@ -284,4 +276,4 @@ def rotate_reference(
 def gate_reference(x: Tensor, inverse: Tensor | None, dtype: torch.dtype, *, gelu: bool = False) -> Tensor:
     g, u = x.float().chunk(2, dim=1)
     y = (F.gelu(g, approximate="tanh") if gelu else F.silu(g)) * u
-    return y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
+    return to_type(y if inverse is None else y * inverse, dtype)

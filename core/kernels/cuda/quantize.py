@@ -28,6 +28,11 @@ def to_levels(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.round() if dtype == torch.int8 else x).clamp(-limit, limit).to(dtype)
 
 
+def to_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 to the levels of an 8-bit type, or to a float type: what `rounded` computes."""
+    return x.to(dtype) if dtype.itemsize > 1 else to_levels(x, dtype)
+
+
 def per_channel(inverse: Tensor, channels: int) -> int:
     """0 if `inverse` is one number for all channels, 1 if it is one per channel. Raises `ValueError` otherwise."""
     if inverse.numel() == 1:
@@ -46,6 +51,17 @@ def levels(x, IS_INT8: tl.constexpr):  # type: ignore[no-untyped-def]
         return ((x + 12582912.0) - 12582912.0).to(tl.int8)
     else:
         return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@kernel
+def rounded(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 to TYPE: to the `levels` of an 8-bit type, or to a float type."""
+    if TYPE == tl.int8:  # noqa: SIM300
+        return levels(x, True)
+    elif TYPE == tl.float8e4nv:  # noqa: SIM300
+        return levels(x, False)
+    else:
+        return x.to(TYPE)
 
 
 @kernel

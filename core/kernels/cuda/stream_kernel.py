@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.kernels.cuda.language import tl
 from core.kernels.cuda.launching import enter, kernel, options
-from core.kernels.cuda.quantize import levels, to_levels
+from core.kernels.cuda.quantize import rounded, to_type
 
 MOST_ROWS = 256  # beyond, compute dominates and other kernels are better
 FEW = 64  # up to which the split is the same
@@ -113,8 +113,8 @@ def activated(x, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 @kernel("rows")
 def _gated(  # type: ignore[no-untyped-def]
     x, weight, scale, bias, inverse, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
-    WHOLE: tl.constexpr, INT8: tl.constexpr, OUT_INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -162,9 +162,7 @@ def _gated(  # type: ignore[no-untyped-def]
     to = out + m.to(tl.int64)[None, :] * N + n[:, None]
     if inverse is not None:
         y *= out_step[:, None]
-        tl.store(to, levels(y, OUT_INT8), valid & in_columns[:, None])
-    else:
-        tl.store(to, y.to(out.dtype.element_ty), valid & in_columns[:, None])
+    tl.store(to, rounded(y, out.dtype.element_ty), valid & in_columns[:, None])
 
 
 def _whole(tile: StreamTile, columns: int, depth: int) -> bool:
@@ -211,15 +209,14 @@ def gated(
 ) -> Tensor:
     """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`; or GELU, by tanh.
 
-    scale and bias [2N] fp32. With `inverse` [N], times that, in `dtype`'s levels: int8 or E4M3.
+    scale and bias [2N] fp32. With `inverse` [N], times that.
     """
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     tile = tile or choose(rows, columns, depth, x.element_size(), gated=True)
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     _gated[(math.ceil(rows / tile.rows), math.ceil(columns / tile.columns))](
         x, weight, scale, bias, inverse, out, rows, columns, depth, math.ceil(depth / tile.depth),
-        _whole(tile, columns, depth), x.dtype == torch.int8, dtype == torch.int8,
-        tile.rows, tile.columns, tile.depth, gelu, early,
+        _whole(tile, columns, depth), x.dtype == torch.int8, tile.rows, tile.columns, tile.depth, gelu, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
     return out
@@ -245,4 +242,4 @@ def gated_reference(
     y = y if scale is None else y * scale
     gate, up = (y if bias is None else y + bias).chunk(2, dim=1)
     y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-    return y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
+    return to_type(y if inverse is None else y * inverse, dtype)

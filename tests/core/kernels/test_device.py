@@ -73,7 +73,7 @@ def test_which_kernels_draw(name: str, precision: str) -> None:
         (A100, "fp8", "fp8 needs compute capability 8.9, NVIDIA A100 has 8.0"),
         (NO_TRITON, "int8", "Triton is not installed"),
         (ABSENT, "int8", "no CUDA device"),
-        (H200, "fp16", "the GPU kernels support bf16, int8, fp8, not fp16"),
+        (H200, "fp16", "the GPU kernels support bf16, int8, fp8, w4a16, not fp16"),
         (ZEN5, "bf16", "the CPU kernels support fp32, int8 and int8-dynamic, not bf16"),
         (ZEN5, "fp8", "the CPU kernels support fp32, int8 and int8-dynamic, not fp8"),
         (ARM, "int8", ARM.cpu_lacks),

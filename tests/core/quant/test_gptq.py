@@ -44,13 +44,13 @@ def test_it_rounds_as_the_paper_says_in_blocks_of_any_size(columns: int, rows: i
     hessian, (_, scale) = x.double().T @ x.double(), quantize_weight(weight)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gptq, "_BLOCK", block_size)
-        assert torch.equal(round_weight(weight, scale, hessian), plainly(weight, scale, hessian))
+        assert torch.equal(round_weight(weight, scale[:, None], hessian), plainly(weight, scale, hessian))
 
 
 def test_inputs_that_are_always_zero_are_rounded_to_nearest() -> None:
     weight = normal(0, 4, 8)
     nearest, scale = quantize_weight(weight)
-    assert torch.equal(round_weight(weight, scale, torch.zeros(8, 8)), nearest)
+    assert torch.equal(round_weight(weight, scale[:, None], torch.zeros(8, 8)), nearest)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
@@ -104,6 +104,6 @@ def test_it_needs_rows_and_int8() -> None:
         model(inputs(0))
     with pytest.raises(StatisticsError, match=r"^conv: calibration kept no rows of its input, and GPTQ needs them"):
         quantize_(model, recipe(), statistics, gptq=True)
-    with pytest.raises(RecipeError, match="gptq: rounds weights of int8, not of fp8"):
+    with pytest.raises(RecipeError, match="gptq: rounds weights of int8 and w4a16, not of fp8"):
         quantize_(model, recipe(), statistics, scheme="fp8", gptq=True)
     assert isinstance(model.conv, nn.Conv2d), "nothing was changed"

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from contract import precision
+from contract.precision import IMAGE_SCHEMES as IMAGES
 from core.quant.convert import quantize_
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from core.quant.schemes import LAYERS, SCHEMES, Scheme
@@ -18,14 +19,17 @@ from tests.core.quant.blocks import block, inputs, observed, recipe
 def test_the_lists_are_one() -> None:
     assert tuple(SCHEMES) == precision.SCHEMES
     assert all(name == scheme.name for name, scheme in SCHEMES.items())
-    assert len(LAYERS) == 2 * len(SCHEMES), "a stored model knows layers by the names of their classes"
+    kinds = [kind for scheme in SCHEMES.values() for kind in (scheme.linear, scheme.conv) if kind is not None]
+    assert len(LAYERS) == len(kinds), "a stored model knows layers by the names of their classes"
     for name, kind in LAYERS.items():
         assert kind.__name__ == name and issubclass(kind, (ScaledLinear, ScaledConv2d))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_calibration_is_wanted_where_inputs_have_static_scales(scheme: Scheme) -> None:
-    assert scheme.linear.STATIC == scheme.conv.STATIC == scheme.static == precision.is_calibrated(scheme.name)
+    assert scheme.linear.STATIC == scheme.static == precision.is_calibrated(scheme.name)
+    assert scheme.conv is None or scheme.static == scheme.conv.STATIC
+    assert (scheme.name in IMAGES) == (scheme.conv is not None)
     model = block()
     if scheme.static:
         with pytest.raises(StatisticsError, match="there are no statistics"):
@@ -34,7 +38,7 @@ def test_calibration_is_wanted_where_inputs_have_static_scales(scheme: Scheme) -
         assert quantize_(model, recipe(), None, scheme=scheme.name).changed == list(BLOCKS)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", [SCHEMES[name] for name in IMAGES], ids=IMAGES)
 def test_a_quantized_model_is_near_the_model_in_every_type(scheme: Scheme) -> None:
     model = block()
     with torch.inference_mode():
@@ -53,7 +57,8 @@ def test_a_quantized_model_is_near_the_model_in_every_type(scheme: Scheme) -> No
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_layer_of_its_own_scales_is_the_same_layer(scheme: Scheme) -> None:
     inverse = torch.rand(20) + 0.5 if scheme.static else None
-    for layer in (nn.Linear(20, 12), nn.Linear(20, 12, bias=False), nn.Conv2d(20, 12, 3, stride=2, padding=1)):
+    conv = nn.Conv2d(20, 12, 3, stride=2, padding=1)
+    for layer in (nn.Linear(20, 12), nn.Linear(20, 12, bias=False), *([conv] if scheme.conv is not None else [])):
         made = scheme.quantize(layer, inverse)
         stored = made.state_dict()
         alone = {"inverse": made.inverse} if scheme.static else {}

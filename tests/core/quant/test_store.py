@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from contract.precision import SCHEMES
+from contract.precision import IMAGE_SCHEMES
 from core.quant import store
 from core.quant.convert import quantize_
 from core.quant.linear import ScaledWeights
@@ -51,7 +51,7 @@ def check_equal(found: nn.Module, wanted: nn.Module) -> None:
         assert torch.equal(found(inputs(9)), wanted(inputs(9)))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", IMAGE_SCHEMES)
 @pytest.mark.parametrize("weights", [True, False])
 def test_what_was_saved_comes_back_bit_for_bit(weights: bool, scheme: str, tmp_path: Path) -> None:
     """But for the matrices of layers that are not quantized, which a file has in bf16."""

@@ -1,0 +1,99 @@
+"""Products with weights of 4 bits against the same weights as plain numbers: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, draw, normal
+
+# isort: split
+from core.kernels.cuda import int4_kernel
+from core.kernels.cuda.int4_kernel import QUARTER, Int4Tile, Int4Weight, choose, gated, packed, product, stream
+from core.quant.int4 import BLOCK, Int4Linear
+
+SLACK = 2e-2 if CUDA else 1e-5
+
+
+def weight(seed: int, columns: int, depth: int, scales: torch.dtype, *, zeros: bool) -> tuple[Int4Weight, Tensor]:
+    """A weight as the kernels read it, and as plain numbers."""
+    generator = draw(seed)
+    layer = Int4Linear.of_taps(normal(generator, columns, 1, depth), None)
+    layer.scale = layer.scale.to(scales)
+    if zeros:
+        layer.zero = torch.randint(-8, 9, layer.scale.shape, generator=generator, device=DEVICE).to(torch.int8)
+    return packed(layer.weight, layer.scale, layer.zero), layer.dense()
+
+
+def close(result: Tensor, expected: Tensor) -> None:
+    assert result.shape == expected.shape and result.dtype == expected.dtype
+    slack = SLACK * float(expected.abs().max())
+    torch.testing.assert_close(result.float(), expected.float(), rtol=SLACK, atol=slack)
+
+
+CASES = [
+    (1, 64, 256, torch.float16, False),
+    (3, 72, 320, torch.bfloat16, True),  # neither columns nor depth are whole tiles
+    (20, 130, 512, torch.float16, True),
+    (70, 64, 2048, torch.float16, False),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth", "scales", "zeros"), CASES)
+def test_it_is_the_product_with_plain_numbers(
+    rows: int, columns: int, depth: int, scales: torch.dtype, zeros: bool
+) -> None:
+    generator = draw(1)
+    int4, plain = weight(0, columns, depth, scales, zeros=zeros)
+    x, bias = normal(generator, rows, depth).to(DTYPE), normal(generator, columns)
+    residual = normal(generator, rows, columns).to(DTYPE)
+    sums = stream(x, int4)
+    assert len(sums) == choose(rows, columns, len(int4.scale)).splits and sums.dtype == torch.float32
+    close(sums.sum(0), int4_kernel.product_reference(x, plain).float() if not CUDA else (x.float() @ plain.t()))
+    if rows > 3:
+        expected = int4_kernel.product_reference(x, plain, bias, residual)
+        close(product(x, int4, bias), int4_kernel.product_reference(x, plain, bias))
+        assert product(x, int4, bias, residual, out=residual) is residual
+        close(residual, expected)
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth", "zeros"), [(1, 64, 256, False), (5, 40, 320, True)])
+def test_gate_and_up_become_one(rows: int, columns: int, depth: int, zeros: bool) -> None:
+    generator = draw(2)
+    int4, plain = weight(3, 2 * columns, depth, torch.float16, zeros=zeros)
+    x = normal(generator, rows, depth).to(DTYPE) * depth**-0.5
+    bias, inverse = normal(generator, 2 * columns), 1 + normal(generator, columns).abs()
+    close(gated(x, int4, bias, inverse, DTYPE), int4_kernel.gated_reference(x, plain, bias, inverse, DTYPE))
+    if rows == 1:
+        expected = int4_kernel.gated_reference(x, plain, None, None, DTYPE, gelu=True)
+        close(gated(x, int4, None, None, DTYPE, gelu=True), expected)
+
+
+@pytest.mark.skipif(not CUDA, reason="numpy's sums of floats depend on the shape")
+def test_a_row_does_not_depend_on_its_companions() -> None:
+    int4, _ = weight(0, 4096, 4096, torch.float16, zeros=False)
+    x = normal(draw(1), 64, 4096).to(DTYPE)
+    whole = stream(x, int4).sum(0)
+    for first, count in ((0, 1), (5, 2), (20, 20)):
+        assert torch.equal(stream(x[first : first + count].contiguous(), int4).sum(0), whole[first : first + count])
+
+
+def test_splits_fit_the_shapes_of_8b() -> None:
+    """Enough programs for every multiprocessor, equal splits for few rows, and no part without work."""
+    assert 4 * QUARTER == BLOCK
+    for columns, depth, is_gated in (
+        (6144, 4096, False),
+        (4096, 4096, False),
+        (28672, 4096, True),
+        (4096, 14336, False),
+    ):
+        tiles = [choose(rows, columns, depth // BLOCK, gated=is_gated) for rows in (1, 17, 33, 64, 65)]
+        assert len({tile.splits for tile in tiles[:-1]}) == 1 and tiles[-1].splits == 1
+        for tile in tiles[:-1]:
+            assert depth // BLOCK % tile.splits == 0 and columns // tile.columns * tile.splits >= 132
+    assert tiles[-1] == Int4Tile(128, 128, 1, 8, 3)
+    for rows in (1, 32, 64, 65):  # an A100 and an Ada have less shared memory
+        few, less = (choose(rows, 4096, 16, shared_bytes=size) for size in (163 << 10, 99 << 10))
+        assert less.stages <= few.stages
+        assert (less.stages - 1) * less.columns * 128 + less.stages * less.rows * 512 <= 99 << 10

@@ -1,0 +1,163 @@
+"""Weights of 4 bits: packed and unpacked, rounded within half a step, scaled by calibration, stored as they are."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from core.ops.fused import FusedLayer
+from core.quant import int4, store
+from core.quant.convert import Recipe, RecipeError, Rule, quantize_
+from core.quant.gptq import compensate_
+from core.quant.int4 import Int4Linear
+from core.quant.samples import Samples
+from core.quant.search import chosen, search
+from core.quant.statistics import Statistics
+from tests.core.quant.stage import normal
+
+few = settings(max_examples=30, deadline=None)
+RECIPE = Recipe("two", (Rule("first|second", alpha=0.5),))
+
+
+class Two(nn.Module):
+    """Two layers, whose first input has channels of very different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(300, 40), nn.Linear(40, 8, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu())
+        return y
+
+
+def inputs(seed: int = 0) -> Tensor:
+    return normal(seed, 400, 12) @ normal(99, 12, 300) * (3 * normal(1, 300)).exp()
+
+
+def statistics(model: nn.Module) -> Statistics:
+    seen = Statistics("two", samples=Samples(["first", "second"]))
+    with seen.observe(model, ["first", "second"], 0):
+        model(inputs())
+    return seen
+
+
+def off(quantized: nn.Module, model: nn.Module) -> float:
+    expected = model(inputs(7))
+    return float((quantized(inputs(7)) - expected).square().sum() / expected.square().sum())
+
+
+@few
+@given(n=st.integers(1, 9), depth=st.integers(1, 600), seed=st.integers(0, 99))
+def test_words_hold_every_level(n: int, depth: int, seed: int) -> None:
+    levels = torch.randint(-8, 8, (n, depth), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    words = int4.pack(levels)
+    assert words.dtype == torch.int16 and words.shape == (n, 64 * -(-depth // 256))
+    assert torch.equal(int4.unpack(words, depth), levels)
+    column, row = (depth - 1) % 256, n - 1
+    word = int(words[row, (depth - 1) // 256 * 64 + column % 64]) & 0xFFFF
+    assert (word >> 4 * (column // 64)) & 15 == int(levels[row, depth - 1]) + 8  # as the kernels read it
+
+
+@few
+@given(n=st.integers(1, 9), depth=st.integers(1, 300), size=st.sampled_from((1e-6, 1e-2, 1.0, 1e3)),
+       seed=st.integers(0, 99))  # fmt: skip
+def test_a_weight_is_off_by_half_a_step_of_its_group(n: int, depth: int, size: float, seed: int) -> None:
+    weight = normal(seed, n, depth) * size
+    layer = Int4Linear.of_taps(weight[:, None], None)
+    groups = torch.arange(depth) // 128
+    largest = torch.stack([weight[:, groups == group].abs().amax(1) for group in groups.unique()], dim=1)
+    step = (largest / 7).clamp_min(2.0**-14)[:, groups]
+    assert ((layer.dense() - weight).abs() <= 0.502 * step).all()
+
+
+def test_a_layer_computes_what_its_levels_say() -> None:
+    layer = Int4Linear.of_taps(normal(0, 5, 1, 300), normal(1, 300).exp())
+    layer.bias = normal(2, 5)
+    layer.zero = torch.arange(20, dtype=torch.int8).view(5, 4) % 15 - 8
+    x = normal(3, 2, 3, 300)
+    groups = torch.arange(300) // 128
+    weight = (int4.unpack(layer.weight, 300).double() - layer.zero.double()[:, groups]) * layer.scale.double()[
+        :, groups
+    ]
+    assert layer.bias is not None
+    expected = (x.double() * layer.inverse.double()) @ weight.T + layer.bias.double()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16 and layer.scale.dtype == torch.float16
+
+
+def test_scales_of_inputs_searched_scales_and_gptq_each_lower_the_error() -> None:
+    model, found = Two(), {}
+    seen = statistics(model)
+    searched = chosen(RECIPE, search(model, RECIPE, seen, scheme="w4a16"))
+    plain = Recipe("plain", (Rule("first|second"),))
+    for name, recipe, gptq in (("plain", plain, False), ("scaled", RECIPE, False), ("searched", searched, False),
+                               ("gptq", plain, True), ("both", searched, True)):  # fmt: skip
+        quantized = copy.deepcopy(model)
+        report = quantize_(quantized, recipe, seen, scheme="w4a16", gptq=gptq)
+        assert report.changed == ["first", "second"] and bool(report.compensated) == gptq
+        assert (quantized.first._buffers["inverse"] is None) == (recipe is plain)
+        found[name] = off(quantized, model)
+    assert found["scaled"] < 0.9 * found["plain"] and found["searched"] <= found["scaled"] * 1.001
+    assert found["gptq"] < 0.7 * found["plain"] and found["both"] < found["searched"]
+
+
+def test_gptq_leaves_a_layer_that_it_does_not_improve() -> None:
+    layer = nn.Linear(130, 4).requires_grad_(False)
+    exact = Int4Linear.of(layer, None)
+    layer.weight.copy_(exact.dense())
+    before = exact.weight.clone()
+    assert not compensate_(exact, layer, normal(0, 50, 130)) and torch.equal(exact.weight, before)
+
+
+def test_what_was_stored_is_what_loads(tmp_path: Path) -> None:
+    model = Two()
+    for name, recipe in (("scaled", RECIPE), ("plain", Recipe("plain", (Rule("first|second"),)))):
+        quantized = copy.deepcopy(model)
+        report = quantize_(quantized, recipe, statistics(model), scheme="w4a16")
+        layers = dict.fromkeys(report.changed, "Int4Linear")
+        manifest = store.Manifest("w4a16", "two", "digest", layers, report.skipped, {})
+        assert store.save(quantized, tmp_path / name, manifest) < 0.3 * 4 * (300 * 40 + 40 * 8)
+        loaded = copy.deepcopy(model)
+        store.load_(loaded, tmp_path / name, source="digest")
+        assert torch.equal(loaded(inputs(3)), quantized(inputs(3)))
+        assert (loaded.first._buffers["inverse"] is None) == (name == "plain")
+
+
+@pytest.mark.parametrize(("part", "tensor", "said"), [
+    ("weight", torch.zeros(40, 128), "weight is torch.float32, not torch.int16"),
+    ("scale", torch.zeros(40, 2, dtype=torch.float16), "scale is [40, 2], not [40, 4]"),
+    ("zero", torch.zeros(40, 4), "zero is torch.float32, not torch.int8"),
+])  # fmt: skip
+def test_stored_parts_of_other_types_and_shapes_are_refused(
+    tmp_path: Path, part: str, tensor: Tensor, said: str
+) -> None:
+    model = Two()
+    quantized = copy.deepcopy(model)
+    report = quantize_(quantized, RECIPE, statistics(model), scheme="w4a16")
+    quantized.first._buffers[part] = tensor
+    manifest = store.Manifest("w4a16", "two", "", dict.fromkeys(report.changed, "Int4Linear"), report.skipped, {})
+    store.save(quantized, tmp_path, manifest)
+    with pytest.raises(store.QuantizedStoreError, match="layer first does not fit") as raised:
+        store.load_(copy.deepcopy(model), tmp_path)
+    assert said in str(raised.value)
+
+
+def test_other_networks_than_decoders_refuse_it_by_name() -> None:
+    with pytest.raises(RecipeError, match="conv: w4a16 has no convolutions"):
+        model = nn.Sequential()
+        model.add_module("conv", nn.Conv2d(3, 3, 1))
+        seen = Statistics("")
+        with seen.observe(model, ["conv"], 0):
+            model(normal(0, 1, 3, 2, 2))
+        quantize_(model, Recipe("one", (Rule("conv"),)), seen, scheme="w4a16")
+    with pytest.raises(ValueError, match="do not support Int4Linear"):
+        FusedLayer([Int4Linear.of(nn.Linear(8, 8), None)], torch.bfloat16)
