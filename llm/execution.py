@@ -24,7 +24,6 @@ from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.decode_graphs import DecodeGraphs, rung
-from llm.family import body
 from llm.load import TextModel, TextModelError
 
 log = logging.getLogger(__name__)
@@ -128,7 +127,7 @@ class TextExecution:
         def keep(module: Any, inputs: Any, output: Any) -> None:
             self._states = output.last_hidden_state[0, rows.long()]
 
-        hook = body(self.model.network).register_forward_hook(keep)
+        hook = self.model.network.base_model.register_forward_hook(keep)
         try:
             yield
         finally:
