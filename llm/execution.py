@@ -23,7 +23,6 @@ from core.ops.cuda_tokens import FusedBatch
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
-from llm.family import body
 from llm.load import TextModel, TextModelError
 from llm.step_graphs import Step, StepGraphs, rung
 
@@ -158,7 +157,7 @@ class TextExecution:
         def keep(module: Any, inputs: Any, output: Any) -> None:
             self._states = output.last_hidden_state[0, rows.long()]
 
-        hook = body(self.model.network).register_forward_hook(keep)
+        hook = self.model.network.base_model.register_forward_hook(keep)
         try:
             yield
         finally:

@@ -31,14 +31,16 @@ CALLS: dict[str, dict[str, Any]] = {
     "with_openai.py": {
         "generate": PICTURE, "edit": PICTURE, "stream_image": PICTURE, "chat": str, "stream": str, "parse": bool,
         "models": 2, "gpt_image": PICTURE, "tools": ["Emoji", "stop"],
-        "responses": ["bool", "Emoji", True],
+        "responses": ["bool", "Emoji", True], "embed": 256,
     },
     "with_huggingface.py": {"generate": PICTURE, "generate_by_model": PICTURE, "edit": PICTURE, "chat": str},
     "with_replicate.py": {
         "generate": PICTURE, "poll": PICTURE, "edit": PICTURE, "stream": ["output", "done"], "models": "tiny",
     },
-    "with_langchain.py": {"chat": str, "stream": str, "batch": 2, "parse": bool, "tools": ["Emoji"]},
-    "with_litellm.py": {"generate": PICTURE, "edit": PICTURE, "chat": str, "stream": str},
+    "with_langchain.py": {
+        "chat": str, "stream": str, "batch": 2, "parse": bool, "tools": ["Emoji"], "embed": [256, 256],
+    },
+    "with_litellm.py": {"generate": PICTURE, "edit": PICTURE, "chat": str, "stream": str, "embed": 256},
     "with_pydantic_ai.py": {"chat": str, "stream": str, "parse": bool, "tools": bool},
     "with_instructor.py": {"parse": bool, "tools": bool},
     "with_openai.mjs": {

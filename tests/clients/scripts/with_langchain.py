@@ -2,9 +2,11 @@
 
 from harness import KEY, TEXT, URL, run
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
+# By default it sends the tokens of OpenAI's own models.
+embeddings = OpenAIEmbeddings(base_url=f"{URL}/v1", api_key=KEY, model=TEXT, check_embedding_ctx_length=False)
 model = ChatOpenAI(base_url=f"{URL}/v1", api_key=KEY, model=TEXT, max_tokens=20)
 
 
@@ -28,4 +30,5 @@ run({
     "batch": lambda: len(model.batch(["a cat", "a dog"])),
     "parse": lambda: model.with_structured_output(Emoji, method="json_schema").invoke("a cat").happy,
     "tools": call_tool,
+    "embed": lambda: [len(vector) for vector in embeddings.embed_documents(["a cat", "a dog"])],
 })  # fmt: skip

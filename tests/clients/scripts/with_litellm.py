@@ -20,6 +20,11 @@ def stream() -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+def embed() -> int:
+    made = litellm.embedding(model=f"openai/{TEXT}", input=["a cat"], encoding_format="float", **SERVICE)
+    return len(made.data[0]["embedding"])
+
+
 def edit() -> list[int]:
     with Path(PICTURE).open("rb") as file:
         return picture(litellm.image_edit(model=f"openai/{IMAGE}", image=file, prompt="a hat", **SERVICE))
@@ -30,4 +35,5 @@ run({
     "edit": edit,
     "chat": lambda: litellm.completion(**CHAT, **SERVICE).choices[0].message.content,
     "stream": stream,
+    "embed": embed,
 })  # fmt: skip

@@ -91,6 +91,7 @@ run({
     "parse": parse,
     "tools": tools,
     "responses": responses,
+    "embed": lambda: len(client.embeddings.create(model=TEXT, input=["a cat", "a dog"]).data[1].embedding),
     "models": lambda: len(client.models.list().data),
     "gpt_image": lambda: openai_model("gpt-image-1"),
 })  # fmt: skip
