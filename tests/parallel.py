@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.capture import FDCapture
@@ -217,11 +217,11 @@ def _become(config: pytest.Config, folder: Path) -> None:
     os.environ[VARIABLE] = folder.name
     folder.mkdir(mode=0o700)
     config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     terminal._tw._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     # Handlers of loggers hold the streams that were there when they were made, so those stay, over other files.
-    capturing = config.pluginmanager.get_plugin("capturemanager")._global_capturing
-    for stream in (capturing.out, capturing.err):
+    capturing: Any = config.pluginmanager.get_plugin("capturemanager")
+    for stream in (capturing._global_capturing.out, capturing._global_capturing.err):
         if isinstance(stream, FDCapture):
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), stream.tmpfile.fileno(), inheritable=False)
