@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.capture import FDCapture
@@ -116,10 +117,13 @@ class _Loop:
             warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which hold no lock here
             pid = os.fork()
         if pid == 0:
-            for other in (connection, *self._processes):
-                other.close()
-            _become(self._config, folder)
-            _work(self._session, its)
+            try:
+                for other in (connection, *self._processes):
+                    other.close()
+                _become(self._config, folder)
+                _work(self._session, its)
+            finally:
+                os._exit(1)  # what pytest does at its end, and handlers of atexit, are the first process's
         its.close()
         self._processes[connection] = _Process(pid)
 
@@ -127,14 +131,15 @@ class _Loop:
         process, hook = self._processes[connection], self._config.hook
         try:
             kind, content = connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             self._ended(connection)
             return
         match kind:
             case "next":
                 file = self._files.popleft() if self._files else []
                 process.left.extend(file)
-                connection.send(file)
+                with contextlib.suppress(OSError):  # it has died, which is read next
+                    connection.send(file)
             case "report":
                 report = hook.pytest_report_from_serializable(config=self._config, data=content)
                 hook.pytest_runtest_logreport(report=report)
@@ -149,6 +154,8 @@ class _Loop:
         connection.close()
         code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
         if not process.left:
+            if code:  # a fixture of the session has failed at its end, or it did not begin
+                raise self._session.Interrupted(f"a process of tests ended with exit code {code}")
             return
         item = self._session.items[process.left.popleft()]
         text = f"the process of this test ended with exit code {code}"
@@ -210,11 +217,11 @@ def _become(config: pytest.Config, folder: Path) -> None:
     os.environ[VARIABLE] = folder.name
     folder.mkdir(mode=0o700)
     config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     terminal._tw._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     # Handlers of loggers hold the streams that were there when they were made, so those stay, over other files.
-    capturing = config.pluginmanager.get_plugin("capturemanager")._global_capturing
-    for stream in (capturing.out, capturing.err):
+    capturing: Any = config.pluginmanager.get_plugin("capturemanager")
+    for stream in (capturing._global_capturing.out, capturing._global_capturing.err):
         if isinstance(stream, FDCapture):
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), stream.tmpfile.fileno(), inheritable=False)
@@ -222,7 +229,6 @@ def _become(config: pytest.Config, folder: Path) -> None:
 
 def _work(session: pytest.Session, connection: Connection) -> NoReturn:
     """Run files until there is none left, tear all fixtures down, and exit."""
-    code = 1
     reporter = _Reporter(session.config, connection)
     session.config.pluginmanager.register(reporter)
     try:
@@ -237,10 +243,9 @@ def _work(session: pytest.Session, connection: Connection) -> NoReturn:
                 file = file or reporter.receive_file()
         finally:
             session._setupstate.teardown_exact(None)
-        code = 0
     except (ConnectionError, EOFError, KeyboardInterrupt):
-        ...  # the first process has ended or is interrupted
+        os._exit(1)  # the first process has ended or is interrupted
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
-    finally:
-        os._exit(code)  # what pytest does at its end, and handlers of atexit, are the first process's
+        os._exit(1)
+    os._exit(0)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.children import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = dict(
     re.findall(r"^\| (an? [^|]+?) \| (\d+)\b", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), flags=re.MULTILINE)
@@ -149,7 +151,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         assert not before or source.count(before) == 1, f"{file}: where is {before!r}?"
         (tree / file).write_text(source.replace(before, text + before) if before else text, "utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True,
+        [sys.executable, "-c", RUN], cwd=tree, env={**os.environ, "PYTHONPATH": python_path(tree)}, text=True,
         input=json.dumps({what: addition.use for what, addition in ADDITIONS.items()}), capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -108,6 +108,16 @@ def test_a_process_that_dies_fails_its_test_and_the_rest_of_its_files_is_run(tmp
     assert "FAILED test_a.py::test_2" in done.stdout
 
 
+def test_a_fixture_of_the_session_that_fails_at_its_end_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        HEAD + "@pytest.fixture(scope='session')\ndef late():\n    yield\n    raise KeyError('at the end')\n"
+    )
+    (tmp_path / "test_a.py").write_text("def test_1(late): pass\n")
+    done = run(tmp_path, "--processes", "1", ".")
+    assert done.returncode != 0 and "1 passed" in done.stdout
+    assert "KeyError: 'at the end'" in done.stderr and "a process of tests ended with exit code 1" in done.stdout
+
+
 def test_the_first_failure_ends_a_run_with_x(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(LOG)
     (tmp_path / "test_a.py").write_text("def test_fails(): assert False\ndef test_later(): pass\n")
