@@ -10,8 +10,10 @@ Scheme = Literal[ImageScheme, "w4a16"]
 """w4a16, INT4 weights in groups and inputs in floating point, is for language models."""
 Name = Literal["fp32", "bf16", "fp16", Scheme]
 Choice = Literal["auto", Name]
-"""As a setting names one; "auto" is resolved where the device and the model's variants are known."""
-ImageChoice = Literal["auto", "fp32", "bf16", "fp16", ImageScheme, "nf4"]
+"""As the setting for texts names one; "auto" is resolved where the device and the model's variants are known."""
+EngineChoice = Literal["auto", "fp32", "bf16", "fp16", ImageScheme]
+"""As images that the engine draws have one."""
+ImageChoice = Literal[EngineChoice, "nf4"]
 """As the setting for images names one: also those of pipelines that run by diffusers' own loop alone."""
 
 
@@ -47,7 +49,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("w4a16", scheme="w4a16", gpu_kernels=(8, 0)),
     )
 }
-CHOICES: tuple[str, ...] = get_args(Choice)
+CHOICES: tuple[str, ...] = get_args(EngineChoice)
 SCHEMES: tuple[str, ...] = get_args(Scheme)
 GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16")
 """Those whose weights GPTQ rounds."""

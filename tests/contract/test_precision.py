@@ -7,15 +7,28 @@ from typing import get_args
 import pytest
 import torch
 
-from contract.precision import CHOICES, PRECISIONS, SCHEMES, Choice, dtype, is_quantized, runs, unquantized
+from contract.precision import (
+    CHOICES,
+    GPTQ_SCHEMES,
+    IMAGE_SCHEMES,
+    PRECISIONS,
+    SCHEMES,
+    Choice,
+    dtype,
+    is_quantized,
+    runs,
+    unquantized,
+)
 from core.config import Settings
 
 
 def test_types_and_table_name_the_same() -> None:
-    assert ("auto", *PRECISIONS) == CHOICES
+    assert get_args(Choice) == ("auto", *PRECISIONS)
+    plain = [name for name, precision in PRECISIONS.items() if precision.scheme is None]
+    assert CHOICES == ("auto", *plain, *IMAGE_SCHEMES) and {*IMAGE_SCHEMES, *GPTQ_SCHEMES} <= {*SCHEMES}
     assert tuple(p.scheme for p in PRECISIONS.values() if p.scheme) == SCHEMES
     assert get_args(Settings.model_fields["text_precision"].annotation) == get_args(Choice)
-    assert get_args(Settings.model_fields["precision"].annotation) == (*get_args(Choice), "nf4")
+    assert get_args(Settings.model_fields["precision"].annotation) == (*CHOICES, "nf4")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
