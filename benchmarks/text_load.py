@@ -74,12 +74,14 @@ class ClosedLoop:
         """Seconds until so many requests were answered, and each one's until its first token."""
         free = threading.Semaphore(load.in_flight)
         firsts: dict[str, float] = {}
+        prompts = [
+            tuple(self._draw.randrange(_FIRST_TOKEN, self._vocabulary) for _ in range(load.given)) for _ in range(count)
+        ]
         futures = []
         started = time.perf_counter()
-        for _ in range(count):
+        for prompt in prompts:
             free.acquire()
             self._submitted += 1
-            prompt = tuple(self._draw.randrange(_FIRST_TOKEN, self._vocabulary) for _ in range(load.given))
             parameters = TextParameters(
                 prompt, written, temperature=self._temperature, seed=self._submitted, ignore_end=True
             )

@@ -61,13 +61,13 @@ def gather_step(parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
     for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
         work, start = part.work, part.start
         if part.count == 1 and not guess.tokens:  # most of hundreds
-            tokens.append(work.tokens[start] if work.pending is None else work.pending.known)
+            pending = work.pending
+            tokens.append(work.tokens[start] if pending is None else pending.known)
             positions.append(start)
             sequences.append(work.row)
-            if not work.parameters.prompt_logprobs:
-                if part.last and work.parameters.max_tokens:
-                    sample_requests[i] = SampleRequest(work, len(output_rows), guess)
-                    output_rows.append(len(tokens) - 1)
+            if pending is not None:  # it decodes
+                sample_requests[i] = SampleRequest(work, len(output_rows), guess)
+                output_rows.append(len(tokens) - 1)
                 continue
         else:
             rows = part.count + len(guess.tokens)

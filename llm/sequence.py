@@ -60,9 +60,9 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
-        "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling", "prompt", "prompt_logprobs",
-        "row", "seen", "settings", "tokens", "writer",
+        "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index", "logprobs",
+        "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling", "prompt",
+        "prompt_logprobs", "row", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +103,9 @@ class SequenceState:
             self.seen = torch.zeros(vocabulary, dtype=torch.bool)
             self.seen[self.tokens] = True
             self.output_counts = torch.zeros(vocabulary, dtype=torch.int32)
+        # Whether the model's logits and a random number alone decide its next token.
+        whole = parameters.greedy or not (parameters.top_k or parameters.top_p < 1 or parameters.min_p)
+        self.drawn_on_device = whole and parameters.logprobs is None and not self.modifies_logits
 
     @property
     def answered(self) -> int:
@@ -167,14 +170,6 @@ class SequenceState:
     def modifies_logits(self) -> bool:
         """Return whether the model's logits are modified before a token is chosen."""
         return self.seen is not None or self.matcher is not None or self.bias is not None
-
-    @property
-    def drawn_on_device(self) -> bool:
-        """Return whether the model's logits and a random number alone decide its next token."""
-        parameters = self.parameters
-        if self.modifies_logits or parameters.logprobs is not None:
-            return False
-        return parameters.greedy or not (parameters.top_k or parameters.top_p < 1 or parameters.min_p)
 
     @property
     def guess_count(self) -> int:

@@ -54,7 +54,7 @@ def test_they_are_transformers_own_beside_answers(name: str, pooling: Pooling, k
     """Prompts of several chunks among answers with guesses; the answers are what they are without."""
     model = replace(stage.small() if name == "llama" else stage.emoji(), pooling=pooling)
     prompts = stage.prompts(model, 4)
-    prompts.append(tuple(itertools.islice(itertools.cycle(prompts[2] + prompts[3]), 100)))
+    prompts += [tuple(itertools.islice(itertools.cycle(prompts[2] + prompts[3]), 100)), prompts[0][:1]]
     library = stage.kernels() if kernels else None
     with stage.serving(model, kernels=library, chunk=48, max_rows=80, draft="lookup") as (engine, _):
         requests = [item for prompt in prompts for item in (embed(prompt), stage.greedy(prompt, 6))]
