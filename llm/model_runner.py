@@ -31,7 +31,8 @@ class StepResult:
     guesses: list[DraftTokens]
     scores: list[list[Logprob]]  # of prompts' tokens
     rows: int
-    seconds: float  # without making guesses, which is timed separately, and without waiting for grammars' masks
+    seconds: float  # without making guesses, which is timed separately
+    masks_s: float  # of these, in which the forward had ended, and masks had not
 
 
 _MASKS_S = 0.01  # after a forward, until no further mask is begun
@@ -72,8 +73,8 @@ class ModelRunner:
         for run in self._runs(parts):
             run_outcomes, run_scores, run_rows = self._forward(parts[run], guesses[run])
             outcomes, scores, rows = outcomes + run_outcomes, scores + run_scores, rows + run_rows
-        seconds = time.perf_counter() - started - (self._waited_s - waited_s)
-        return StepResult(outcomes, guesses, scores, rows, seconds)
+        seconds = time.perf_counter() - started
+        return StepResult(outcomes, guesses, scores, rows, seconds, self._waited_s - waited_s)
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
         """The parts of each forward, of which there is one unless prompts are scored."""

@@ -93,6 +93,7 @@ class TextRunner:
         self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._mask_turns = MaskTurns()
         self._costs = CostTable(guess_s=_GUESS_S)
+        self._forwards = CostTable(guess_s=_GUESS_S)  # the same without masks
         self._planner = StepPlanner(self.guessing, self._costs[GROUP], chunk=chunk, pace_s=pace_s)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
@@ -186,6 +187,7 @@ class TextRunner:
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
             self._costs[GROUP].observe(step.rows, step.seconds + time.perf_counter() - started)
+            self._forwards[GROUP].observe(step.rows, step.seconds - step.masks_s)
             return outcomes | waiting
 
         return self._lane.start(lambda: self._model_runner(parts), commit)
@@ -196,7 +198,7 @@ class TextRunner:
         if all(matcher is None for matcher in matchers):  # most iterations of most servers
             return {}
         answers = [(request.tenant, matcher) for request, matcher in zip(requests, matchers, strict=True)]
-        forward_s = self.cost(GROUP, sum(map(self.rows, requests)))
+        forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
 
     def _part(self, request: Request) -> ScheduledTokens:
