@@ -54,9 +54,8 @@ class ModelRunner:
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
-        self._masks.submit(
-            _compute, (), threading.Event()
-        ).result()  # starts its thread now, not when memory may be short
+        # Starts its thread now, not when memory may be short.
+        self._masks.submit(_compute, (), threading.Event()).result()
         self._waited_s = 0.0  # for masks after forwards, since the start
 
     def close(self) -> None:
