@@ -38,18 +38,19 @@ class StepResult:
     outcomes: list[SampledTokens | BaseException | None] = field(default_factory=list)
     scores: list[list[Logprob]] = field(default_factory=list)  # of prompts' tokens
     pooled: list[PooledStates | None] = field(default_factory=list)  # of embedded prompts, with what was pooled before
-    timings: list[tuple[int, float]] = field(default_factory=list)  # rows and seconds of iterations that ended
+    # Of iterations that ended: rows, seconds, and of these those in which the forward had ended, and masks had not.
+    timings: list[tuple[int, float, float]] = field(default_factory=list)
 
 
 class _Timer:
     """Seconds of an iteration from its first forward on, by the device's clock on a GPU.
 
-    `waited_s` are those for masks after forwards; on a GPU they pass beside these.
+    `masks_s` are those of waits for masks after forwards; on a GPU these pass beside them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self.waited_s = 0.0
+        self.masks_s = 0.0
         self._start, self._end = self._now(), self._now()
 
     def _now(self) -> Any:
@@ -62,12 +63,12 @@ class _Timer:
     def stop(self) -> None:
         self._end = self._now()
 
-    def seconds(self) -> float:
-        """Waits for the end."""
+    def seconds(self) -> tuple[float, float]:
+        """The iteration's seconds, and those of them for masks. Waits for the end."""
         if not self._cuda:
-            return float(self._end - self._start) - self.waited_s
+            return float(self._end - self._start), self.masks_s
         self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) / 1e3
+        return float(self._start.elapsed_time(self._end)) / 1e3, 0.0
 
 
 _MASKS_S = 0.01  # after a forward, until no further mask is begun
@@ -95,9 +96,8 @@ class ModelRunner:
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
-        self._masks.submit(
-            _compute, (), threading.Event()
-        ).result()  # starts its thread now, not when memory may be short
+        # Starts its thread now, not when memory may be short.
+        self._masks.submit(_compute, (), threading.Event()).result()
 
     def close(self) -> None:
         """End the thread that computes masks."""
@@ -120,10 +120,10 @@ class ModelRunner:
         finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
             for tokens, count, ended in previous:
                 tokens.wait()
-                result.timings.append((count, ended.seconds()))
+                result.timings.append((count, *ended.seconds()))
         if rows and not self._flying:
             timer.stop()
-            result.timings.append((rows, timer.seconds()))
+            result.timings.append((rows, *timer.seconds()))
         for i, part in enumerate(parts):
             if (pending := part.work.pending) is not None:
                 token, outcome = pending.known, result.outcomes[i]
@@ -175,7 +175,7 @@ class ModelRunner:
                 wait([masks], _MASKS_S)
                 enough.set()
                 masks.result()
-                timer.waited_s += time.perf_counter() - computed
+                timer.masks_s += time.perf_counter() - computed
         self._guessing.read_along(parts)
         requests = list(sample_requests.values())
         if self._ahead and not score_requests and all([request.work.drawn_on_device for request in requests]):

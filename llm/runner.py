@@ -98,6 +98,7 @@ class TextRunner:
         self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._mask_turns = MaskTurns()
         self._costs = CostTable(guess_s=_GUESS_S)
+        self._forwards = CostTable(guess_s=_GUESS_S)  # the same without masks
         self._planner = StepPlanner(self.guessing, self._costs[GROUP], chunk=chunk, pace_s=pace_s)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ class TextRunner:
 
         def commit(step: StepResult) -> dict[str, Outcome]:
             started = time.perf_counter()
-            for rows, seconds in step.timings:
-                self.guessing.observe(rows, seconds)
+            for rows, seconds, masks_s in step.timings:
+                self.guessing.observe(rows, seconds - masks_s)
             outcomes = {
                 request.id: self._commit(part, *results)
                 for request, part, *results in zip(
@@ -202,8 +203,9 @@ class TextRunner:
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
             host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
-            for rows, seconds in step.timings:
+            for rows, seconds, masks_s in step.timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
+                self._forwards[GROUP].observe(rows, seconds - masks_s)
             return outcomes | waiting
 
         return self._lane.start(lambda: self._model_runner(parts), commit)
@@ -214,7 +216,7 @@ class TextRunner:
         if all(matcher is None for matcher in matchers):  # most iterations of most servers
             return {}
         answers = [(request.tenant, matcher) for request, matcher in zip(requests, matchers, strict=True)]
-        forward_s = self.cost(GROUP, sum(map(self.rows, requests)))
+        forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
 
     def _part(self, request: Request) -> ScheduledTokens:
