@@ -25,7 +25,7 @@ from core.config import Settings
 def test_types_and_table_name_the_same() -> None:
     assert get_args(Choice) == ("auto", *PRECISIONS)
     plain = [name for name, precision in PRECISIONS.items() if precision.scheme is None]
-    assert CHOICES == ("auto", *plain, *IMAGE_SCHEMES) and {*IMAGE_SCHEMES, *GPTQ_SCHEMES} <= {*SCHEMES}
+    assert ("auto", *plain, *IMAGE_SCHEMES) == CHOICES and {*IMAGE_SCHEMES, *GPTQ_SCHEMES} <= {*SCHEMES}
     assert tuple(p.scheme for p in PRECISIONS.values() if p.scheme) == SCHEMES
     assert get_args(Settings.model_fields["text_precision"].annotation) == get_args(Choice)
     assert get_args(Settings.model_fields["precision"].annotation) == (*CHOICES, "nf4")
