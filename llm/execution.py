@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contract.precision import is_quantized, runs
+from contract.precision import IMAGE_SCHEMES, runs
 from core.kernels.cpu.library import identity
 from core.kernels.cuda import decode_kernel, driver
 from core.kernels.cuda.chunk_kernel import tiles
@@ -88,7 +88,7 @@ class TextExecution:
             return identity(self._library).instructions
         if self._fused is None:
             return TORCH
-        in_8_bits = is_quantized(self.model.precision)  # only its products may be Hopper's
+        in_8_bits = self.model.precision in IMAGE_SCHEMES  # only its products may be Hopper's
         return HOPPER if in_8_bits and driver.unsupported_reason(self.model.device) is None else TRITON
 
     @property

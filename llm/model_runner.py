@@ -178,7 +178,7 @@ class ModelRunner:
                 timer.masks_s += time.perf_counter() - computed
         self._guessing.read_along(parts)
         requests = list(sample_requests.values())
-        if self._ahead and not score_requests and all([request.work.drawn_on_device for request in requests]):
+        if self._ahead and not score_requests and all(request.work.drawn_on_device for request in requests):
             best = self.execution.best
             tokens = draw_on_device(logits, requests, likeliest(logits) if best is None else best)
             if tokens is not best:

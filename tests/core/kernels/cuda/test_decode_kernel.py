@@ -112,7 +112,7 @@ for number, (kind, size) in enumerate((("i8", 1), ("fp8e4nv", 1), ("bf16", 2))):
         types = {"x": f"*{kind}", "weight": f"*{kind}", "out": f"*{kind}", "rows": "i32"}
         types |= {"scale": "*fp32", "inverse": "*fp32"} if size == 1 else {}
         made(stream_kernel._gated, types, dict(N=14336, K=4096, STEPS=4096 // t.depth, WHOLE=True, INT8=kind == "i8",
-             OUT_INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, GELU=kind == "bf16", EARLY=2),
+             BM=t.rows, BN=t.columns, BK=t.depth, GELU=kind == "bf16", EARLY=2),
              "wgmma.mma_async",
              num_warps=t.warps, num_stages=t.stages)
 for kind in ("bf16", "i8", "fp8e4nv"):
@@ -120,28 +120,27 @@ for kind in ("bf16", "i8", "fp8e4nv"):
              "sequences": "*i32", "inverse": "*fp32", "out": "*i8", "scale": "fp32", "table_stride": "i32"}
     types |= {} if kind == "bf16" else {"key_scales": "*fp32", "value_scales": "*fp32"}
     shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0,
-                 OUT_INT8=True, EARLY=0)
+                 EARLY=0)
     made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=4, num_stages=3)
     limits = {"WINDOW": 4096, "CAP": 50.0} if kind == "bf16" else {}
     more = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32"}
     made(decode_kernel._parts, types | more, shape | limits | {"REACH": 16}, num_warps=4, num_stages=3)
     types = {name: kind for name, kind in types.items() if name != "sequences"} | {"tiles": "*i32"}
-    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0, OUT_INT8=True)
+    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0)
     made(chunk_kernel._chunks, types, shape | limits, "wgmma.mma_async", num_warps=8, num_stages=3)
 types = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32", "positions": "*i32", "out": "*bf16"}
-made(decode_kernel._together, types, dict(H=32, D=128, REACH=4, PART=256, PARTS=16, UNIT=128, OUT_INT8=False,
-     EARLY=0))
+made(decode_kernel._together, types, dict(H=32, D=128, REACH=4, PART=256, PARTS=16, UNIT=128, EARLY=0))
 types = {"x": "*bf16", "parts": "*i32", "scale": "*fp32", "sum_out": "*bf16", "weight": "*bf16", "inverse": "*fp32",
          "out": "*i8", "rows": "i32", "eps": "fp32"}
-made(fused_kernels._add_norm, types, dict(N=4096, SPLITS=8, INT8=True, BLOCK=4096, EARLY=1), num_warps=16)
+made(fused_kernels._add_norm, types, dict(N=4096, SPLITS=8, BLOCK=4096, EARLY=1), num_warps=16)
 types = {"parts": "*i32", "scale": "*fp32", "angles": "*fp32", "positions": "*i32", "sequences": "*i32",
          "table": "*i32", "q": "*bf16", "keys": "*i8", "values": "*i8", "key_scales": "*fp32",
          "value_scales": "*fp32", "rows": "i32", "table_stride": "i32"}
 shape = dict(H=32, KV=8, D=128, G=4, GROUP=4, SPLITS=4, SIZE=16, INT8=True, TOP=127.0, EARLY=1)
 made(fused_kernels._rotate, types, shape, num_warps=1)
 made(fused_kernels._rotate, types | {"q_norm": "*bf16", "k_norm": "*bf16", "eps": "fp32"}, shape, num_warps=1)
-made(fused_kernels._gate, {"x": "*bf16", "inverse": "*fp32", "out": "*i8", "rows": "i32"}, dict(N=14336, INT8=True,
-     GELU=True, BLOCK=1024))
+made(fused_kernels._gate, {"x": "*bf16", "inverse": "*fp32", "out": "*i8", "rows": "i32"}, dict(N=14336, GELU=True,
+     BLOCK=1024))
 """
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.kernels.cuda import test_attention, test_decode_kernel, test_low_rank, test_rms_norm, test_rotary
+from tests.core.kernels.cuda import (
+    test_attention,
+    test_decode_kernel,
+    test_int4_kernel,
+    test_low_rank,
+    test_rms_norm,
+    test_rotary,
+)
 from tests.core.kernels.cuda.hopper import errors
 
-MODULES = (test_attention, test_decode_kernel, test_low_rank, test_rms_norm, test_rotary)
+MODULES = (test_attention, test_decode_kernel, test_int4_kernel, test_low_rank, test_rms_norm, test_rotary)
 SCRIPTS = {module.__name__.rpartition(".test_")[2]: module.COMPILE for module in MODULES}
 BROKEN = "made(None, {}, {})"
 

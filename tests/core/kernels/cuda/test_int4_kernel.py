@@ -15,6 +15,22 @@ from core.quant.int4 import BLOCK, Int4Linear
 
 SLACK = 2e-2 if CUDA else 1e-5
 
+COMPILE = """
+from core.kernels.cuda.int4_kernel import _int4
+types = {"x": "*bf16", "words": "*i16", "scale": "*i32", "rows": "i32"}
+shape = {"N": 4096, "K": 4096, "BLOCKS": 16, "HALF": True, "PACKED": True, "WHOLE": True}
+few = {**shape, "STEPS": 2, "GATED": False, "GELU": False, "BM": 16, "BN": 64, "EARLY": 1}
+# Unpacked operands go to the tensor cores from registers.
+made(_int4, {**types, "out": "*fp32"}, few, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 ", num_warps=4,
+     num_stages=3, launch_pdl=True)
+made(_int4, {**types, "zero": "*i32", "inverse": "*fp32", "out": "*bf16"},
+     {**shape, "N": 14336, "STEPS": 16, "GATED": True, "GELU": True, "BM": 64, "BN": 64, "EARLY": 0}, "ldmatrix", num_warps=4,
+     num_stages=3)
+made(_int4, {**types, "residual": "*bf16", "out": "*bf16"},
+     {**shape, "STEPS": 16, "GATED": False, "GELU": False, "BM": 128, "BN": 128, "EARLY": 0}, "ldmatrix", stack=8, num_warps=8,
+     num_stages=3)
+"""
+
 
 def weight(seed: int, columns: int, depth: int, scales: torch.dtype, *, zeros: bool) -> tuple[Int4Weight, Tensor]:
     """A weight as the kernels read it, and as plain numbers."""
