@@ -24,11 +24,11 @@ few = {**shape, "STEPS": 2, "GATED": False, "GELU": False, "BM": 16, "BN": 64, "
 made(_int4, {**types, "out": "*fp32"}, few, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 ", num_warps=4,
      num_stages=3, launch_pdl=True)
 made(_int4, {**types, "zero": "*i32", "inverse": "*fp32", "out": "*bf16"},
-     {**shape, "N": 14336, "STEPS": 16, "GATED": True, "GELU": True, "BM": 64, "BN": 64, "EARLY": 0}, "ldmatrix", num_warps=4,
-     num_stages=3)
+     {**shape, "N": 14336, "STEPS": 16, "GATED": True, "GELU": True, "BM": 64, "BN": 64, "EARLY": 0}, "ldmatrix",
+     num_warps=4, num_stages=3)
 made(_int4, {**types, "residual": "*bf16", "out": "*bf16"},
-     {**shape, "STEPS": 16, "GATED": False, "GELU": False, "BM": 128, "BN": 128, "EARLY": 0}, "ldmatrix", stack=8, num_warps=8,
-     num_stages=3)
+     {**shape, "STEPS": 16, "GATED": False, "GELU": False, "BM": 128, "BN": 128, "EARLY": 0}, "ldmatrix", stack=8,
+     num_warps=8, num_stages=3)
 """
 
 
