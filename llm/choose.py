@@ -37,6 +37,11 @@ class SampleRequest:
         return not adjusted and work.parameters.logprobs is None
 
     @property
+    def position(self) -> int:
+        """The position of its next token: that after the pending one, if there is one."""
+        return len(self.work.tokens) + (self.work.pending is not None)
+
+    @property
     def rows(self) -> range:
         return range(self.first, self.first + len(self.guess.tokens) + 1)
 
@@ -119,7 +124,7 @@ def draw_on_device(logits: Tensor, requests: Sequence[SampleRequest], best: Tens
     settings = sample.gathered([s for request in drawn if (s := request.work.settings) is not None])
     p = sample.probabilities(logits[rows], settings)
     p /= p.sum(-1, keepdim=True)
-    index = np.array([request.work.next_position for request in drawn], np.int64)
+    index = np.array([request.position for request in drawn], np.int64)
     tokens = sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN))
     return best.index_copy(0, rows, torch.where(best[rows] < 0, -1, tokens))
 
@@ -153,7 +158,7 @@ def _drawn(logits: Tensor, requests: Sequence[SampleRequest]) -> list[list[int]]
     p /= p.sum(-1, keepdim=True)
     counts = [len(request.rows) for request in requests]
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(int).tolist()
-    index = np.array([request.work.next_position for request in requests], np.int64)
+    index = np.array([request.position for request in requests], np.int64)
     if len(rows) == len(requests):
         return [[token] for token in sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN)).tolist()]
     return accepted(p, firsts, [request.guess for request in requests], settings, index)

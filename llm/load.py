@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from contract.precision import PRECISIONS, SCHEMES, is_quantized
 from contract.precision import dtype as dtype_of
 from core.digests import digest_of
-from llm import family, tiny
+from llm import tiny
 from llm.pooling import Pooling
 
 if TYPE_CHECKING:
@@ -248,6 +248,8 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
             )
     if getattr(config, "is_encoder_decoder", False) or not hasattr(network, "lm_head"):
         raise TextModelError(f"{name}: {config.model_type} is not a decoder-only language model")
+    from llm import family
+
     try:
         family.check_attention(network)
     except ValueError as error:

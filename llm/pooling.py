@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FLAG, _LAST, _MEAN = "pooling_mode_", "lasttoken", "mean"
 _NAMES = {"mean_tokens": _MEAN}  # of modes as flags, where they differ
@@ -71,7 +71,9 @@ class PooledStates:
 
     def plus(self, states: Tensor) -> PooledStates:
         """Add states [n, C], one after another: the sum does not depend on how a prompt is cut into chunks."""
-        rows = states.double() if self.total is None else torch.cat([self.total[None], states.double()])
+        rows = states.double().clone()
+        if self.total is not None:
+            rows[0] += self.total
         return PooledStates(self.count + len(states), rows.cumsum(0)[-1])
 
     def mean(self) -> Tensor:
@@ -82,6 +84,8 @@ class PooledStates:
 
 def embedding(pooled: bytes, pooling: Pooling, dimensions: int | None) -> bytes:
     """The embedding of pooled states in fp32: so many first dimensions, of length 1 if the model's have that."""
+    import torch
+
     vector = torch.frombuffer(bytearray(pooled), dtype=torch.float32)[:dimensions]
     if pooling.normalize:
         vector = torch.nn.functional.normalize(vector.double(), dim=0).float()

@@ -118,11 +118,6 @@ class SequenceState:
         return self.pending is not None or (self.answered > 0 and self.computed >= len(self.tokens) - 1)
 
     @property
-    def next_position(self) -> int:
-        """The position of the first token that nothing has computed yet."""
-        return len(self.tokens) + (self.pending is not None)
-
-    @property
     def complete(self) -> bool:
         """Return whether the pending token is the last one that was asked for: nothing is left to compute."""
         return self.pending is not None and self.answered + 1 >= self.parameters.max_tokens
@@ -158,13 +153,6 @@ class SequenceState:
         """
         unknown = self.scored or self.unpooled
         return self.tokens[: unknown.start + 1] if unknown else self.tokens
-
-    @property
-    def guessable(self) -> bool:
-        """False with penalties and grammars, which depend on each token in turn, and with a bias, which guesses
-        ignore.
-        """
-        return not self.modifies_logits
 
     @property
     def modifies_logits(self) -> bool:
