@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_it_is_ended_by_signals(number: int) -> None:
 def started(server: Server) -> int:
     """The exit code of a process that is forked from it."""
     forker = Forker(address=server.address)
-    with open(os.devnull, "wb") as null:
+    with Path(os.devnull).open("wb") as null:
         server.start()
         try:
             return forker.start(("-c", "raise SystemExit(3)"), env={}, stderr=null.fileno()).wait(60)
@@ -78,7 +79,7 @@ def test_one_that_cannot_import_is_not_waited_for() -> None:
 def test_a_process_that_dies_before_its_answer_takes_no_other_with_it() -> None:
     server = Server()
     request = {"argv": ["-c", ""], "env": {}, "pass_fds": [], "session": False, "niceness": 0}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone, open(os.devnull, "wb") as null:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone, Path(os.devnull).open("wb") as null:
         gone.connect(server.address)
         socket.send_fds(gone, [json.dumps(request).encode()], [null.fileno()] * 2)
     assert started(server) == 3
