@@ -256,8 +256,10 @@ def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) 
 
 
 def _perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
+    from llm.attention import cacheless
+
     total, count = 0.0, 0
-    model.network.set_attn_implementation("sdpa")  # a whole text at once needs no cache
+    model.network.set_attn_implementation(cacheless(model.network))  # a whole text at once needs no cache
     for _, alike in itertools.groupby(sorted(map(list, texts), key=len), key=len):
         for tokens in torch.tensor([*alike], device=model.device).split(64):
             logs = model.network(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)

@@ -28,7 +28,9 @@ def body(network: Any) -> Any:
 def windows(config: Any) -> tuple[int, ...]:
     """How many of the last tokens each layer attends to; 0: all. Raises ValueError for other kinds of attention."""
     kinds = getattr(config, "layer_types", None)
-    window = int(getattr(config, "sliding_window", None) or 0)
+    window = getattr(config, "sliding_window", None) or 0
+    if not isinstance(window, int) or not 0 <= window < 2**31:  # kernels count with it
+        raise ValueError(f"has a sliding window of {str(window)[:40]} tokens, which is none")
     if kinds is None:  # the window of all layers
         kinds = [_SLIDING if window else _FULL] * config.num_hidden_layers
     if unknown := sorted({*kinds} - {_FULL, _SLIDING}):

@@ -1,6 +1,6 @@
 """Reads language models that are published in 4 bits: by AWQ, by GPTQ, or packed by compressed-tensors.
 
-Everything that the files declare is compared with the model's own shapes before any tensor is read.
+What the files declare of layers in 4 bits is compared with the model's own shapes before any tensor is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _GENERATION = "generation_config.json"
 _JSON_BYTES = 32 << 20
-_MOST_FILES = 1_000
+_MOST_FILES, _NAME_LENGTH = 1_000, 255
 _KEY = "quantization_config"
 
 
@@ -70,6 +70,8 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise ValueError("config_groups: one group is supported")
+    if config.get("transform_config"):
+        raise ValueError("transform_config: rotations of inputs are not supported")
     ((name, group),) = groups.items()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("input_activations") is not None:
@@ -191,7 +193,7 @@ class _Files:
             self.places |= dict.fromkeys(file.keys(), name)
         for key, name in declared.items():
             if self.places.get(key) != name:
-                raise CheckpointError(f"{folder / _INDEX}: says that {name} has {key}, which it has not")
+                raise CheckpointError(f"{folder / _INDEX}: says that {name} has {key[:100]}, which it has not")
 
     def _declared(self) -> dict[str, str]:
         """The index's file of each key; empty without an index."""
@@ -202,7 +204,7 @@ class _Files:
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{path}: weight_map: must be an object of file names")
         for name in places.values():
-            if Path(name).name != name or not name.endswith(".safetensors"):
+            if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _NAME_LENGTH:
                 raise CheckpointError(f"{path}: weight_map: {name[:100]!r} is no .safetensors file of this folder")
         return places
 
@@ -230,7 +232,7 @@ def _json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged ({error})") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: is damaged (no object)")

@@ -31,6 +31,7 @@ API, WORKER = ("api.app",), ("workers.boot", "core.batching.engine")
 REAL = (*WORKER, "workers.build", "pipeline.checkpoints.tiny")
 _STATUS = struct.Struct("i")
 _MOST_BYTES, _MOST_FDS = 2**20, 8
+_ENDING_S = 30.0  # for a server to end, once nobody can ask it for anything
 
 
 class Fork:
@@ -97,13 +98,23 @@ class Server:
             stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         )  # fmt: skip
+        self.leave()
+
+    def leave(self) -> None:
+        """Close this process's listener, so that nobody waits for a connection once the one that forks has ended."""
+        self._listener.close()
 
     def close(self) -> None:
         """End it, and wait for it, so that what its forks cost is counted. Forks that still run go on."""
-        self._listener.close()
+        self.leave()
         os.close(self._life)
         os.close(self._alive)
-        if self._process is not None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:  # a process that a test has left still has `_life`
+            self._process.kill()
             self._process.wait()
 
 
@@ -146,6 +157,8 @@ class Forker:
             with self._lock:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], [told, stderr, *pass_fds])
                 answer = self._socket.recv(_MOST_BYTES)
+        except ConnectionError:
+            answer = b""
         finally:
             os.close(told)
             if reading is not None:
@@ -170,6 +183,12 @@ def share() -> list[Server]:
     """Processes to fork from for all test processes, which are forked after this. Start each when it can be read."""
     SHARED.update({modules: Server(*modules) for modules in (API, WORKER, REAL)})
     return [*SHARED.values()]
+
+
+def leave() -> None:
+    """In a process that was forked after `share`: leave listening to the first one."""
+    for server in SHARED.values():
+        server.leave()
 
 
 def end() -> None:
@@ -214,7 +233,10 @@ def _serve(listener: socket.socket, alive: int) -> dict[str, Any] | None:
         if listener in ready:
             clients.append(listener.accept()[0])
         for client in [client for client in clients if client in ready]:
-            data, fds, _, _ = socket.recv_fds(client, _MOST_BYTES, _MOST_FDS)
+            try:
+                data, fds, _, _ = socket.recv_fds(client, _MOST_BYTES, _MOST_FDS)
+            except ConnectionError:  # a test process was killed: others are served on
+                data, fds = b"", []
             if not data:
                 clients.remove(client)
                 client.close()
@@ -225,7 +247,8 @@ def _serve(listener: socket.socket, alive: int) -> dict[str, Any] | None:
                 running[pid] = fds[0]
                 for fd in fds[1:]:
                     os.close(fd)
-                client.send(str(pid).encode())
+                with contextlib.suppress(ConnectionError):
+                    client.send(str(pid).encode())
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 `pytest --processes 4`. A file runs in one process, because its tests share fixtures; files start by falling cost
 (`tests/costs.json`). The first process reports all tests, so `-x`, `--durations` and `--junitxml` apply as ever.
+On other systems than Linux, where libraries do not survive a fork, one process runs them all.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Replaces pytest's loop if `--processes` is given. Errors of collection and a debugger are left to that."""
+    """On Linux replaces pytest's loop, if `--processes` is given. Errors of collection and debuggers are left to it."""
     option, processes = session.config.option, session.config.getoption("processes", 0)
-    if processes < 1 or option.collectonly or option.usepdb or session.testsfailed:
+    debugger = option.usepdb or option.trace
+    if processes < 1 or sys.platform != "linux" or option.collectonly or debugger or session.testsfailed:
         return None
     loop = _Loop(session)
     try:
@@ -120,6 +122,7 @@ class _Loop:
             try:
                 for other in (connection, *self._processes):
                     other.close()
+                forks.leave()
                 _become(self._config, folder)
                 _work(self._session, its)
             finally:
@@ -172,7 +175,10 @@ def _threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     tasks = Path("/proc/self/task")
     if not names and tasks.exists():
-        names = [(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())]
+        for task in tasks.iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if task.name != str(os.getpid()):
+                    names.append((task / "comm").read_text().strip())
     return names
 
 

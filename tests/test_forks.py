@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.forks import Forker
+from tests.forks import Forker, Server
 
 TELL = (
     "import os, sys, threading, json\n"
@@ -55,3 +57,29 @@ def test_it_is_ended_by_signals(number: int) -> None:
     fork.send_signal(number)
     assert fork.wait(60) == -number
     forker.close()
+
+
+def started(server: Server) -> int:
+    """The exit code of a process that is forked from it."""
+    forker = Forker(address=server.address)
+    with Path(os.devnull).open("wb") as null:
+        server.start()
+        try:
+            return forker.start(("-c", "raise SystemExit(3)"), env={}, stderr=null.fileno()).wait(60)
+        finally:
+            forker.close()
+            server.close()
+
+
+def test_one_that_cannot_import_is_not_waited_for() -> None:
+    with pytest.raises(AssertionError, match="the process that forks has ended"):
+        started(Server("no_such_module"))
+
+
+def test_a_process_that_dies_before_its_answer_takes_no_other_with_it() -> None:
+    server = Server()
+    request = {"argv": ["-c", ""], "env": {}, "pass_fds": [], "session": False, "niceness": 0}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone, Path(os.devnull).open("wb") as null:
+        gone.connect(server.address)
+        socket.send_fds(gone, [json.dumps(request).encode()], [null.fileno()] * 2)
+    assert started(server) == 3

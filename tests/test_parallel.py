@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.children import ROOT
+from tests.parallel import pytest_runtestloop
 
 HEAD = "import os, pathlib, signal, time, pytest\nhere = pathlib.Path(__file__).parent\n"
 LOG = HEAD + (
@@ -147,6 +150,14 @@ def test_an_interrupt_tears_down_what_was_set_up(tmp_path: Path) -> None:
     pids = {kind: sorted(pid for one, pid in log(tmp_path) if one == kind) for kind in ("up", "down")}
     assert len(pids["up"]) == 2 and pids["up"] == pids["down"]
     assert not any(Path("/proc", pid).exists() for pid in pids["up"])
+
+
+def test_elsewhere_than_on_linux_pytest_runs_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    option = SimpleNamespace(collectonly=False, usepdb=False, trace=False)
+    config = SimpleNamespace(option=option, getoption=lambda *_: 2)
+    session: Any = SimpleNamespace(config=config, items=[], testsfailed=0)
+    assert pytest_runtestloop(session) is None
 
 
 def test_threads_that_a_fork_would_lack_are_named(tmp_path: Path) -> None:

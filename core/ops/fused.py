@@ -97,10 +97,15 @@ def biases(modules: Sequence[Any]) -> Tensor | None:
 
 
 def joined(modules: Sequence[Any], name: str) -> Tensor:
-    """The modules' tensors concatenated; the modules become views of it, so that no weight is stored twice."""
+    """The modules' tensors concatenated; the modules become views of it, so that no weight is stored twice.
+
+    Raises ValueError for tensors of different types.
+    """
     tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
     if len(tensors) == 1:
         return tensors[0]
+    if len({tensor.dtype for tensor in tensors}) > 1:  # as scales of a published model in 4 bits may be
+        raise ValueError(f"layers that read one input have a {name} of different types")
     # E4M3 as bytes: torch does not concatenate it everywhere.
     plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
     joined = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)

@@ -129,6 +129,8 @@ def rewritten(path: Path, content: str) -> None:
     ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "quantization_config.config_groups: one"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized",
       "config_groups": {"g": {"weights": WEIGHTS | {"actorder": "group"}}}}, "g.weights.actorder: 'group' is"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": WEIGHTS}},
+      "transform_config": {"config_groups": {"R4": {}}}}, "quantization_config.transform_config: rotations"),
     ({"group_size": 256}, "model.layers.0.self_attn.q_proj: 128 inputs are no multiple of its group_size 256"),
 ])  # fmt: skip
 def test_configurations_that_are_not_supported_are_refused_by_field(
@@ -181,6 +183,7 @@ def test_files_that_do_not_fit_are_refused_by_key(
     ({"a": "../model.safetensors"}, "'../model.safetensors' is no .safetensors file of this folder"),
     ({"a": "model.bin"}, "'model.bin' is no .safetensors file"),
     ({"a": 7}, "weight_map: must be an object of file names"),
+    ({"a": "x" * 1000 + ".safetensors"}, f"'{'x' * 100}' is no .safetensors file"),
     ({"a": "other.safetensors"}, "other.safetensors: cannot be read"),
     ({"a": "model.safetensors"}, "says that model.safetensors has a, which it has not"),
     ({str(i): f"{i}.safetensors" for i in range(1001)}, "names 1001 files, more than 1000"),
@@ -192,7 +195,9 @@ def test_an_index_names_files_of_its_folder_that_have_its_keys(copied: Path, ind
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "is damaged"), ("[]", "no object"), (" " * (33 << 20), "32 MiB")])
+@pytest.mark.parametrize(("content", "said"), [
+    ("{", "is damaged"), ("[]", "no object"), ("[" * 200_000, "is damaged"), (" " * (33 << 20), "32 MiB"),
+])  # fmt: skip
 def test_a_config_that_is_no_object_of_bounded_size_is_refused(copied: Path, content: str, said: str) -> None:
     rewritten(copied / "config.json", content)
     with pytest.raises(TextModelError, match=said):

@@ -176,12 +176,16 @@ def test_damaged_models_are_refused(spoil: Any, said: str, tmp_path: Path) -> No
     assert said in str(caught.value) and "model" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["windows", "chunks", "softcap", "both ways", "sinks", "t5", "words"])
+@pytest.mark.parametrize("kind", ["windows", "no window", "chunks", "softcap", "both ways", "sinks", "t5", "words"])
 def test_models_of_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / kind
     if kind == "windows":
         saved(folder, SmolLM3Config(**SIZE, use_sliding_window=True, sliding_window=8, layer_types=MIXED))
         said = "sliding windows, which are not known of smollm3"
+    elif kind == "no window":
+        saved(folder, MistralConfig(**SIZE, sliding_window=17))
+        config_with(folder, sliding_window=-5)
+        said = "a sliding window of -5 tokens"
     elif kind == "chunks":
         saved(folder, LlamaConfig(**SIZE))
         config_with(folder, layer_types=["chunked_attention", "full_attention"])

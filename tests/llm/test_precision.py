@@ -72,6 +72,15 @@ def test_a_variant_of_a_model_that_the_kernels_do_not_know_is_left_alone(
     assert found.precision == "fp32" and "the native kernels support mistral, not llama" in reason
 
 
+def test_a_model_that_is_published_in_4_bits_is_refused_where_gpus_have_no_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llm.load.published", lambda name: "awq")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: TURING)
+    with pytest.raises(loading.TextModelError, match=r"in 4 bits \(awq\), which compute capability 7\.5 does not"):
+        load("owner/name", "auto", device="cuda", lacks=None)
+
+
 def test_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(loading.TextModelError, match="no such folder"):
         load("nowhere", "auto", device="cpu", lacks=None)

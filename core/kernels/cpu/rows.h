@@ -6,8 +6,8 @@
 
 namespace diptych {
 
-// out[m] = table[indices[m]] · scale, plus positions[m % tokens] if given: an embedding, or a gather of a buffer's rows. The
-// table's rows are `stride` elements apart, in fp32 or bf16.
+// out[m] = table[indices[m]] · scale, plus positions[m % tokens] if given: an embedding, or a gather of a buffer's rows.
+// The table's rows are `stride` elements apart, in fp32 or bf16.
 struct Embed {
   const void* table;
   const int32_t* indices;

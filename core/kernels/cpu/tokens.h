@@ -35,8 +35,9 @@ struct Rotate {
   float eps;
 };
 
-// softmax(q · kᵀ · scale) · v of each row over its sequence's tokens up to its own position (causal), the last `window` of
-// them if that is not 0. With `cap` a score s is cap · tanh(s / cap). Rows of q are q_stride floats apart. The result [rows, heads · d] is written to `floats` if given, else quantized to bytes (· inverse).
+// softmax(q · kᵀ · scale) · v of each row over its sequence's tokens up to its own position (causal), the last `window`
+// of them if that is not 0. With `cap`, unless 0, a score s is cap · tanh(s / cap). Rows of q are q_stride floats apart.
+// The result [rows, heads · d] is written to `floats` if given, else quantized to bytes (· inverse).
 struct PagedAttention {
   Paged at;
   const float *q, *inverse;

@@ -180,8 +180,7 @@ def add_norm(
 ) -> Tensor:
     """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C], as `dtype`.
 
-    `sum_out` [T, C] receives the norm's input; it may be x itself, without
-    `index`.
+    `sum_out` [T, C] receives the norm's input; it may be x itself, without `index`.
     """
     rows, channels = (len(x) if index is None else len(index)), x.shape[1]
     out = torch.empty(rows, channels, dtype=dtype, device=x.device)

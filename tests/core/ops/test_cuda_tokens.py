@@ -15,6 +15,7 @@ from core.kernels.kv_cache import KVCache
 from core.ops.cuda_tokens import CudaTokenOps, Residual
 from core.ops.reference import TorchOps
 from core.quant.fp8 import Fp8Linear
+from core.quant.int4 import Int4Linear
 from core.quant.linear import Int8Linear
 
 SLACK = 2e-2 if CUDA else 1e-5
@@ -94,11 +95,13 @@ def test_joined_weights_are_held_once_and_counted() -> None:
 def test_layers_that_are_no_product_are_refused() -> None:
     token, first = ops(), nn.Linear(32, 16)
     ones = torch.ones(32)
-    eight = Int8Linear.of(first, ones)
+    eight, four, other = Int8Linear.of(first, ones), Int4Linear.of(first, None), Int4Linear.of(first, None)
+    other.scale = other.scale.bfloat16()
     for others, said in (
         ((first, eight), "quantized in different ways"),
         ((eight, Int8Linear.of(first, 2 * ones)), "quantized in different ways"),
         ((eight, Fp8Linear.of(first, ones)), "quantized in different ways"),
+        ((four, other), "a scale of different types"),
         ((nn.Conv2d(32, 16, 1),), "layers of Conv2d are not known"),
     ):
         with pytest.raises(ValueError, match=said):
