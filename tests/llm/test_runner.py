@@ -20,8 +20,10 @@ from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
+from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
+from llm.sequence import PendingTokens
 from tests.llm import stage
 
 
@@ -359,6 +361,37 @@ def test_a_retried_iteration_draws_the_same(ahead: bool) -> None:
     with stage.serving(model, kernels=stage.kernels(), **options) as (engine, _):
         assert stage.answers(engine, [request.parameters])[0] == made[-1].result
     lane.close()
+
+
+def test_an_answer_of_which_only_the_last_token_is_awaited_takes_no_page() -> None:
+    lane = Lane("text")
+    runner = TextRunner(stage.small(), lane=lane, pages=4, ahead=True)
+    request = Request("a", "text", stage.greedy((1, *[7] * (PAGE - 1)), PAGE + 1, ignore_end=True))
+    assert runner.admit(request) is None
+    pages, finished = 0, False
+    while not finished:
+        assert runner.reserve([request])
+        pages = max(pages, len(request.work.holding.pages))
+        finished = runner.launch([request]).outcome()["a"].finished
+    assert pages == 2, "its last token is at the first place of a third one, and is never computed with"
+    runner.release(request)
+    runner.close()
+    lane.close()
+
+
+def test_a_runner_that_closes_waits_for_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that ended by a stop leaves one on the device, which writes to memory that is freed next."""
+    waits: list[int] = []
+    wait = PendingTokens.wait
+    monkeypatch.setattr(PendingTokens, "wait", lambda self: (waits.append(id(self)), wait(self))[1])
+    runner = TextRunner(stage.small(), ahead=True)
+    request = Request("a", "text", stage.greedy((1, 9), 9))
+    assert runner.admit(request) is None
+    runner.launch([request]).outcome()
+    runner.release(request)
+    assert not waits
+    runner.close()
+    assert len(waits) == 1
 
 
 def test_a_long_prompt_does_not_hold_up_answers() -> None:
