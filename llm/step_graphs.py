@@ -100,8 +100,9 @@ class StepGraphs:
         self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
-        self._logits = torch.zeros(max(self._most, sequences), model.vocabulary, device=device)
-        self.best = torch.zeros(len(self._logits), dtype=torch.int64, device=device)  # `likeliest` of the last step
+        self._logits = torch.zeros(self._most, model.vocabulary, device=device)
+        # `likeliest` of the last step, also of one without a graph.
+        self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     def prepare(self, sequences: int) -> None:
