@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.cuda_graphs import CudaRecorder, Recorder
+from core.cuda_graphs import CudaRecorder
 from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
 from core.kernels.cuda.decode_kernel import PARTS, part_count
 from core.kernels.kv_cache import on_device
@@ -81,17 +81,11 @@ class StepGraphs:
     first use.
     """
 
-    def __init__(
-        self, model: CudaDecoder, sequences: int, context: int, rows: int, device: torch.device,
-        recorder: Recorder | None = None,
-    ) -> None:  # fmt: skip
-        """Set up graphs for at most so many sequences, of at most `context` tokens, and steps of so many rows.
-
-        `recorder`: default: of CUDA graphs on a GPU, and none elsewhere.
-        """
+    def __init__(self, model: CudaDecoder, sequences: int, context: int, rows: int, device: torch.device) -> None:
+        """Set up graphs for at most so many sequences, of at most `context` tokens, and steps of so many rows."""
         self._model = model
         self._device = device
-        self._recorder = recorder
+        self._recorder: CudaRecorder | None = None
         self._sequences = sequences
         self._most = bucket(sequences) or BUCKETS[-1]
         self._mixed = mixed_buckets(rows)
@@ -204,7 +198,7 @@ class StepGraphs:
             best, _ = self._step(batch, owners, self._logits[:count])
             return self.best[:count].copy_(best)
 
-        if self._device.type != "cuda" and self._recorder is None:
+        if self._device.type != "cuda":
             return run
         self._recorder = self._recorder or _recorder(self._device)
         # Of nobody: what is run to compile, and to record, writes nothing.

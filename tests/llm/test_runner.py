@@ -100,6 +100,27 @@ def test_iterations_ahead_of_their_tokens_write_the_same() -> None:
         assert [text.tokens for text in stage.answers(engine, requests)] == [text.tokens for text in expected]
 
 
+@pytest.mark.parametrize("pages", [None, 14])
+def test_embeddings_and_schemas_beside_iterations_ahead(pages: int | None) -> None:
+    """They need the host after each of their forwards, which the answers beside them then wait for."""
+    pytest.importorskip("llguidance")
+    model = stage.emoji()
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0}, {"max_tokens": 0, "embed": True}, {"temperature": 0.9}, {"max_tokens": 0},
+        {"temperature": 0.9, "json_schema": "{}"}, {"temperature": 0, "max_tokens": 1},
+    ]  # fmt: skip
+    requests = [
+        TextParameters(prompt, **{"max_tokens": 9 + i, "seed": i, **kinds[i % len(kinds)]})
+        for i, prompt in enumerate(stage.prompts(model, 24))
+    ]
+    texts = []
+    for ahead in (False, True):
+        with stage.serving(model, kernels=stage.kernels(), ahead=ahead, pages=pages, chunk=7) as (engine, _):
+            texts.append([(text.tokens, text.finish, text.pooled) for text in stage.answers(engine, requests)])
+    assert texts[0] == texts[1]
+    assert [bool(pooled) for _, _, pooled in texts[1]] == [request.embed for request in requests]
+
+
 def test_other_seeds_give_other_texts_and_no_seed_any() -> None:
     model = stage.small()
     prompt = stage.plain(model, "x")
