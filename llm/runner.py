@@ -286,6 +286,7 @@ class TextRunner:
             room = min(self._sequences, self.pages.capacity)
             for width, seconds in self._model_runner.time_widths(widths, sequences=room, until=until):
                 self._costs[GROUP].observe(width, seconds)
+                self._forwards[GROUP].observe(width, seconds)
 
         self._lane.call(measure)
 
