@@ -160,15 +160,10 @@ class SequenceState:
         return self.tokens[: unknown.start + 1] if unknown else self.tokens
 
     @property
-    def guessable(self) -> bool:
-        """False with penalties and grammars, which depend on each token in turn, and with a bias, which guesses
-        ignore.
-        """
-        return not self.modifies_logits
-
-    @property
     def modifies_logits(self) -> bool:
-        """Return whether the model's logits are modified before a token is chosen."""
+        """Return whether the model's logits are modified before a token is chosen. By penalties and grammars, which
+        depend on each token in turn, and a bias, which guesses ignore: then there are none.
+        """
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property
@@ -178,10 +173,6 @@ class SequenceState:
     def most_guesses(self, limit: int) -> int:
         """The answer's last token needs no guess."""
         return min(limit, self.parameters.max_tokens - self.answered - 1)
-
-    def penalties(self) -> tuple[float, float, float]:
-        parameters = self.parameters
-        return parameters.repetition_penalty, parameters.presence_penalty, parameters.frequency_penalty
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], ends: Collection[int]

@@ -82,7 +82,7 @@ class Speculator:
     def plan(self, work: SequenceState, lengths: DraftLengths | None = None) -> None:
         """Set the number of guesses of a decoding answer's next iteration."""
         work.guesses = 0
-        if not work.guessable or not self.active:
+        if work.modifies_logits or not self.active:
             return
         nominal = NOMINAL["lookup" if self.lookup else "draft"]
         # With a seed the text must not depend on the load, which then must not decide the number of guesses.

@@ -404,7 +404,12 @@ def test_a_runner_that_closes_waits_for_its_last_step(monkeypatch: pytest.Monkey
     """An answer that ended by a stop leaves one on the device, which writes to memory that is freed next."""
     waits: list[int] = []
     wait = PendingTokens.wait
-    monkeypatch.setattr(PendingTokens, "wait", lambda self: (waits.append(id(self)), wait(self))[1])
+
+    def counted(self: PendingTokens) -> list[int]:
+        waits.append(id(self))
+        return wait(self)
+
+    monkeypatch.setattr(PendingTokens, "wait", counted)
     runner = TextRunner(stage.small(), ahead=True)
     request = Request("a", "text", stage.greedy((1, 9), 9))
     assert runner.admit(request) is None
