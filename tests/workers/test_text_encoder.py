@@ -66,7 +66,7 @@ def test_what_the_kernels_lack_is_logged_and_left_to_torch(model: ImageModel, ca
     model.parts["text_encoder"].config.hidden_act = "gelu"
     with caplog.at_level(logging.INFO, "workers"):
         assert on_kernels(SETTINGS, model, PROGRAMS, release=True) is model
-    assert "torch encodes prompts: " in caplog.text and "SwiGLU, not gelu" in caplog.text
+    assert "torch encodes prompts: " in caplog.text and "by tanh, not gelu" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"kernels": False}])
