@@ -175,7 +175,10 @@ def _adjust_(logits: Tensor, requests: Sequence[SampleRequest]) -> tuple[set[int
     ]
     if with_seen:
         rows = [request.first for request, _, _ in with_seen]
-        numbers = torch.tensor([request.work.penalties() for request, _, _ in with_seen], device=logits.device)
+        requested = [request.work.parameters for request, _, _ in with_seen]
+        numbers = torch.tensor(
+            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in requested], device=logits.device
+        )
         seen = torch.stack([seen for _, seen, _ in with_seen]).to(logits.device)
         counts = torch.stack([counts for _, _, counts in with_seen]).to(logits.device)
         logits[rows] = sample.penalize(

@@ -46,5 +46,7 @@ class MaskTurns:
                 spent_s += matcher.expected_s
             else:
                 waiting.add(i)
-        self._credit_s -= max(0.0, spent_s - forward_s)
+        left_s = self._credit_s - max(0.0, spent_s - forward_s)
+        # Where every answer computes a mask, there is nobody whom time beyond what was saved up is owed to.
+        self._credit_s = max(left_s, min(0.0, self._credit_s)) if len(computing) == len(answers) else left_s
         return waiting

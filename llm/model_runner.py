@@ -45,15 +45,16 @@ class StepResult:
 class _Timer:
     """Seconds of an iteration from its first forward on, by the device's clock on a GPU.
 
-    `masks_s` are those of waits for masks after forwards; on a GPU these pass beside them.
+    `masks` are from when to when a forward had ended, and masks had not: nothing where the masks were first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self.masks_s = 0.0
-        self._start, self._end = self._now(), self._now()
+        self.masks: list[tuple[Any, Any]] = []
+        self._start, self._end = self.now(), self.now()
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """The time now; on a GPU that at which it has done all that was submitted before."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -61,14 +62,16 @@ class _Timer:
         return event
 
     def stop(self) -> None:
-        self._end = self._now()
+        self._end = self.now()
 
     def seconds(self) -> tuple[float, float]:
         """The iteration's seconds, and those of them for masks. Waits for the end."""
-        if not self._cuda:
-            return float(self._end - self._start), self.masks_s
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) / 1e3, 0.0
+        if self._cuda:
+            self._end.synchronize()
+        return self._between(self._start, self._end), sum(self._between(*span) for span in self.masks)
+
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3 if self._cuda else float(end - start)
 
 
 _MASKS_S = 0.01  # after a forward, until no further mask is begun
@@ -100,8 +103,11 @@ class ModelRunner:
         self._masks.submit(_compute, (), threading.Event()).result()
 
     def close(self) -> None:
-        """End the thread that computes masks."""
+        """End the thread that computes masks, and wait for what still runs: it writes to memory that is freed next."""
         self._masks.shutdown()
+        for tokens, _, _ in self._flying:
+            tokens.wait()
+        self._flying = []
 
     @torch.inference_mode()
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
@@ -171,11 +177,11 @@ class ModelRunner:
             logits = self.execution(step.tokens)
         finally:
             if masks is not None:
-                computed = time.perf_counter()
+                computed = timer.now()
                 wait([masks], _MASKS_S)
                 enough.set()
                 masks.result()
-                timer.masks_s += time.perf_counter() - computed
+                timer.masks.append((computed, timer.now()))
         self._guessing.read_along(parts)
         requests = list(sample_requests.values())
         if self._ahead and not score_requests and all(request.work.drawn_on_device for request in requests):

@@ -21,6 +21,7 @@ from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
 from llm.choose import SampledTokens
 from llm.constrain import GrammarCompiler
+from llm.detokenizer import Detokenizer
 from llm.execution import FUSED, TextExecution
 from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane
@@ -95,6 +96,7 @@ class TextRunner:
         self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
         self._sequences = max_requests
         self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
+        Detokenizer(model.tokenizer)  # builds the table of its tokens here, not on the engine's thread
         self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._mask_turns = MaskTurns()
         self._costs = CostTable(guess_s=_GUESS_S)
@@ -145,7 +147,7 @@ class TextRunner:
     def reserve(self, requests: Sequence[Request]) -> bool:
         for request in requests:
             work: SequenceState = request.work
-            tokens = work.computed + self.rows(request)
+            tokens = work.computed + (0 if work.complete else self.rows(request))
             if tokens > work.holding.room and not self._allocator.grow(work, tokens):
                 return False
         return True
@@ -284,6 +286,7 @@ class TextRunner:
             room = min(self._sequences, self.pages.capacity)
             for width, seconds in self._model_runner.time_widths(widths, sequences=room, until=until):
                 self._costs[GROUP].observe(width, seconds)
+                self._forwards[GROUP].observe(width, seconds)
 
         self._lane.call(measure)
 

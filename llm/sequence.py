@@ -156,7 +156,9 @@ class SequenceState:
 
     @property
     def modifies_logits(self) -> bool:
-        """Return whether the model's logits are modified before a token is chosen."""
+        """Return whether the model's logits are modified before a token is chosen. By penalties and grammars, which
+        depend on each token in turn, and a bias, which guesses ignore: then there are none.
+        """
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property
@@ -166,10 +168,6 @@ class SequenceState:
     def most_guesses(self, limit: int) -> int:
         """The answer's last token needs no guess."""
         return min(limit, self.parameters.max_tokens - self.answered - 1)
-
-    def penalties(self) -> tuple[float, float, float]:
-        parameters = self.parameters
-        return parameters.repetition_penalty, parameters.presence_penalty, parameters.frequency_penalty
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], ends: Collection[int]

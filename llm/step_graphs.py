@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.cuda_graphs import CudaRecorder, Recorder
+from core.cuda_graphs import CudaRecorder
 from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
 from core.kernels.cuda.decode_kernel import PARTS, part_count
 from core.kernels.kv_cache import on_device
@@ -81,17 +81,11 @@ class StepGraphs:
     first use.
     """
 
-    def __init__(
-        self, model: CudaDecoder, sequences: int, context: int, rows: int, device: torch.device,
-        recorder: Recorder | None = None,
-    ) -> None:  # fmt: skip
-        """Set up graphs for at most so many sequences, of at most `context` tokens, and steps of so many rows.
-
-        `recorder`: default: of CUDA graphs on a GPU, and none elsewhere.
-        """
+    def __init__(self, model: CudaDecoder, sequences: int, context: int, rows: int, device: torch.device) -> None:
+        """Set up graphs for at most so many sequences, of at most `context` tokens, and steps of so many rows."""
         self._model = model
         self._device = device
-        self._recorder = recorder
+        self._recorder: CudaRecorder | None = None
         self._sequences = sequences
         self._most = bucket(sequences) or BUCKETS[-1]
         self._mixed = mixed_buckets(rows)
@@ -100,8 +94,9 @@ class StepGraphs:
         self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
-        self._logits = torch.zeros(max(self._most, sequences), model.vocabulary, device=device)
-        self.best = torch.zeros(len(self._logits), dtype=torch.int64, device=device)  # `likeliest` of the last step
+        self._logits = torch.zeros(self._most, model.vocabulary, device=device)
+        # `likeliest` of the last step, also of one without a graph.
+        self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     def prepare(self, sequences: int) -> None:
@@ -203,7 +198,7 @@ class StepGraphs:
             best, _ = self._step(batch, owners, self._logits[:count])
             return self.best[:count].copy_(best)
 
-        if self._device.type != "cuda" and self._recorder is None:
+        if self._device.type != "cuda":
             return run
         self._recorder = self._recorder or _recorder(self._device)
         # Of nobody: what is run to compile, and to record, writes nothing.

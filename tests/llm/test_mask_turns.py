@@ -67,6 +67,16 @@ def test_nobody_waits_for_ever_and_a_tenants_quick_masks_hardly() -> None:
     assert all(len(matcher.steps) > 500 for matcher in quick)
 
 
+def test_what_delayed_nobody_is_not_owed_to_those_who_come_later() -> None:
+    matcher, turns = Matcher("slow", 0.02), MaskTurns()
+    alone: list[Any] = [("slow", matcher)]
+    for _ in range(1000):
+        assert not turns.waiting(alone, FORWARD_S)
+    waited = [bool(turns.waiting([*alone, ("plain", None)], FORWARD_S)) for _ in range(200)]
+    every = round((matcher.expected_s - FORWARD_S) / (mask_turns._SHARE * FORWARD_S))
+    assert waited.count(False) >= 200 // every
+
+
 def test_masks_within_the_forwards_time_never_wait_and_alone_somebody_goes() -> None:
     assert run([Matcher("a", FORWARD_S / 64) for _ in range(64)], plain=3, iterations=9) == pytest.approx([0.0] * 9)
     alone = [Matcher("a", 1.0), Matcher("b", 1.0)]

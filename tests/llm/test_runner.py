@@ -20,8 +20,10 @@ from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
+from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
+from llm.sequence import PendingTokens
 from tests.llm import stage
 
 
@@ -96,6 +98,27 @@ def test_iterations_ahead_of_their_tokens_write_the_same() -> None:
         ]
     with stage.serving(model, kernels=stage.kernels(), ahead=True, pages=14, chunk=5) as (engine, runner):
         assert [text.tokens for text in stage.answers(engine, requests)] == [text.tokens for text in expected]
+
+
+@pytest.mark.parametrize("pages", [None, 14])
+def test_embeddings_and_schemas_beside_iterations_ahead(pages: int | None) -> None:
+    """They need the host after each of their forwards, which the answers beside them then wait for."""
+    pytest.importorskip("llguidance")
+    model = stage.emoji()
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0}, {"max_tokens": 0, "embed": True}, {"temperature": 0.9}, {"max_tokens": 0},
+        {"temperature": 0.9, "json_schema": "{}"}, {"temperature": 0, "max_tokens": 1},
+    ]  # fmt: skip
+    requests = [
+        TextParameters(prompt, **{"max_tokens": 9 + i, "seed": i, **kinds[i % len(kinds)]})
+        for i, prompt in enumerate(stage.prompts(model, 24))
+    ]
+    texts = []
+    for ahead in (False, True):
+        with stage.serving(model, kernels=stage.kernels(), ahead=ahead, pages=pages, chunk=7) as (engine, _):
+            texts.append([(text.tokens, text.finish, text.pooled) for text in stage.answers(engine, requests)])
+    assert texts[0] == texts[1]
+    assert [bool(pooled) for _, _, pooled in texts[1]] == [request.embed for request in requests]
 
 
 def test_other_seeds_give_other_texts_and_no_seed_any() -> None:
@@ -359,6 +382,42 @@ def test_a_retried_iteration_draws_the_same(ahead: bool) -> None:
     with stage.serving(model, kernels=stage.kernels(), **options) as (engine, _):
         assert stage.answers(engine, [request.parameters])[0] == made[-1].result
     lane.close()
+
+
+def test_an_answer_of_which_only_the_last_token_is_awaited_takes_no_page() -> None:
+    lane = Lane("text")
+    runner = TextRunner(stage.small(), lane=lane, pages=4, ahead=True)
+    request = Request("a", "text", stage.greedy((1, *[7] * (PAGE - 1)), PAGE + 1, ignore_end=True))
+    assert runner.admit(request) is None
+    pages, finished = 0, False
+    while not finished:
+        assert runner.reserve([request])
+        pages = max(pages, len(request.work.holding.pages))
+        finished = runner.launch([request]).outcome()["a"].finished
+    assert pages == 2, "its last token is at the first place of a third one, and is never computed with"
+    runner.release(request)
+    runner.close()
+    lane.close()
+
+
+def test_a_runner_that_closes_waits_for_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that ended by a stop leaves one on the device, which writes to memory that is freed next."""
+    waits: list[int] = []
+    wait = PendingTokens.wait
+
+    def counted(self: PendingTokens) -> list[int]:
+        waits.append(id(self))
+        return wait(self)
+
+    monkeypatch.setattr(PendingTokens, "wait", counted)
+    runner = TextRunner(stage.small(), ahead=True)
+    request = Request("a", "text", stage.greedy((1, 9), 9))
+    assert runner.admit(request) is None
+    runner.launch([request]).outcome()
+    runner.release(request)
+    assert not waits
+    runner.close()
+    assert len(waits) == 1
 
 
 def test_a_long_prompt_does_not_hold_up_answers() -> None:
