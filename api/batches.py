@@ -62,9 +62,9 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
         raise invalid_field("input_file_id", "must be a file with the purpose batch")
-    checked = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
-    if not checked.errors and queue_of(fields.endpoint) == "image":
-        await charge(request, service, caller.limits.picture_costs(_by_model(service, caller, checked.pictures)))
+    checked, pictures = await service.parsing.run(caller.id, _checked, service, caller, file.key, fields.endpoint)
+    if not checked.errors:
+        await charge(request, service, caller.limits.picture_costs(pictures))
     try:
         batch = await service.call(
             service.batches.add, caller.id, fields.endpoint, file, checked.lines, service.links(request).base,
@@ -106,12 +106,15 @@ def queue_of(endpoint: str) -> str:
     return _QUEUES[endpoint]
 
 
-def _checked(service: Service, key: str, endpoint: str) -> batch_lines.CheckedFile:
-    """Check every line. Blocks. Raises `ApiError` (404) and `ArtifactError`."""
+def _checked(
+    service: Service, caller: Caller, key: str, endpoint: str
+) -> tuple[batch_lines.CheckedFile, Mapping[str, int]]:
+    """Check every line; also return the images by model. Blocks. Raises `ApiError` (404) and `ArtifactError`."""
     try:
-        return batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
+        checked = batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
     except NoArtifact:
         raise files.gone("input_file_id") from None
+    return checked, _by_model(service, caller, checked.pictures) if queue_of(endpoint) == "image" else {}
 
 
 def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, int]) -> Mapping[str, int]:

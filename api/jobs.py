@@ -89,7 +89,7 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     state = query.get("status")
     if state is not None and state not in list(JobState):
         raise invalid_field("status", f"must be one of {', '.join(JobState)}")
-    model = service.cards.now.served_name(query.get("model")) or ""
+    model = service.cards.seen_by(caller.id).served_name(query.get("model")) or ""
     listed = await service.call(
         service.store.page, None if caller.may("admin") else caller.id,
         state=JobState(state) if state else None, model=model, after=after, limit=limit,

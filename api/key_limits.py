@@ -37,10 +37,12 @@ class KeyLimits:
             return cls()
 
         def limits(name: str, default: str) -> Limits:
-            merged = dict(read_limits(default, KEY_LIMITS[name]))
-            if key is not None:
-                merged |= read_limits(getattr(key, name), KEY_LIMITS[name])
-            return {settings.aliases.get(model, model): limit for model, limit in merged.items()}
+            own = "" if key is None else getattr(key, name)
+            return {
+                settings.aliases.get(model, model): limit
+                for text in (default, own)  # the key's own come last
+                for model, limit in read_limits(text, KEY_LIMITS[name]).items()
+            }
 
         return cls(
             owner,

@@ -138,8 +138,8 @@ def _attempt(
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
-    card = service.cards.seen_by(caller.id).model(job.model, TextCard)
     pictures = ImageJob.read(job.parameters).n if job.modality == "image" else 0
+    card = service.cards.seen_by(caller.id).model(job.model, TextCard) if job.modality == "text" else None
     tokens = 0 if card is None else math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
     draft = JobDraft(
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,

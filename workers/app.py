@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -76,23 +76,30 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 
 
 def _build(settings: Settings, say: Say) -> ServingRuntime:
-    from llm.load import TextModelError
-    from llm.load import check_name as check_text_name
-    from pipeline.checkpoints.folder import ModelError
     from pipeline.checkpoints.load import check_name
 
     for model in settings.catalogue:
         check_name(model.model_name)  # importing torch and its dependencies takes seconds
-    for text in settings.text_catalogue[1:]:  # the first is loaded at once
-        try:
-            check_text_name(str(text.text_model_name))
-        except TextModelError as error:
-            raise ModelError(f"text: {error}") from error
+    _check_texts(settings.text_catalogue[1:])  # the first is loaded at once
     from workers.build import build
     from workers.metrics import METER
     from workers.serving_runtime import build_serving_runtime
 
     return build_serving_runtime(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick), say)
+
+
+def _check_texts(models: Sequence[Settings]) -> None:
+    """Reject names that lead to no text model. Raises `ModelError`."""
+    if not models:
+        return  # the check imports torch
+    from llm.load import TextModelError, check_name
+    from pipeline.checkpoints.folder import ModelError
+
+    for model in models:
+        try:
+            check_name(str(model.text_model_name))
+        except TextModelError as error:
+            raise ModelError(f"text: {error}") from error
 
 
 _MEASURE_S = 5.0  # limit for measuring cost curves; the rest is learnt from the first jobs

@@ -43,7 +43,8 @@ async function offer() {
   }
   const images = models.filter((model) => model.diptych.modality === "image");
   form.offer(images);
-  offerTexts(models.filter((model) => model.diptych.modality === "text" && model.diptych.live));
+  const texts = models.filter(({ diptych }) => diptych.modality === "text" && diptych.live);
+  offerTexts(texts.filter(({ diptych }) => diptych.limits.generates !== false)); // others only embed
   offerVariants(images.filter((model) => model.diptych.live));
   if (!form.card()) return;
   const { brought } = state;

@@ -264,7 +264,7 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
     with pytest.raises(openai.NotFoundError):
         client.batches.create(input_file_id="file-" + "0" * 24, endpoint=URL, completion_window="24h")  # type: ignore[arg-type]
     with pytest.raises(openai.BadRequestError):
-        client.batches.create(input_file_id="x", endpoint="/v1/moderations", completion_window="24h")
+        client.batches.create(input_file_id="x", endpoint="/v1/responses", completion_window="24h")
     with pytest.raises(openai.BadRequestError):
         client.files.create(file=("a", b"x"), purpose="fine-tune")
     post = api.client.post

@@ -7,19 +7,21 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from contract.card import ModelCard
+from contract.card import ModelCard, TextOffer
 from contract.errors import Invalid
 from core.jobs.cards import WorkerCard
 from core.jobs.record import Job
 from tests.api.world import CARD, PATIENCE_S, TEXT, Api, Worker, check_error, eventually, parsed, settings_of
 
 URL = "/v1/images/generations"
+EMBEDS = replace(TEXT, name="embedder", limits=TextOffer(embedding_dimensions=8, generates=False))
 
 
 @contextmanager
@@ -125,7 +127,9 @@ def test_a_batch_is_told_it_line_by_line(world: tuple[Api, Worker]) -> None:
 
 
 @pytest.mark.parametrize(
-    "workers", [((CARD,),), ((CARD, TEXT), (CARD,)), ((CARD,), (TEXT,))], ids=["none", "not all", "elsewhere"]
+    "workers",
+    [((CARD,),), ((CARD, TEXT), (CARD,)), ((CARD,), (TEXT,)), ((CARD, EMBEDS, TEXT),)],
+    ids=["none", "not all", "elsewhere", "the first only embeds"],
 )
 def test_without_a_text_model_beside_every_worker_it_is_refused_by_name(
     redis_url: str, folder: Path, workers: tuple[tuple[ModelCard, ...], ...]

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from PIL import Image
 
-from core.jobs.keyring import Keyring
+from api.key_limits import KeyLimits
+from core.jobs.keyring import ApiKey, Keyring
 from core.jobs.rates import RateLimitCost, RateLimiter
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
@@ -277,9 +279,17 @@ def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
     assert own.get("/v1/models/emoji-xl").json()["diptych"]["cascades"] == {}
     cascade = {**IMAGE, "model": "emoji-xl", "cascade": {"draft": "emoji-z"}}
     check_error(own.post(JOBS, json=cascade), 400, "cascade.draft")
+    expanded = {**IMAGE, "model": "emoji-xl", "expand_prompt": True}
+    check_error(own.post(JOBS, json=expanded), 400, "expand_prompt", "no_text_model")
     error = check_error(own.post(CHAT, json=ASK), 404, "model", "model_not_found")
     assert error["message"] == "model: this key may use none of this kind; see GET /v1/models"
     everything = fleet.key()
-    assert everything.post(JOBS, json=cascade).status_code == 202
+    assert [everything.post(JOBS, json=body).status_code for body in (cascade, expanded)] == [202, 202]
     job = everything.post(JOBS, json=IMAGE).json()
     assert (job["model"], everything.post(f"{JOBS}/{job['id']}/cancel").status_code) == ("emoji-xl", 200)
+
+
+def test_a_keys_own_limit_replaces_the_services_whatever_name_each_uses(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, model_aliases=ALIASES, tokens="emoji-lm=10/day, best=20/day")
+    key = ApiKey("id", "someone", "", ("text",), "", "", 0, tokens="emoji-lm=5/day")
+    assert KeyLimits.of("id", key, settings).tokens == {"emoji-lm": "5/day"}

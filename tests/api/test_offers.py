@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from contract import students
+from contract.card import TextOffer
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
@@ -53,10 +55,13 @@ def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: P
 
 def test_text_models_bring_the_chat_and_a_choice(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
+    with ExitStack() as stack:
+        worker, other, third = (stack.enter_context(Worker(settings, f"worker-{k}")) for k in range(3))
+        api = stack.enter_context(Api(settings))
         worker.announce()
         other.announce(card=TEXT)
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
+        third.announce(card=dataclasses.replace(TEXT, name="embedder", limits=TextOffer(generates=False)))
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 3)
         page = visit(browser, api)
         page.click("#tab-chat")
         expect(page.locator("#chat textarea")).to_be_visible()
@@ -66,7 +71,7 @@ def test_text_models_bring_the_chat_and_a_choice(browser: Browser, redis_url: st
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
         worker.announce(card=dataclasses.replace(TEXT, name="poet", expansion_instruction="Expand."))
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 3)
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 4)
         page.reload()
         page.click("#tab-chat")
         expect(page.locator("#chat .about")).to_contain_text("emoji-lm answers here")
