@@ -90,8 +90,6 @@ def _build(settings: Settings, say: Say) -> ServingRuntime:
 
 def _check_texts(models: Sequence[Settings]) -> None:
     """Reject names that lead to no text model. Raises `ModelError`."""
-    if not models:
-        return  # the check imports torch
     from llm.load import TextModelError, check_name
     from pipeline.checkpoints.folder import ModelError
 
