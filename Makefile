@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # Four test processes more than cores, at most 12: each runs torch on one thread, and waits for other processes about half
 # of the time. They are forks of one that has imported and collected the tests (tests/parallel.py).
-JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 8 && echo 12 || echo $$((n + 4)))
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 8 && echo 12 || echo $$((n + 2)))
 
 SPREAD := --processes $(JOBS)
 
