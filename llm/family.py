@@ -10,13 +10,14 @@ from torch import Tensor
 from core.ops.ops import Activation
 
 GEMMA = ("gemma2", "gemma3_text")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA)
+MIXTURES = ("mixtral", "qwen3_moe")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES, *GEMMA)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position only
 _ACTS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Whose attention passes the window of each layer on, which has been compared with transformers'.
 _WINDOWED = (
-    *MODEL_TYPES, "cohere2", "ministral", "mixtral", "olmo3", "phi3", "qwen3_moe", "starcoder2",
+    *MODEL_TYPES, "cohere2", "ministral", "olmo3", "phi3", "starcoder2",
 )  # fmt: skip
 
 

@@ -100,6 +100,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
     """
     import torch
 
+    from llm import experts, family
     from llm.attention import NAME, register
 
     if precision not in PRECISIONS:
@@ -127,6 +128,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
             short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
             digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
+        experts.adopt(network, family.MIXTURES)
         if is_quantized(precision) and method is None:
             digest = _quantized(name, folder, network, digest, precision)
         network = _moved(network, where, dtype).eval().requires_grad_(False)

@@ -1,8 +1,10 @@
-"""The decoder of the Llama family, written down once: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and the text of Gemma 3.
+"""The decoder of the Llama family, written down once: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 and
+the text of Gemma 3.
 
 The layout is that of transformers, whose modules hold the weights: RMSNorm, attention with rotary positions and fewer
 heads of keys than of queries, RMSNorm, SwiGLU, each added to the residual stream (Touvron et al., 2023). Qwen3 norms
-each head of queries and keys before their rotation. A layer may attend to a window of the last tokens only. Gemma has
+each head of queries and keys before their rotation. In place of SwiGLU a layer may have a mixture of experts, each of
+which is one. A layer may attend to a window of the last tokens only. Gemma has
 GELU in place of SiLU, scales its embeddings, norms each branch before it is added, and stores the weights of norms less
 one.
 """
@@ -13,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from core.ops.mixture import Mixture
 from core.ops.ops import Activation, Layer, Ops, TokenOps
-from llm import family
+from llm import experts, family
 
 A = TypeVar("A")
 
@@ -29,8 +32,9 @@ class DecoderLayer:
     head_norms: tuple[Layer, Layer] | None  # q_norm and k_norm
     o_proj: Layer
     mlp_layernorm: Layer
-    up_gate: tuple[Layer, ...]  # up_proj, and gate_proj, which goes through `act`
-    down_proj: Layer
+    up_gate: tuple[Layer, ...]  # up_proj, and gate_proj, which goes through `act`; none of a mixture
+    down_proj: Layer | None
+    mixture: Mixture | None
     branch_norms: tuple[Layer, Layer] | None  # of what o_proj and down_proj give
     act: Activation
     heads: int
@@ -48,10 +52,12 @@ class DecoderLayer:
         if gemma:
             branch_norms = norm(layer.post_attention_layernorm), norm(layer.post_feedforward_layernorm)
             mlp_norm = layer.pre_feedforward_layernorm
+        mixture = experts.mixture(mlp)
         return cls(
             index, norm(layer.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj),
             (norm(attn.q_norm), norm(attn.k_norm)) if hasattr(attn, "q_norm") else None, attn.o_proj,
-            norm(mlp_norm), (mlp.up_proj, mlp.gate_proj), mlp.down_proj, branch_norms, family.activation(config),
+            norm(mlp_norm), () if mixture else (mlp.up_proj, mlp.gate_proj), None if mixture else mlp.down_proj, mixture,
+            branch_norms, family.activation(config),
             int(config.num_attention_heads), int(config.num_key_value_heads), int(attn.head_dim), float(attn.scaling),
             family.windows(config)[index], float(getattr(config, "attn_logit_softcapping", None) or 0),
         )  # fmt: skip
@@ -143,6 +149,8 @@ def decoder_layer(ops: Ops[A], layer: DecoderLayer, x: A, attend: Callable[[Deco
     b = attend(layer, ops.linear(a, *layer.qkv))
     x = _added(ops, layer, 0, x, b, layer.o_proj)
     a = ops.rms_norm(x, layer.mlp_layernorm, to=layer.up_gate)
+    if layer.mixture is not None:
+        return ops.mixture(a, layer.mixture, act=layer.act, residual=x)
     b = ops.gated(a, *layer.up_gate, act=layer.act, to=layer.down_proj)
     return _added(ops, layer, 1, x, b, layer.down_proj)
 

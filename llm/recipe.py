@@ -16,14 +16,15 @@ ALPHA = 0.5
 def llama(alpha: float | None = ALPHA) -> Recipe:
     """The recipe for models of the Llama family, with or without a head. `alpha` None is plain INT8.
 
-    Queries, keys and values read one input and get equal scales, and so do gate and up: each is one product.
+    Queries, keys and values read one input and get equal scales, and so do gate and up, and all experts of a layer: each
+    is one product. Routers are no linear layers to torch, and stay as they are.
     """
     return Recipe(
         name="llama-plain" if alpha is None else f"llama-alpha{alpha:g}",
         rules=(
             Rule(r"lm_head", reason="its errors are the answer's, and often it is the embeddings too", required=False),
             Rule(r"(model\.)?layers\.\d+\.self_attn\.[qkvo]_proj", alpha=alpha),
-            Rule(r"(model\.)?layers\.\d+\.mlp\.(gate|up|down)_proj", alpha=alpha),
+            Rule(r"(model\.)?layers\.\d+\.mlp\.((gate|up|down)_proj|experts\.(gate_up|down))", alpha=alpha),
         ),
         shares=_shares,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cuda import decode_kernel, driver, int4_kernel, stream_kernel, tiles
+from core.kernels.cuda import decode_kernel, driver, grouped_kernel, int4_kernel, stream_kernel, tiles
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
@@ -21,6 +21,7 @@ from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.tiles import Tile
 from core.kernels.kv_cache import KVCache
 from core.ops.fused import Linear, Reader, biases, joined
+from core.ops.mixture import Mixture
 from core.ops.ops import Layer, rms_eps
 from core.quant.int4 import Int4Linear
 from core.quant.linear import ScaledWeights
@@ -103,6 +104,46 @@ class Int4TokenLinear:
         return self._weight.nbytes
 
 
+class TokenExperts:
+    """A mixture of experts on tokens [T, C], few or many."""
+
+    def __init__(self, mixture: Mixture, base: torch.dtype) -> None:
+        """Raises ValueError for experts that the kernels do not support."""
+        self._mixture, self._base = mixture, base
+        self._router = mixture.router.weight.detach()
+        self._gate_up, self._down = (Linear([layer], base) for layer in (mixture.gate_up, mixture.down))
+        if self._gate_up.kind != self._down.kind or self._gate_up.bias is not None or self._down.bias is not None:
+            raise ValueError("experts with biases, or of which only some layers are quantized, are not known")
+
+    def __call__(self, x: Tensor, early: int, *, gelu: bool) -> SplitSums:
+        """x in the base type to the parts of the result, one from each of a row's experts."""
+        m, dtype = self._mixture, self._gate_up.kind or self._base
+        chosen, weights, x = grouped_kernel.route(
+            x, self._router, m.top, normalized=m.normalized, inverse=self._gate_up.inverse, dtype=dtype, early=early
+        )
+        tiles = [
+            grouped_kernel.choose(chosen.numel(), m.experts, layer.channels, dtype.itemsize, gated=gated)
+            for layer, gated in ((self._gate_up, True), (self._down, False))
+        ]
+        places = grouped_kernel.sort(chosen, m.experts, tiles[0].rows, early=early)
+        hidden = grouped_kernel.gated(
+            x, self._gate_up.weight, self._gate_up.scale, self._down.inverse, dtype, places, m.top, m.experts,
+            tiles[0], gelu=gelu, early=early,
+        )  # fmt: skip
+        return SplitSums(
+            grouped_kernel.down(
+                hidden, self._down.weight, self._down.scale, weights, self._base, places, m.experts, tiles[1],
+                early=early,
+            )
+        )  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a token's forward reads."""
+        stacks = self._gate_up.weight.nbytes + self._down.weight.nbytes
+        return self._router.nbytes + stacks * self._mixture.top // self._mixture.experts
+
+
 def _tile(x: Tensor, columns: int) -> Tile | None:
     """The tile for the next power of two of rows: each distinct tile is another compiled kernel."""
     if driver.unsupported_reason(x.device) is not None:
@@ -144,6 +185,7 @@ class CudaTokenOps:
         self._base, self._cache, self._angles = base, cache, angles
         # By modules, whose identity they go by; the walk asks for them before each launch.
         self._products: dict[tuple[Layer, ...], TokenLinear | Int4TokenLinear] = {}
+        self._experts: dict[Mixture, TokenExperts] = {}
         self._readers: dict[tuple[Layer, ...], tuple[Tensor | None, torch.dtype]] = {}
         self._norms: dict[Layer, tuple[Tensor, float]] = {}
 
@@ -197,6 +239,11 @@ class CudaTokenOps:
             return gate(product.many(x), inverse, dtype, gelu=gelu)
         return product.few_gated(x, inverse, dtype, self.early, gelu=gelu)
 
+    def mixture(self, x: Tensor, mixture: Mixture, *, act: str, residual: Residual) -> Residual:
+        assert act in ("silu", "gelu_tanh")
+        residual.sums = self._mixture(mixture)(x, self.early, gelu=act == "gelu_tanh")
+        return residual
+
     def rotate_paged(
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Tensor:
@@ -238,7 +285,9 @@ class CudaTokenOps:
 
     def pack(self, operation: str, layers: tuple[Layer, ...]) -> None:
         """Join the weights of an operation's layers, if it has any. Raises ValueError for layers that do not fit."""
-        if operation in ("linear", "head", "gated"):
+        if operation == "mixture":
+            self._mixture(layers[0])
+        elif operation in ("linear", "head", "gated"):
             product = self._product(layers[::-1] if operation == "gated" else layers)
             if operation == "head" and not isinstance(product, TokenLinear):
                 raise ValueError(f"a head of {type(layers[0]).__name__} is not known")
@@ -246,7 +295,13 @@ class CudaTokenOps:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a token's forward reads: all products, without embeddings."""
-        return sum(product.weight_bytes for product in self._products.values())
+        return sum(product.weight_bytes for product in (*self._products.values(), *self._experts.values()))
+
+    def _mixture(self, mixture: Mixture) -> TokenExperts:
+        experts = self._experts.get(mixture)
+        if experts is None:
+            experts = self._experts[mixture] = TokenExperts(mixture, self._base)
+        return experts
 
     def _product(self, layers: tuple[Layer, ...]) -> TokenLinear | Int4TokenLinear:
         product = self._products.get(layers)

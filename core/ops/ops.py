@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.cpu.arguments import Activation as Activation
+from core.ops.mixture import Mixture
 
 A = TypeVar("A")
 Layer = Any
@@ -69,6 +70,9 @@ class Ops(Protocol[A]):
 
     def gated(self, x: A, *layers: Layer, act: Activation, to: Layer) -> A:
         """hidden · act(gate) for the layer `to`: `layers` give the hidden half and then the gate, as one or as two."""
+
+    def mixture(self, x: A, mixture: Mixture, *, act: Activation, residual: A) -> A:
+        """residual + the experts' results for x [T, C], which is in floats, as `mixture` chooses and weighs them."""
 
     def conv(
         self, x: A, layer: Layer, *, bias: A | None = None, act: Activation | None = None, residual: A | None = None,

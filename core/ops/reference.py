@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.ops.mixture import Mixture, mixed, route
 from core.ops.ops import Activation, Layer, Walk, doubled
 from core.quant.linear import ScaledWeights
 
@@ -45,6 +46,11 @@ class TorchOps:
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
         hidden, gate = self.linear(x, *layers).chunk(2, dim=-1)
         return hidden * ACTIVATIONS[act](gate)
+
+    def mixture(self, x: Tensor, mixture: Mixture, *, act: Activation, residual: Tensor) -> Tensor:
+        rows, m = x.flatten(0, -2), mixture
+        y = mixed(rows, *route(rows, m), m.gate_up, m.down, m.experts, ACTIVATIONS[act])
+        return residual + y.view(x.shape)
 
     def conv(
         self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, act: Activation | None = None,

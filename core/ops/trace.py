@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from core.ops.mixture import Mixture
 from core.ops.ops import Activation, Layer, Walk, doubled
 
 Shape = tuple[int, ...]  # of an array, channels last
@@ -56,6 +57,9 @@ class TraceOps:
 
     def gated(self, x: Shape, *layers: Layer, act: Activation, to: Layer) -> Shape:
         return self._call("gated", layers, x, (*x[:-1], sum(_width(layer) for layer in layers) // 2))
+
+    def mixture(self, x: Shape, mixture: Mixture, *, act: Activation, residual: Shape) -> Shape:
+        return self._call("mixture", (mixture,), x, x)
 
     def conv(
         self, x: Shape, layer: Layer, *, bias: Shape | None = None, act: Activation | None = None,

@@ -31,7 +31,7 @@ class SplitSums:
 
     def whole(self) -> Tensor:
         """[T, N] in fp32: the sum that the kernels here compute inline."""
-        y = self.parts.sum(0).float()
+        y = self.parts.sum(0, dtype=torch.float32 if self.parts.is_floating_point() else None).float()
         y = y if self.scale is None else y * self.scale
         return y if self.bias is None else y + self.bias
 
@@ -39,6 +39,8 @@ class SplitSums:
 @kernel()
 def _summed(parts, scale, bias, row, rows, at, inside, N: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.load(parts + row * N + at, inside, other=0)
+    if parts.dtype.element_ty == tl.bfloat16:
+        total = total.to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + (row + split * rows) * N + at, inside, other=0)
     y = total.to(tl.float32)
