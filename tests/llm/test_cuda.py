@@ -202,7 +202,11 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
         out = torch.full(q.shape, 77, dtype=to, device=DEVICE)
         chunks(q, *layer, positions, cut, d**-0.5, out, inverse=inverse, **limits)
         decode(q, *layer, positions, sequences, d**-0.5, index=singles, inverse=inverse, out=out, **limits)
-        close(out, decode_reference(q, *layer, positions, sequences, d**-0.5, inverse=inverse, dtype=to, **limits))
+        expected = decode_reference(q, *layer, positions, sequences, d**-0.5, inverse=inverse, dtype=to, **limits)
+        if kind == "fp8":  # queries and weights in E4M3 too, of 3 bits
+            assert cosine(out.float(), expected.float()) > 0.998
+        else:
+            close(out, expected)
 
 
 def test_reach_grows_with_the_sequence_alone() -> None:

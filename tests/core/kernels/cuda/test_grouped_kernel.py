@@ -1,0 +1,105 @@
+"""The products of a mixture of experts: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, EIGHT, draw, normal
+
+# isort: split
+from core.kernels.cuda import grouped_kernel as kernels
+from core.kernels.cuda.grouped_kernel import GroupTile
+from core.kernels.cuda.quantize import to_levels
+
+TYPES = [*EIGHT, DTYPE]
+WIDTH, INNER = 96, 80
+
+
+class Case:
+    """Rows, a router and experts, of which the last is never chosen."""
+
+    def __init__(self, rows: int, experts: int, top: int, dtype: torch.dtype) -> None:
+        generator = draw(rows)
+        self.experts, self.top, self.dtype = experts, top, dtype
+        self.x = normal(generator, rows, WIDTH).to(DTYPE)
+        self.router = normal(generator, experts, WIDTH).to(DTYPE)
+        self.router[-1] = 0
+        self.x[:, 0], self.router[:-1, 0] = 30, 1  # all others are likelier
+        quantized = dtype in EIGHT
+        self.inverses = [20 + normal(generator, n) if quantized else None for n in (WIDTH, INNER)]
+        shapes = ((experts * 2 * INNER, WIDTH), (experts * WIDTH, INNER))
+        self.weights = [
+            to_levels(40 * normal(generator, *shape), dtype) if quantized else normal(generator, *shape).to(dtype)
+            for shape in shapes
+        ]
+        self.scales = [
+            torch.rand(n, generator=generator, device=DEVICE) * 1e-3 if quantized else None for n, _ in shapes
+        ]
+
+    def run(self, rows: slice, tile: GroupTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts, their weights, and the sum of what they make."""
+        experts, weights, x = kernels.route(
+            self.x[rows], self.router, self.top, normalized=True, inverse=self.inverses[0], dtype=self.dtype
+        )
+        first, second = (
+            tile or kernels.choose(experts.numel(), self.experts, WIDTH, self.dtype.itemsize, gated=gated)
+            for gated in (True, False)
+        )
+        places = kernels.sort(experts, self.experts, first.rows)
+        hidden = kernels.gated(
+            x, self.weights[0], self.scales[0], self.inverses[1], self.dtype, places, self.top, self.experts, first
+        )
+        parts = kernels.down(
+            hidden, self.weights[1], self.scales[1], weights, DTYPE, places, self.experts, second
+        )  # fmt: skip
+        return experts, weights, parts
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "experts", "top"), [(1, 8, 2), (37, 5, 3)])
+def test_mixture(rows: int, experts: int, top: int, dtype: torch.dtype) -> None:
+    case = Case(rows, experts, top, dtype)
+    chosen, weights, parts = case.run(slice(None))
+    expected, expected_weights, x = kernels.route_reference(
+        case.x, case.router, top, normalized=True, inverse=case.inverses[0], dtype=dtype
+    )
+    assert torch.equal(chosen, expected) and int(chosen.max()) < experts - 1
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
+    hidden = kernels.gated_reference(
+        x, case.weights[0], case.scales[0], case.inverses[1], dtype, chosen, case.experts
+    )  # fmt: skip
+    wanted = kernels.down_reference(hidden, case.weights[1], case.scales[1], weights, DTYPE, chosen, case.experts)
+    slack = (0.05 if dtype == torch.float8_e4m3fn else 2e-2) if CUDA else 2e-2 if dtype in EIGHT else 1e-4
+    torch.testing.assert_close(parts, wanted, rtol=slack, atol=slack * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", EIGHT[:1])
+def test_a_row_does_not_depend_on_its_companions(dtype: torch.dtype) -> None:
+    """Nor on the tile, and so on how many rows there are."""
+    case = Case(40, 6, 2, dtype)
+    whole = case.run(slice(None))[2]
+    for rows, tile in ((slice(0, 1), None), (slice(5, 22), None), (slice(0, 40), GroupTile(64, 128, 128, 8, 3))):
+        assert torch.equal(case.run(rows, tile)[2], whole[:, rows])
+
+
+def test_assignments_are_in_order_and_blocks_of_one_expert() -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.randint(0, 7, (700, 3), generator=generator, dtype=torch.int32).to(DEVICE)
+    experts[experts == 4] = 5  # nobody takes it
+    order, blocks, rows = kernels.sort(experts, 7, 16)
+    flat, lists = experts.flatten().tolist(), order.view(-1, rows).tolist()
+    seen: dict[int, list[int]] = {}
+    for block, places in zip(blocks.tolist(), lists, strict=True):
+        if block >= 0:
+            seen.setdefault(block, []).extend(place for place in places if place < len(flat))
+    assert seen == {e: [i for i, own in enumerate(flat) if own == e] for e in (0, 1, 2, 3, 5, 6)}
+
+
+def test_nan_chooses_an_expert() -> None:
+    case = Case(3, 4, 2, DTYPE)
+    case.x[1] = torch.nan
+    chosen, _, parts = case.run(slice(None))
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < 4
+    assert parts[:, 1].isnan().all() and not parts[:, ::2].isnan().any()
