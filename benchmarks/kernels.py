@@ -209,7 +209,7 @@ def _torch_attention(backend: SDPBackend, *qkv: Tensor) -> Tensor:
 
 
 def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
-    """One layer's attention of decoding rows, by block, warps and stages of `decode_kernel.shapes`."""
+    """One layer's attention of decoding rows, by block, warps and stages of `decode_kernel.shapes_in_8_bits`."""
     for batch, context in ((2, 40),) if small else DECODE if model == "llama" else ():
         pages = -(-context // 16)
         heads, size = (4, 16) if small else (32, 128)
@@ -225,10 +225,10 @@ def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
         def call(i: int, shape: Any, cache: KVCache = cache, q: Tensor = q, rows: Any = rows, n: int = context) -> Any:
             if not q.is_cuda:
                 return decode_kernel.decode_reference(q, *cache.layer(i % 2), cache.table, *rows)
-            decode_kernel.shapes[1] = shape
+            decode_kernel.shapes_in_8_bits[128] = shape
             return decode_kernel.decode(q, *cache.layer(i % 2), cache.table, *rows, parts=decode_kernel.part_count(n))
 
-        shapes = [decode_kernel.shapes[1], *itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3))]
+        shapes = [decode_kernel.shapes_in_8_bits[128], *itertools.product((64, 128), (4, 8), (2, 3, 5))]
         runs: dict[str, Run] = {
             "default" if not i else str(shape): partial(call, shape=shape) for i, shape in enumerate(shapes)
         }
