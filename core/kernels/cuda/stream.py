@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from core.kernels.cuda import driver
+from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.stream_source import StreamVariant, source
 
-MOST_ROWS = 256
 _DEPTH = 128  # of a stage
 _FEWEST_STEPS = 4  # of a block
 _OUT = {torch.int8: "s8", torch.bfloat16: "bf16"}
@@ -91,7 +91,7 @@ def gated(
     variant: StreamVariant | None = None,
     early: bool = False,
 ) -> Tensor:
-    """As `stream_kernel.gated`: silu(gate) · up of x [T, K] and weight [2N, K], [T, N] as `dtype`."""
+    """silu(gate) · up of x [T, K] and weight [2N, K], [T, N] as `dtype`, like `stream_kernel.gated`."""
     columns = len(weight) // 2
     out = torch.empty(len(x), columns, dtype=dtype, device=x.device)
     variant = variant or choose(len(x), *weight.shape, driver.multiprocessors(x.device.index), gated=True)
