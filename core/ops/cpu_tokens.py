@@ -12,7 +12,8 @@ from core.kernels.cpu.token_program import PagedLayer, TokenPositions
 from core.kernels.kv_cache import KVCache
 from core.ops.cpu import CpuOps, head_norms
 from core.ops.cpu_arrays import Array
-from core.ops.ops import Layer
+from core.ops.mixture import Mixture
+from core.ops.ops import Activation, Layer
 from core.ops.packed import PackedLayers
 
 
@@ -48,6 +49,19 @@ class CpuTokenOps(CpuOps):
             q.x, rows, pages, heads=heads, scale=scale, inverse=inverse, window=window, cap=cap
         )
         return self._own(out, q.shape[:-1])
+
+    def mixture(self, x: Array, mixture: Mixture, *, act: Activation, residual: Array) -> Array:
+        rows, count = x.x.shape[0], mixture.experts
+        scores = self._own(self.program.product(x.x, self._layers.router(mixture.router), grid=(1, 1, rows)), x.shape[:-1])
+        gate_up = self._layers.stack(mixture.gate_up, count, geglu=True)
+        down = self._layers.stack(mixture.down, count)
+        if (inverse := gate_up[0].inverse) is not None:
+            x = self._own(self.program.quantize(x.x, inverse), x.shape[:-1])
+        out = self.program.mixture(
+            x.x, scores.x, [(a.weights, b.weights) for a, b in zip(gate_up, down, strict=True)], top=mixture.top,
+            normalized=mixture.normalized, inverse=down[0].inverse, residual=residual.x, act=act,
+        )  # fmt: skip
+        return self._own(out, residual.shape[:-1])
 
     def head(self, x: Array, layer: Layer, out: None = None) -> Array:
         return self.linear(x, layer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from core.kernels.cpu.program import ScratchArena, Weights, pack_float, pack_int8
 from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
+from core.quant.grouped import rows_of
 from core.quant.linear import Int8Conv2d, Int8Linear, steps
 
 Int8Layer = Int8Linear | Int8Conv2d | Int8DynamicLinear | Int8DynamicConv2d
@@ -45,6 +47,7 @@ class PackedLayers:
         self.blocks = ScratchArena()  # shared by all its programs: they run one at a time
         self._half = half
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._routers: dict[nn.Module, Weights] = {}
         self._embeddings: dict[nn.Embedding, Tensor] = {}
         # The modules are kept with the result, so that no other object can take over their identity.
         self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], PackedLayer]] = {}
@@ -52,6 +55,24 @@ class PackedLayers:
     def __call__(self, *modules: nn.Module, geglu: bool = False) -> PackedLayer:
         """One layer, or several side by side that read the same input (queries, keys and values)."""
         return self._once(modules, (geglu,), lambda: self._pack(modules, geglu))
+
+    def stack(self, module: nn.Module, groups: int, *, geglu: bool = False) -> list[PackedLayer]:
+        """The groups of a stack of layers, each packed apart. With `geglu` the gates' rows come first in each."""
+        assert isinstance(module.weight, Tensor)
+        size = len(module.weight) // groups
+        order = torch.arange(size).roll(size // 2 if geglu else 0)
+
+        def make(group: int) -> PackedLayer:
+            return self._pack([rows_of(module, order + group * size)], geglu)
+
+        return [self._once([module], (group, geglu), partial(make, group)) for group in range(groups)]
+
+    def router(self, module: nn.Module) -> Weights:
+        """A router's weight [experts, channels], as precise as it is."""
+        if module not in self._routers:
+            assert isinstance(module.weight, Tensor)
+            self._routers[module] = pack_float(self.library, module.weight.detach().float()[:, None], None)
+        return self._routers[module]
 
     def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> PackedLayer:
         """The part of a layer in floats that reads input channels `first` to `first + count`."""

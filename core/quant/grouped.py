@@ -37,16 +37,23 @@ def grouped(layer: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
         product: Tensor = layer(x, counts)
         return product
     size = len(layer.weight) // len(counts)
-    parts = [_rows(layer, group * size, size)(rows) for group, rows in enumerate(x.split([*counts])) if len(rows)]
+    parts = [
+        rows_of(layer, slice(group * size, (group + 1) * size))(rows)
+        for group, rows in enumerate(x.split([*counts]))
+        if len(rows)
+    ]
     return torch.cat(parts) if parts else x.new_empty(0, size)
 
 
-def _rows(layer: ScaledLinear, first: int, count: int) -> ScaledLinear:
-    """A view of so many output channels."""
+def rows_of(layer: Any, rows: slice | Tensor) -> Any:
+    """These output channels of a linear layer as a layer; of a slice, a view."""
     part = copy.copy(layer)
-    part.out_features = count
-    part._buffers = {
-        name: tensor if tensor is None or name == "inverse" else tensor[first : first + count]
-        for name, tensor in layer._buffers.items()
+    part._parameters = {
+        name: None if tensor is None else nn.Parameter(tensor[rows], requires_grad=False)
+        for name, tensor in layer._parameters.items()
     }
+    part._buffers = {
+        name: tensor if tensor is None or name == "inverse" else tensor[rows] for name, tensor in layer._buffers.items()
+    }
+    part.out_features = len(part.weight)
     return part

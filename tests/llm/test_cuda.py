@@ -213,9 +213,12 @@ def test_reach_grows_with_the_sequence_alone() -> None:
     assert [part_count(n) for n in (1, 256, 257, 1024, 1025, 4096, 4097, 131_072)] == [1, 1, 2, 4, 5, 16, 11, 16]
 
 
-def model_of(kind: Any) -> TextModel:
-    """A small Llama on the device, plain or quantized."""
-    model = load(tiny.TINY, device=DEVICE, precision="bf16" if CUDA else "fp32")
+EIGHT_NAMES = ("int8", "fp8")[: len(EIGHT)]
+
+
+def model_of(kind: Any, name: str = tiny.TINY) -> TextModel:
+    """A small model on the device, plain or quantized."""
+    model = load(name, device=DEVICE, precision="bf16" if CUDA else "fp32")
     if kind == "plain":
         return model
     texts = [tuple(torch.randint(3, 262, (40,), generator=torch.Generator().manual_seed(i)).tolist()) for i in range(4)]
@@ -292,6 +295,21 @@ def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> Non
             assert cosine(made, expected) > 0.999
         else:
             torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["plain", *EIGHT_NAMES] if CUDA else ["int8"])
+def test_mixtures(kind: str) -> None:
+    """Against torch's products of the same experts; a row has the same bits alone and among others."""
+    model = model_of(kind, tiny.QWEN3_MOE_TINY)
+    texts = [text[:4] for text in TEXTS]
+    run = fused(model)
+    for found, text in zip(read(run, texts, [*map(len, texts)]), texts, strict=True):
+        made, expected = torch.stack(found), stage.logits(model, text)
+        assert cosine(made, expected) > (0.99 if CUDA else 0.9999), cosine(made, expected)
+    if kind != "plain":
+        alone = run(TokenBatch.of([9], [3], [1], [0]))[0].clone()
+        together = run(TokenBatch.of([8, 9, 7], [4, 3, 3], [0, 1, 2], [0, 1, 2]))
+        assert torch.equal(together[1], alone)
 
 
 def test_hidden_states_beside_logits() -> None:

@@ -145,6 +145,17 @@ class BranchRows(ctypes.Structure):
     _fields_: ClassVar[Any] = _fields(pointers="uses first", longs="images")
 
 
+class Mixture(ctypes.Structure):
+    """mixture.h"""
+
+    KIND: ClassVar[int] = 14
+    _fields_: ClassVar[Any] = _fields(
+        pointers="a scores gated down residual out gathered hidden results",
+        longs="rows channels inner experts top size",
+        ints="normalized",
+    )
+
+
 class Call(ctypes.Structure):
     """program.cpp"""
 
@@ -153,5 +164,5 @@ class Call(ctypes.Structure):
 
 STRUCTURES = (
     Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads, Embed, Place,
-    Branch, BranchUse, BranchRows,
+    Branch, BranchUse, BranchRows, Mixture,
 )  # fmt: skip

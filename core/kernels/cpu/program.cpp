@@ -2,6 +2,7 @@
 // It is the CPU's counterpart of a CUDA graph.
 
 #include "attention.h"
+#include "mixture.h"
 #include "norm.h"
 #include "product.h"
 #include "rotary.h"
@@ -23,7 +24,7 @@ int64_t diptych_size(int64_t kind) {
   const int64_t sizes[] = {sizeof(Product),   sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm),
                            sizeof(Attention), sizeof(RmsNorm),  sizeof(Rotate),    sizeof(PagedAttention),
                            sizeof(RotateHeads), sizeof(Embed), sizeof(Place),
-                           sizeof(Branch),    sizeof(BranchUse), sizeof(BranchRows)};
+                           sizeof(Branch),    sizeof(BranchUse), sizeof(BranchRows), sizeof(Mixture)};
   return kind >= 0 && kind < static_cast<int64_t>(std::size(sizes)) ? sizes[kind] : -1;
 }
 
@@ -42,6 +43,7 @@ void diptych_run(const Call* calls, int64_t count) {
       case 6: rotate(*static_cast<const Rotate*>(calls[i].arguments)); break;
       case 7: paged_attention(*static_cast<const PagedAttention*>(calls[i].arguments)); break;
       case 8: rotate_heads(*static_cast<const RotateHeads*>(calls[i].arguments)); break;
+      case 14: mixture(*static_cast<const Mixture*>(calls[i].arguments)); break;
       case 9: embed(*static_cast<const Embed*>(calls[i].arguments)); break;
       default: place(*static_cast<const Place*>(calls[i].arguments));
     }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from core.kernels.cpu import calls
-from core.kernels.cpu.arguments import as_floats, check, dtype_for, ends, modulation, pointer
-from core.kernels.cpu.program import Program
+from core.kernels.cpu.arguments import ACTIVATIONS, Activation, as_floats, check, dtype_for, ends, modulation, pointer
+from core.kernels.cpu.program import INT8, Program, Weights
 from core.kernels.kv_cache import PAGE
 
 
@@ -190,6 +192,62 @@ class TokenProgram(Program):
             ),
             q, places, layer, inverse, out,
         )  # fmt: skip
+        return out
+
+    def mixture(
+        self,
+        a: Tensor,
+        scores: Tensor,
+        experts: Sequence[tuple[Weights, Weights]],
+        *,
+        top: int,
+        normalized: bool,
+        inverse: Tensor | None,
+        residual: Tensor,
+        act: Activation,
+    ) -> Tensor:
+        """residual + what the `top` experts with the highest `scores` [rows, experts] make of their rows of `a`.
+
+        `a` [rows, channels] is in bytes for experts in INT8. An expert is gate and up, packed as GEGLU, and down, whose
+        input is quantized by `inverse`. Rows as in mixture.h.
+        """
+        (rows, channels), (gated, down) = a.shape, experts[0]
+        as_bytes = gated.kind == INT8
+        check("a", a, rows, gated.channels, dtype=dtype_for(as_bytes))
+        check("scores", scores, rows, len(experts))
+        check("residual", residual, rows, channels)
+        check("inverse", inverse, down.channels)
+        fitting = (gated.n, gated.kind, down.n, down.kind) == (2 * down.channels, down.kind, channels, gated.kind)
+        if not fitting or not 0 < top <= len(experts) or as_bytes != (inverse is not None):
+            raise ValueError(f"mixture: {top} of {len(experts)} experts of {gated.n} and {down.n} columns do not fit")
+        scratch = [
+            self.buffer(rows * top, width, dtype=dtype_for(kind))
+            for width, kind in ((channels, as_bytes), (down.channels, as_bytes), (channels, False))
+        ]
+        out = self.buffer(rows, channels)
+        products = [
+            (calls.Product * len(experts))(*(
+                calls.Product(
+                    w=each.packed.data_ptr(), offset=pointer(each.offset), scale=pointer(each.scale),
+                    bias=each.bias.data_ptr(), inverse=pointer(end), channels=each.channels, n=each.n,
+                    a_stride=each.channels, kind=each.kind, taps=1, stride=1, geglu=int(each.geglu),
+                    act=ACTIVATIONS[act] if each.geglu else 0,
+                )
+                for each in weights
+            ))
+            for weights, end in zip(zip(*experts, strict=True), (inverse, None), strict=True)
+        ]  # fmt: skip
+        gathered, hidden, results = (part.data_ptr() for part in scratch)
+        self._add(
+            calls.Mixture(
+                a=a.data_ptr(), scores=scores.data_ptr(), gated=ctypes.addressof(products[0]),
+                down=ctypes.addressof(products[1]), residual=residual.data_ptr(), out=out.data_ptr(),
+                gathered=gathered, hidden=hidden, results=results, rows=rows, channels=channels, inner=down.channels,
+                experts=len(experts), top=top, size=1 if as_bytes else 4, normalized=int(normalized),
+            ),
+            a, scores, experts, products, residual, inverse, scratch, out,
+        )  # fmt: skip
+        self.give_back(*scratch)
         return out
 
     def embed(

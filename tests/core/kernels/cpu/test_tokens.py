@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
 from tests.core.quant.stage import Watched, called, check_bytes, check_close, kernels, normal, seeded, threads
 
@@ -255,6 +256,77 @@ def test_a_rows_bits_are_its_own(int8: bool, count: int) -> None:
     for row in range(len(lengths)):
         assert torch.equal(run([row], there.table, there.layer)[0], together[row])
         assert torch.equal(run([row], back[there.table.long()], elsewhere)[0], together[row])
+
+
+class Pack(NamedTuple):
+    """Experts of int8 or float weights: each one's gate, up and down [n, k], and all of them packed."""
+
+    plain: list[list[Tensor]]
+    packed: list[tuple[Weights, Weights]]
+
+
+def pack(experts: int, channels: int, inner: int, *, int8: bool) -> Pack:
+    shapes = ((inner, channels), (inner, channels), (channels, inner))
+    draw = seeded(5)
+    plain = [
+        [torch.randint(-127, 128, shape, generator=draw).float() / (1 if int8 else 999) for shape in shapes]
+        for _ in range(experts)
+    ]
+
+    def one(weight: Tensor, *, geglu: bool) -> Weights:
+        if not int8:
+            return pack_float(kernels(), weight[:, None], None, geglu=geglu)
+        scale = torch.full((len(weight),), 1e-4)
+        return pack_int8(kernels(), weight.to(torch.int8)[:, None], scale, None, geglu=geglu)
+
+    return Pack(plain, [
+        (one(torch.cat([up, gate]), geglu=True), one(down, geglu=False)) for gate, up, down in plain
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_mixture(int8: bool, normalized: bool) -> None:
+    """Against each row's experts in 64 bits; a row alone, and with either number of threads, has the same bits."""
+    rows, channels, inner, top = 11, 20, 48, 2
+    experts = pack(4, channels, inner, int8=int8)
+    x, scores, residual = normal(1, rows, channels), 3 * normal(2, rows, 4), normal(3, rows, channels)
+    scores[:, 3] = -20  # nobody takes the last
+    scores[4] = torch.nan
+    levels, inverse = (30 * x).round().clamp(-127, 127), torch.full((inner,), 3000.0)
+
+    def run(chosen: slice, count: int) -> Tensor:
+        p = Watched()
+        a = (levels + 128).to(torch.uint8) if int8 else x
+        out = p.mixture(
+            a[chosen].contiguous(), scores[chosen].contiguous(), experts.packed, top=top, normalized=normalized,
+            inverse=inverse if int8 else None, residual=residual[chosen].contiguous(), act="silu",
+        )  # fmt: skip
+        with threads(count):
+            p.run()
+        return out.clone()
+
+    whole = run(slice(None), 1)
+    weights, best = scores.nan_to_num(-1e30).double().softmax(-1).topk(top)
+    weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+    for row in range(rows):
+        if row != 4:
+            expected = residual[row].double()
+            for weight, index in zip(weights[row], best[row].tolist(), strict=True):
+                gate, up, down = (part.double() for part in experts.plain[index])
+                a, unit = (levels[row].double(), 1e-4) if int8 else (x[row].double(), 1.0)
+                hidden = torch.nn.functional.silu(gate @ a * unit) * (up @ a * unit)
+                hidden = (hidden * 3000).round().clamp(-127, 127) if int8 else hidden
+                expected = expected + weight * (down @ hidden * unit)
+            torch.testing.assert_close(whole[row].double(), expected, rtol=1e-4, atol=2e-2 if int8 else 1e-4)
+        if row % 4 == 0:
+            assert torch.equal(run(slice(row, row + 1), 1 + row // 8)[0], whole[row])
+    assert whole.isfinite().all()
+    with pytest.raises(ValueError, match="mixture: 5 of 4 experts of 96 and 20 columns do not fit"):
+        TokenProgram(kernels()).mixture(
+            levels.to(torch.uint8) if int8 else x, scores, experts.packed, top=5, normalized=True,
+            inverse=inverse if int8 else None, residual=residual, act="silu",
+        )  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused() -> None:

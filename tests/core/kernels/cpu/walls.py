@@ -56,6 +56,9 @@ class Walled(TokenProgram):
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.wall(torch.zeros(shape, dtype=dtype))
 
+    def give_back(self, *tensors: Tensor | None) -> None:
+        """Keep all buffers."""
+
     def norm(self, norm: nn.Module) -> nn.Module:
         for name in ("weight", "bias"):
             setattr(norm, name, nn.Parameter(self.wall(getattr(norm, name).detach()), requires_grad=False))
@@ -157,6 +160,23 @@ def rows(p: Walled, channels: int) -> None:
         p.take(out, images=2, at=2, rows=1)
 
 
+def mixtures(kernels: ctypes.CDLL, p: Walled, inner: int, *, int8: bool) -> None:
+    def pack(n: int, channels: int, *, geglu: bool) -> Weights:
+        weight = torch.ones(n, 1, channels)
+        if int8:
+            return p.weights(pack_int8(kernels, weight.to(torch.int8), torch.ones(n), torch.ones(n), geglu=geglu))
+        return p.weights(pack_float(kernels, weight, None, geglu=geglu))
+
+    experts = [(pack(2 * inner, 20, geglu=True), pack(20, inner, geglu=False)) for _ in range(3)]
+    for rows in (1, 7):
+        a = p.wall(torch.ones(rows, 20, dtype=torch.uint8 if int8 else torch.float32))
+        scores, residual = p.wall(torch.rand(rows, 3)), p.wall(torch.zeros(rows, 20))
+        p.mixture(
+            a, scores, experts, top=2, normalized=True, residual=residual, act="silu",
+            inverse=p.wall(torch.ones(inner)) if int8 else None,
+        )  # fmt: skip
+
+
 def touch(kernels: ctypes.CDLL) -> None:
     """Tell a kernel of a row too many, which ends the process where the walls stand."""
     faulthandler.disable()  # which would print where
@@ -180,6 +200,10 @@ def check(kernels: ctypes.CDLL) -> None:
             p = Walled(kernels, at_end=at_end)
             norms(p, channels)
             rows(p, channels)
+            p.run()
+        for inner, int8 in itertools.product((16, 48), (False, True)):
+            p = Walled(kernels, at_end=at_end)
+            mixtures(kernels, p, inner, int8=int8)
             p.run()
         for tokens, keys, d in itertools.product((1, 5, 6, 13), (1, 15, 32, 33), (16, 48)):
             p = Walled(kernels, at_end=at_end)
