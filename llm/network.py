@@ -56,8 +56,8 @@ class DecoderLayer:
         return cls(
             index, norm(layer.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj),
             (norm(attn.q_norm), norm(attn.k_norm)) if hasattr(attn, "q_norm") else None, attn.o_proj,
-            norm(mlp_norm), () if mixture else (mlp.up_proj, mlp.gate_proj), None if mixture else mlp.down_proj, mixture,
-            branch_norms, family.activation(config),
+            norm(mlp_norm), () if mixture else (mlp.up_proj, mlp.gate_proj), None if mixture else mlp.down_proj,
+            mixture, branch_norms, family.activation(config),
             int(config.num_attention_heads), int(config.num_key_value_heads), int(attn.head_dim), float(attn.scaling),
             family.windows(config)[index], float(getattr(config, "attn_logit_softcapping", None) or 0),
         )  # fmt: skip

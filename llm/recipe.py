@@ -16,8 +16,8 @@ ALPHA = 0.5
 def llama(alpha: float | None = ALPHA) -> Recipe:
     """The recipe for models of the Llama family, with or without a head. `alpha` None is plain INT8.
 
-    Queries, keys and values read one input and get equal scales, and so do gate and up, and all experts of a layer: each
-    is one product. Routers are no linear layers to torch, and stay as they are.
+    Queries, keys and values read one input and get equal scales, and so do gate and up, and all experts of a layer:
+    each is one product. Routers are no linear layers to torch, and stay as they are.
     """
     return Recipe(
         name="llama-plain" if alpha is None else f"llama-alpha{alpha:g}",

@@ -52,7 +52,9 @@ class CpuTokenOps(CpuOps):
 
     def mixture(self, x: Array, mixture: Mixture, *, act: Activation, residual: Array) -> Array:
         rows, count = x.x.shape[0], mixture.experts
-        scores = self._own(self.program.product(x.x, self._layers.router(mixture.router), grid=(1, 1, rows)), x.shape[:-1])
+        scores = self._own(
+            self.program.product(x.x, self._layers.router(mixture.router), grid=(1, 1, rows)), x.shape[:-1]
+        )
         gate_up = self._layers.stack(mixture.gate_up, count, geglu=True)
         down = self._layers.stack(mixture.down, count)
         if (inverse := gate_up[0].inverse) is not None:

@@ -147,7 +147,7 @@ class TokenExperts:
     def weight_bytes(self) -> int:
         """Bytes of weights that a token's forward reads."""
         stacks = self._gate_up.weight.nbytes + self._down.weight.nbytes
-        return self._router.nbytes + stacks * self._mixture.top // self._mixture.experts
+        return int(self._router.nbytes) + stacks * self._mixture.top // self._mixture.experts
 
 
 def _tile(x: Tensor, columns: int) -> Tile | None:

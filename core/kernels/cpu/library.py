@@ -28,7 +28,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("product.cpp", "norm.cpp", "attention.cpp", "rotary.cpp", "rows.cpp", "tokens.cpp", "mixture.cpp", "program.cpp")
+SOURCES = (
+    "product.cpp", "norm.cpp", "attention.cpp", "rotary.cpp", "rows.cpp", "tokens.cpp", "mixture.cpp", "program.cpp",
+)  # fmt: skip
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-w")
 _HERE = Path(__file__).resolve().parent
 _COMPILE_S = 120.0

@@ -18,8 +18,8 @@ from core.kernels.kv_cache import PAGE
 
 _BLOCK = 64  # keys at a time
 _ROWS = 128  # of a tile: tokens times query heads
-# Of products in E4M3: keys at a time, warps, blocks in flight, and programs that share a tile: a program has half of its
-# rows, since more do not fit into registers. Up to heads of this width.
+# Of products in E4M3, up to heads of this width: keys at a time, warps, blocks in flight, and programs that share a
+# tile. Each has half of its rows, since more do not fit into registers.
 _IN_8_BITS, _WIDE = (128, 4, 2, 2), 128
 
 
@@ -59,10 +59,7 @@ def _blocks(  # type: ignore[no-untyped-def]
         # [D, BLOCK]; a page stores a channel's tokens contiguously
         at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
         v = tl.load(values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=valid[None], other=0.0)
-        if FP8:
-            s = tl.dot(x, tl.trans(k))
-        else:
-            s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee")
+        s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee")
         if key_scales is not None:
             s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
         s *= unit

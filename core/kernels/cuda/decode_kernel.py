@@ -179,7 +179,7 @@ def _sum(x, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @kernel("table_stride")
-def _parts_in_8_bits(  # type: ignore[no-untyped-def]
+def _parts_in_8_bits(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
     sums, scale, table_stride, H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -232,7 +232,9 @@ def _parts_in_8_bits(  # type: ignore[no-untyped-def]
             s = _sum(tl.dot(k, tl.trans(x), out_dtype=tl.int32 if INT8 else tl.float32), STEPS) * key_scale[:, None]
             if CAP != 0:
                 s = limit(s * factor[None], True, CAP)
-            s = s * (factor if CAP == 0 else 1.0)[None] + tl.where(visible, value_scale, float("-inf"))[:, None]
+            else:
+                s *= factor[None]
+            s += tl.where(visible, value_scale, float("-inf"))[:, None]
             above = tl.maximum(top, tl.max(s, 0))
             p = exp2(s - above[None], FAST)
             fade = exp2(top - above, FAST)
@@ -342,9 +344,7 @@ def decode(
         )  # fmt: skip
     else:
         block, warps, stages = shapes[keys.element_size()]
-        _parts[grid](
-            *arguments, block, PAGE, window, cap, early, num_warps=warps, num_stages=stages, **options(early)
-        )
+        _parts[grid](*arguments, block, PAGE, window, cap, early, num_warps=warps, num_stages=stages, **options(early))
     if parts > 1:
         _together[(rows, heads)](
             partials, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, early,

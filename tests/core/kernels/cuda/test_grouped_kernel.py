@@ -31,7 +31,9 @@ class Case:
         self.inverses = [20 + normal(generator, n) if quantized else None for n in (WIDTH, INNER)]
         shapes = ((experts * 2 * INNER, WIDTH), (experts * WIDTH, INNER))
         self.weights = [
-            to_levels(40 * normal(generator, *shape), dtype) if quantized else (normal(generator, *shape) / 10).to(dtype)
+            to_levels(40 * normal(generator, *shape), dtype)
+            if quantized
+            else (normal(generator, *shape) / 10).to(dtype)
             for shape in shapes
         ]
         self.scales = [
