@@ -32,17 +32,17 @@ def in_8_bits(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: 
 
 
 def perplexity(kv: Kind) -> float:
-    """On captions read at once, each of them by torch."""
-    model, total, count = stage.emoji(), 0.0, 0
-    execution = TextExecution(model, pages=16, sequences=1, context=256, kv=kv)
-    execution.cache.place(0, [*range(16)])
-    texts = [stage.plain(model, text) for text in TEXTS[:16]] + [stage.plain(model, " ".join(TEXTS))[:250]]
-    for ids in texts:
-        step = TokenBatch.of(list(ids), [*range(len(ids))], [0] * len(ids), [*range(len(ids) - 1)])
-        logs = execution(step).log_softmax(-1)
-        total -= float(logs.gather(1, torch.tensor(ids[1:])[:, None]).sum())
-        count += len(ids) - 1
-    return math.exp(total / count)
+    """On captions, each read at once, by torch."""
+    model = stage.emoji()
+    texts = [stage.plain(model, text) for text in TEXTS[:32]]
+    execution = TextExecution(model, pages=4 * len(texts), sequences=len(texts), context=64, kv=kv)
+    rows = [(s, p) for s, ids in enumerate(texts) for p in range(len(ids) - 1)]
+    for s in range(len(texts)):
+        execution.cache.place(s, [*range(4 * s, 4 * s + 4)])
+    tokens, following = ([texts[s][p + i] for s, p in rows] for i in (0, 1))
+    step = TokenBatch.of(tokens, [p for _, p in rows], [s for s, _ in rows], [*range(len(rows))])
+    logs = execution(step).log_softmax(-1)
+    return math.exp(-float(logs.gather(1, torch.tensor(following)[:, None]).mean()))
 
 
 def test_perplexity_changes_by_less_than_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
