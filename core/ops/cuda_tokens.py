@@ -128,7 +128,14 @@ class TokenExperts:
             x, self._router, m.top, normalized=m.normalized, inverse=self._gate_up.inverse, dtype=dtype, early=early
         )
         tiles = [
-            grouped_kernel.choose(chosen.numel(), m.experts, layer.channels, dtype.itemsize, gated=gated)
+            grouped_kernel.choose(
+                chosen.numel(),
+                m.experts,
+                layer.channels,
+                dtype.itemsize,
+                gated=gated,
+                shared_bytes=grouped_kernel.shared_bytes(x.device),
+            )
             for layer, gated in ((self._gate_up, True), (self._down, False))
         ]
         places = grouped_kernel.sort(chosen, m.experts, tiles[0].rows, early=early)

@@ -8,9 +8,10 @@ those of a row in their order (`fused_kernels`): so a row's bits do not depend o
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from core.kernels.cuda.stream_kernel import activated
 
 _ROWS = 16  # of a program of the router: always as many, so that a row's bits do not depend on their number
 _CHUNK = 1024  # assignments that the sort reads at a time
+_SHARED_BYTES = 232_448  # of Hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class Assignments(NamedTuple):
     rows: int
 
 
-def choose(assignments: int, experts: int, depth: int, size: int, *, gated: bool) -> GroupTile:
+def choose(
+    assignments: int, experts: int, depth: int, size: int, *, gated: bool, shared_bytes: int = _SHARED_BYTES
+) -> GroupTile:
     """The tile for so many assignments, by how many an expert has of them, over `depth` elements of `size` bytes.
 
     Of few rows a program's weights are 64 rows of one line of shared memory, as in `stream_kernel.choose`.
@@ -56,10 +60,22 @@ def choose(assignments: int, experts: int, depth: int, size: int, *, gated: bool
     mean = assignments / experts
     deep = min(max(128 // size, 32), max(32, power(depth)))
     if mean > 96:
-        return GroupTile(128, 128, deep, 8, 4 if gated else 5)
-    if mean > 24:
-        return GroupTile(64, 128, deep, 8, 4)
-    return GroupTile(16, 64, deep, 4, 5 if gated else 8)
+        tile = GroupTile(128, 128, deep, 8, 4 if gated else 5)
+    elif mean > 24:
+        tile = GroupTile(64, 128, deep, 8, 4)
+    else:
+        tile = GroupTile(16, 64, deep, 4, 5 if gated else 8)
+    stage = (tile.rows + tile.columns * (2 if gated else 1)) * deep * size
+    return replace(tile, stages=max(1, min(tile.stages, shared_bytes // stage)))
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory of a program on this device."""
+    if device.type != "cuda":
+        return _SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types lack what follows
+    return int(properties.shared_memory_per_block_optin)
 
 
 @kernel("rows")
@@ -203,10 +219,10 @@ def route(
     weights = torch.empty(rows, top, dtype=torch.float32, device=x.device)
     levels = None if inverse is None else torch.empty(rows, channels, dtype=dtype, device=x.device)
     width = max(16, power(count))
-    depth = min(256 if width <= 64 else 128, max(16, power(channels)))
+    depth = min(256 if width <= 32 else 128 if width <= 128 else 64, max(16, power(channels)))
     _route[(math.ceil(rows / _ROWS), 1 if levels is None else 1 + math.ceil(channels / depth))](
         x, router, inverse, experts, weights, levels, rows, count, width, top, power(top), channels, normalized, _ROWS,
-        depth, early, num_warps=4, num_stages=4, **options(early),
+        depth, early, num_warps=4, num_stages=4 if width <= 64 else 3, **options(early),
     )  # fmt: skip
     return experts, weights, x if levels is None else levels
 

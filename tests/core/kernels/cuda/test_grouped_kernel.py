@@ -105,3 +105,11 @@ def test_nan_chooses_an_expert() -> None:
     chosen, _, parts = case.run(slice(None))
     assert int(chosen.min()) >= 0 and int(chosen.max()) < 4
     assert parts[:, 1].isnan().all() and not parts[:, ::2].isnan().any()
+
+
+def test_tiles_fit_the_shared_memory_of_ada() -> None:
+    for assignments in (1, 64, 512, 4096):
+        for gated in (False, True):
+            tile = kernels.choose(assignments, 8, 4096, 1, gated=gated, shared_bytes=101_376)
+            taken = tile.stages * (tile.rows + tile.columns * (1 + gated)) * tile.depth
+            assert taken <= 101_376 and tile.stages > 1
