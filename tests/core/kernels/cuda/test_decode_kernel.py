@@ -122,35 +122,32 @@ for kind in ("bf16", "i8", "fp8e4nv"):
     types |= {} if kind == "bf16" else {"key_scales": "*fp32", "value_scales": "*fp32"}
     shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0,
                  EARLY=0)
-    made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=4, num_stages=3)
     more = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32"}
-    if kind != "bf16":
+    limits = {"WINDOW": 4096, "CAP": 50.0} if kind == "bf16" else {}
+    if kind == "bf16":
+        made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=4, num_stages=3)
+        made(decode_kernel._parts, types | more, shape | limits | {"REACH": 16}, num_warps=4, num_stages=3)
+    else:
         block, warps, stages = decode_kernel.shapes_in_8_bits[128]
         made(decode_kernel._parts_in_8_bits, types | more, shape | dict(M=8, REACH=16, BLOCK=block, INT8=kind == "i8",
              FAST=True), "wgmma.mma_async", num_warps=warps, num_stages=stages)
-    limits = {"WINDOW": 4096, "CAP": 50.0} if kind == "bf16" else {}
-    made(decode_kernel._parts, types | more, shape | limits | {"REACH": 16}, num_warps=4, num_stages=3)
     types = {name: kind for name, kind in types.items() if name != "sequences"} | {"tiles": "*i32"}
-    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0, FP8=False, FAST=True,
-                 PARTS=1)
-    made(chunk_kernel._chunks, types, shape | limits, "wgmma.mma_async", num_warps=8, num_stages=3)
-    if kind == "fp8e4nv":
-        block, warps, stages, parts = chunk_kernel._IN_8_BITS
-        made(chunk_kernel._chunks, types, shape | dict(M=128 // parts, BLOCK=block, FP8=True, PARTS=parts),
-             "wgmma.mma_async", num_warps=warps, num_stages=stages)
-for kind, size, assignments in (("i8", 1, 2), ("fp8e4nv", 1, 4096), ("i8", 1, 512), ("bf16", 2, 4096)):
-    for gated in (True, False):
-        t = grouped_kernel.choose(assignments, 8, 4096, size, gated=gated)
-        types = {"x": f"*{kind}", "weight": f"*{kind}", "order": "*i32", "blocks": "*i32", "count": "i32"}
-        types |= {"out": f"*{kind}"} if gated else {"out": "*bf16", "weights": "*fp32"}
-        types |= {} if size > 1 else {"scale": "*fp32"} | ({"inverse": "*fp32"} if gated else {})
-        made(grouped_kernel._grouped, types, dict(TOP=2, N=4096, K=4096, WHOLE=True, INT8=kind == "i8", GATED=gated,
-             GELU=False, BM=t.rows, BN=t.columns, BK=t.depth, EARLY=1), "wgmma.mma_async", num_warps=t.warps,
-             num_stages=t.stages)
+    fp8 = kind == "fp8e4nv"
+    block, warps, stages, parts = chunk_kernel._IN_8_BITS if fp8 else (64, 8, 3, 1)
+    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128 // parts, D=128, BLOCK=block, SIZE=16, WINDOW=0, CAP=0.0, FP8=fp8,
+                 FAST=True, PARTS=parts)
+    made(chunk_kernel._chunks, types, shape | limits, "wgmma.mma_async", num_warps=warps, num_stages=stages)
+for kind, assignments, gated in (("i8", 4096, True), ("fp8e4nv", 2, False)):
+    t = grouped_kernel.choose(assignments, 8, 4096, 1, gated=gated)
+    types = {"x": f"*{kind}", "weight": f"*{kind}", "order": "*i32", "blocks": "*i32", "count": "i32", "scale": "*fp32"}
+    types |= {"out": f"*{kind}", "inverse": "*fp32"} if gated else {"out": "*bf16", "weights": "*fp32"}
+    made(grouped_kernel._grouped, types, dict(TOP=2, N=4096, K=4096, WHOLE=True, INT8=kind == "i8", GATED=gated,
+         GELU=False, BM=t.rows, BN=t.columns, BK=t.depth, EARLY=1), "wgmma.mma_async", num_warps=t.warps,
+         num_stages=t.stages)
 types = {"x": "*bf16", "router": "*bf16", "inverse": "*fp32", "experts": "*i32", "weights": "*fp32", "levels": "*i8",
          "rows": "i32"}
 made(grouped_kernel._route, types, dict(E=128, WIDTH=128, TOP=8, SLOTS=8, C=4096, NORMALIZED=True, BM=16, BK=128,
-     EARLY=1), num_warps=4, num_stages=4)
+     EARLY=1), num_warps=4, num_stages=3)
 types = {"experts": "*i32", "order": "*i32", "blocks": "*i32", "count": "i32", "places": "i32"}
 made(grouped_kernel._sort, types, dict(E=128, WIDTH=256, BM=16, CHUNK=1024, EARLY=1))
 types = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32", "positions": "*i32", "out": "*bf16"}
