@@ -52,6 +52,17 @@ def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr):  
 
 
 @kernel()
+def _row(index, positions, place):  # type: ignore[no-untyped-def]
+    """The row in this place, whether there is one, and how many tokens it attends to, of padding rows none."""
+    row = place
+    if index is not None:
+        row = tl.load(index + place)
+    stored = row >= 0
+    row = tl.maximum(row, 0)
+    return row, stored, tl.where(stored, tl.load(positions + row) + 1, 0)
+
+
+@kernel()
 def _store_whole(  # type: ignore[no-untyped-def]
     out, inverse, acc, total, rows, heads, channel, real, D: tl.constexpr
 ):
@@ -81,12 +92,7 @@ def _parts(  # type: ignore[no-untyped-def]
     """`scale` is for powers of two: that of the scores times log2(e)."""
     enter(EARLY)
     place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, stored = place, True
-    if index is not None:
-        row = tl.load(index + place)
-        stored = row >= 0
-        row = tl.maximum(row, 0)
-    count = tl.where(stored, tl.load(positions + row) + 1, 0)  # 0 for padding rows
+    row, stored, count = _row(index, positions, place)
     part = _part(count, PART, PARTS, UNIT)
     start = split * part
     if (start < count) | (split == 0):
@@ -196,12 +202,7 @@ def _parts_in_8_bits(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     STEPS: tl.constexpr = 254.0 if INT8 else 1.0  # of the second number in one of the first
     enter(EARLY)
     place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, stored = place, True
-    if index is not None:
-        row = tl.load(index + place)
-        stored = row >= 0
-        row = tl.maximum(row, 0)
-    count = tl.where(stored, tl.load(positions + row) + 1, 0)  # 0 for padding rows
+    row, stored, count = _row(index, positions, place)
     part = _part(count, PART, PARTS, UNIT)
     start = split * part
     if (start < count) | (split == 0):
@@ -268,12 +269,7 @@ def _together(  # type: ignore[no-untyped-def]
     """Combine all possible parts, in one order whatever the grid's reach."""
     enter(EARLY)
     place, head = tl.program_id(0), tl.program_id(1)
-    row, stored = place, True
-    if index is not None:
-        row = tl.load(index + place)
-        stored = row >= 0
-        row = tl.maximum(row, 0)
-    count = tl.where(stored, tl.load(positions + row) + 1, 0)
+    row, stored, count = _row(index, positions, place)
     part = _part(count, PART, PARTS, UNIT)
     split, channel = tl.arange(0, PARTS), tl.arange(0, D)
     valid = (split * part < count) | (split == 0)

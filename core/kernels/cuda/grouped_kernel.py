@@ -3,7 +3,7 @@
 Four kernels: scores of the router and its choice; assignments of rows to experts sorted by expert; gate and up with
 their activation; down, times the router's weight. The sort is on the device and all grids depend on the number of
 rows only, so that a CUDA graph holds them. An assignment's result goes to a place of its own, and the next kernel sums
-those of a row in their order (`fused_kernels`): so a row's bits do not depend on its companions. References at the end.
+those of a row in their order (`fused_kernels`): so a row's bits do not depend on its companions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import enter, kernel, options
-from core.kernels.cuda.quantize import rounded, to_type
+from core.kernels.cuda.quantize import rounded
 from core.kernels.cuda.stream_kernel import activated
 
 _ROWS = 16  # of a program of the router: always as many, so that a row's bits do not depend on their number
@@ -281,35 +280,3 @@ def _launch(
         x.dtype == torch.int8, gated, gelu, tile.rows, tile.columns, tile.depth, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
-
-
-def route_reference(
-    x: Tensor, router: Tensor, top: int, *, normalized: bool, inverse: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights, experts = (x.double() @ router.double().t()).softmax(-1).topk(top, dim=-1)
-    weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
-    return experts.int(), weights.float(), x if inverse is None else to_type(x.float() * inverse, dtype)
-
-
-def gated_reference(
-    x: Tensor, weight: Tensor, scale: Tensor | None, inverse: Tensor | None, dtype: torch.dtype, experts: Tensor,
-    count: int, *, gelu: bool = False,
-) -> Tensor:  # fmt: skip
-    gate, up = _product(x.repeat_interleave(experts.shape[1], 0), weight, scale, experts, count).chunk(2, dim=1)
-    y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-    return to_type(y if inverse is None else y * inverse, dtype)
-
-
-def down_reference(
-    x: Tensor, weight: Tensor, scale: Tensor | None, weights: Tensor, dtype: torch.dtype, experts: Tensor, count: int
-) -> Tensor:
-    y = _product(x, weight, scale, experts, count) * weights.flatten()[:, None]
-    return y.to(dtype).view(*experts.shape, -1).transpose(0, 1).contiguous()
-
-
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, experts: Tensor, count: int) -> Tensor:
-    """Each row of x [assignments, K] by its expert's weights, fp32 [assignments, N]."""
-    chosen = experts.flatten().long()
-    stacked = weight.double().unflatten(0, (count, -1))
-    y = torch.einsum("ak,ank->an", x.double(), stacked[chosen]).float()
-    return y if scale is None else y * scale.view(count, -1)[chosen]

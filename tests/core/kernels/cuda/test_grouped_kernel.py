@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, EIGHT, draw, normal
@@ -11,7 +12,7 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, EIGHT, draw, nor
 # isort: split
 from core.kernels.cuda import grouped_kernel as kernels
 from core.kernels.cuda.grouped_kernel import GroupTile
-from core.kernels.cuda.quantize import to_levels
+from core.kernels.cuda.quantize import to_levels, to_type
 
 TYPES = [*EIGHT, DTYPE]
 WIDTH, INNER = 96, 80
@@ -59,20 +60,52 @@ class Case:
         return experts, weights, parts
 
 
+def route_reference(
+    x: Tensor, router: Tensor, top: int, *, normalized: bool, inverse: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights, experts = (x.double() @ router.double().t()).softmax(-1).topk(top, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+    return experts.int(), weights.float(), x if inverse is None else to_type(x.float() * inverse, dtype)
+
+
+def gated_reference(
+    x: Tensor, weight: Tensor, scale: Tensor | None, inverse: Tensor | None, dtype: torch.dtype, experts: Tensor,
+    count: int, *, gelu: bool = False,
+) -> Tensor:  # fmt: skip
+    gate, up = _product(x.repeat_interleave(experts.shape[1], 0), weight, scale, experts, count).chunk(2, dim=1)
+    y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    return to_type(y if inverse is None else y * inverse, dtype)
+
+
+def down_reference(
+    x: Tensor, weight: Tensor, scale: Tensor | None, weights: Tensor, dtype: torch.dtype, experts: Tensor, count: int
+) -> Tensor:
+    y = _product(x, weight, scale, experts, count) * weights.flatten()[:, None]
+    return y.to(dtype).view(*experts.shape, -1).transpose(0, 1).contiguous()
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, experts: Tensor, count: int) -> Tensor:
+    """Each row of x [assignments, K] by its expert's weights, fp32 [assignments, N]."""
+    chosen = experts.flatten().long()
+    stacked = weight.double().unflatten(0, (count, -1))
+    y = torch.einsum("ak,ank->an", x.double(), stacked[chosen]).float()
+    return y if scale is None else y * scale.view(count, -1)[chosen]
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("rows", "experts", "top"), [(1, 8, 2), (37, 5, 3)])
 def test_mixture(rows: int, experts: int, top: int, dtype: torch.dtype) -> None:
     case = Case(rows, experts, top, dtype)
     chosen, weights, parts = case.run(slice(None))
-    expected, expected_weights, x = kernels.route_reference(
+    expected, expected_weights, x = route_reference(
         case.x, case.router, top, normalized=True, inverse=case.inverses[0], dtype=dtype
     )
     assert torch.equal(chosen, expected) and int(chosen.max()) < experts - 1
     torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
-    hidden = kernels.gated_reference(
+    hidden = gated_reference(
         x, case.weights[0], case.scales[0], case.inverses[1], dtype, chosen, case.experts
     )  # fmt: skip
-    wanted = kernels.down_reference(hidden, case.weights[1], case.scales[1], weights, DTYPE, chosen, case.experts)
+    wanted = down_reference(hidden, case.weights[1], case.scales[1], weights, DTYPE, chosen, case.experts)
     slack = (0.05 if dtype == torch.float8_e4m3fn else 2e-2) if CUDA else 2e-2 if dtype in EIGHT else 1e-4
     torch.testing.assert_close(parts, wanted, rtol=slack, atol=slack * float(wanted.abs().max()))
 
