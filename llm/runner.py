@@ -26,7 +26,7 @@ from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
-from llm.model_runner import ModelRunner, PartResult, StepResult
+from llm.model_runner import ModelRunner, Timing
 from llm.pages import PAGE, PageAllocator
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
@@ -189,18 +189,15 @@ class TextRunner:
         requests = [request for request in requests if request.id not in waiting]
         parts = [self._part(request) for request in requests]
 
-        def commit(step: StepResult) -> dict[str, Outcome]:
+        def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
             started = time.perf_counter()
-            for rows, seconds, masks_s in step.timings:
+            for rows, seconds, masks_s in timings:
                 self.guessing.observe(rows, seconds - masks_s)
-            outcomes = {
-                request.id: self._commit(part, result)
-                for request, part, result in zip(requests, parts, step.parts, strict=True)
-            }
+            outcomes = {request.id: self._commit(part) for request, part in zip(requests, parts, strict=True)}
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
             host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
-            for rows, seconds, masks_s in step.timings:
+            for rows, seconds, masks_s in timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
             return outcomes | waiting
@@ -223,32 +220,31 @@ class TextRunner:
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _commit(self, part: ScheduledTokens, result: PartResult) -> Outcome:
-        outcome, guess = result.outcome, result.guess
-        if isinstance(outcome, BaseException):
-            return Outcome(error=outcome)
-        if outcome is not None and not outcome.tokens:
+    def _commit(self, part: ScheduledTokens) -> Outcome:
+        if part.error is not None:
+            return Outcome(error=part.error)
+        work, tokens, total = part.work, part.tokens, part.work.parameters.max_tokens
+        if tokens is not None and not tokens:
             return Outcome()
-        work, total = part.work, part.work.parameters.max_tokens
-        accepted = len(outcome.tokens) - 1 if outcome is not None and guess.tokens else 0
-        work.pending = result.pending
+        accepted = len(tokens) - 1 if tokens is not None and part.guess.tokens else 0
+        work.pending, work.pending_row = part.pending, part.first
         news = text = None
         try:
             if self.guessing.active:
-                self.guessing.settle(part, guess, accepted)
+                self.guessing.settle(part, accepted)
             work.computed = part.start + part.count + accepted
-            work.prompt_logprobs += result.scores
-            work.pooled = result.pooled or work.pooled
-            if outcome is not None or (part.last and not total):
-                tokens, logprobs = ([], []) if outcome is None else (outcome.tokens, outcome.logprobs)
-                news, text = work.take(tokens, logprobs, self.model.ends)
+            if part.scores:
+                work.prompt_logprobs += part.scores
+            work.pooled = part.pooled or work.pooled
+            if tokens is not None or (part.last and not total):
+                news, text = work.take(tokens or (), part.logprobs, self.model.ends)
             computed = min(work.computed, len(work.tokens) - 1)
             if self.guessing.draft is not None:
                 computed = min(computed, work.drafted)
             self._allocator.publish(work, computed)
         except Exception as error:  # with one request's text: the others' must not be generated again
             return Outcome(error=error)
-        progress = (0 if outcome is None else work.answered, total)
+        progress = (0 if tokens is None else work.answered, total)
         return Outcome(progress, token=news, result=text, finished=text is not None)
 
     def _sequence(self, request: Request) -> SequenceState:
