@@ -10,6 +10,7 @@ it, and with `--host-only` as well no forward is computed: what is left, "CPU ms
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import sys
@@ -35,6 +36,7 @@ _WAVES = 4
 _WARM_TOKENS = 16
 _SPARE_PAGES = 64
 _ROWS, _CHUNK = 2048, 512  # a GPU's
+_SWITCH_S = 0.0005
 _FIRST_TOKEN = 3  # before it are control tokens
 
 
@@ -147,6 +149,9 @@ def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     try:
         runner.prepare(measure_s=3.0 if cuda else 0.1)
+        gc.collect()  # as a worker does before it serves: see workers/boot.py
+        gc.freeze()
+        sys.setswitchinterval(_SWITCH_S)
         with Engine([runner], on_tick=ticks.append) as engine:
             loop = ClosedLoop(engine, model.vocabulary, options.temperature)
             for load in loads:
@@ -184,8 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with record.alone():
         result = run(options, [Load.read(text) for text in options.loads.split(",")])
-    rows = [(name, f"{load['tokens_s']:,.0f}", f"{load['step_ms']:.2f}", f"{load['step_cpu_ms']:.2f}",
-             f"{load['first_p50_s']:.3f}", f"{load['first_p99_s']:.3f}") for name, load in result["loads"].items()]  # fmt: skip
+    rows = [
+        (name, f"{load['tokens_s']:,.0f}", f"{load['step_ms']:.2f}", f"{load['step_cpu_ms']:.2f}",
+         f"{load['first_p50_s']:.3f}", f"{load['first_p99_s']:.3f}")
+        for name, load in result["loads"].items()
+    ]  # fmt: skip
     header = ("in flight × prompt/answer", "tokens/s", "ms a step", "CPU ms a step", "first token p50 s", "p99 s")
     record.table(f"{result['model']} in {result['precision']}: whole requests through the engine", header, rows)
     return 0

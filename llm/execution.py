@@ -232,12 +232,8 @@ class FusedTextExecution:
         rows = columns.shape[1]
         firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
         counts = np.diff(firsts, append=rows)
-        singles = firsts[counts == 1]
-        runs = [
-            (int(first), int(count), int(columns[2, first]))
-            for first, count in zip(firsts, counts, strict=True)
-            if count > 1
-        ]
+        singles, many = firsts[counts == 1], counts > 1
+        runs = np.stack([firsts[many], counts[many], columns[2, firsts[many]]], 1).tolist()
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = decode_kernel.part_count(int(columns[1, singles].max()) + 1) if len(singles) else 1
         return StepInputs(columns, batch.output_rows.cpu().numpy(), singles.astype(np.int32), cut, parts)

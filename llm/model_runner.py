@@ -195,7 +195,8 @@ class ModelRunner:
         if (token := pending.at(row)) < 0:
             part.error = self._nan()
         part.tokens = (token,) if part.tokens is None else (token, *part.tokens)
-        part.logprobs = (*pending.logprobs(row), *part.logprobs)
+        if logprobs := pending.logprobs(row):
+            part.logprobs = (*logprobs, *part.logprobs)
 
     def _choose(self, step: Step, logits: Tensor) -> None:
         """Wait for the logits, and choose the tokens after them; prompts are scored."""

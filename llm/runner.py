@@ -144,8 +144,10 @@ class TextRunner:
     def reserve(self, requests: Sequence[Request]) -> bool:
         for request in requests:
             work: SequenceState = request.work
-            tokens = work.computed + (0 if work.complete else self.rows(request))
-            if tokens > work.holding.room and not self._allocator.grow(work, tokens):
+            room = len(work.holding.pages) * PAGE - work.computed
+            # Of one that decodes, as most of hundreds do, one row, unless it has guesses.
+            rows = 1 if request.phase == DECODE and not work.guesses else self.rows(request)
+            if rows > room and not work.complete and not self._allocator.grow(work, work.computed + rows):
                 return False
         return True
 
@@ -158,7 +160,7 @@ class TextRunner:
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
         if request.phase == DECODE:
-            return 1 + work.guess_count
+            return 1 + (work.guess_count if work.guesses else 0)
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
 
@@ -186,7 +188,7 @@ class TextRunner:
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         waiting = self._waiting_for_masks(requests)
-        requests = [request for request in requests if request.id not in waiting]
+        requests = [request for request in requests if request.id not in waiting] if waiting else requests
         parts = [self._part(request) for request in requests]
 
         def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
@@ -206,9 +208,9 @@ class TextRunner:
 
     def _waiting_for_masks(self, requests: Sequence[Request]) -> dict[str, Outcome]:
         """Answers that are left out of this iteration, since masks of their grammars would delay the others."""
-        matchers = [request.work.matcher if request.phase == DECODE else None for request in requests]
-        if all(matcher is None for matcher in matchers):  # most iterations of most servers
+        if not any(request.work.matcher for request in requests):  # most iterations of most servers
             return {}
+        matchers = [request.work.matcher if request.phase == DECODE else None for request in requests]
         answers = [(request.tenant, matcher) for request, matcher in zip(requests, matchers, strict=True)]
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
@@ -216,17 +218,20 @@ class TextRunner:
     def _part(self, request: Request) -> ScheduledTokens:
         work: SequenceState = request.work
         if request.phase == DECODE:
-            return ScheduledTokens(work, work.computed, 0 if work.complete else 1, not work.complete)
+            complete = work.pending is not None and work.complete
+            return ScheduledTokens(work, work.computed, 0 if complete else 1, not complete)
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
     def _commit(self, part: ScheduledTokens) -> Outcome:
         if part.error is not None:
             return Outcome(error=part.error)
-        work, tokens, total = part.work, part.tokens, part.work.parameters.max_tokens
-        if tokens is not None and not tokens:
-            return Outcome()
-        accepted = len(tokens) - 1 if tokens is not None and part.guess.tokens else 0
+        work, tokens, accepted = part.work, part.tokens, 0
+        total = work.parameters.max_tokens
+        if tokens is not None:
+            if not tokens:
+                return Outcome()
+            accepted = len(tokens) - 1 if part.guess.tokens else 0
         work.pending, work.pending_row = part.pending, part.first
         news = text = None
         try:
@@ -235,17 +240,19 @@ class TextRunner:
             work.computed = part.start + part.count + accepted
             if part.scores:
                 work.prompt_logprobs += part.scores
-            work.pooled = part.pooled or work.pooled
+            if part.pooled is not None:
+                work.pooled = part.pooled
             if tokens is not None or (part.last and not total):
                 news, text = work.take(tokens or (), part.logprobs, self.model.ends)
-            computed = min(work.computed, len(work.tokens) - 1)
-            if self.guessing.draft is not None:
-                computed = min(computed, work.drafted)
-            self._allocator.publish(work, computed)
+            if work.computed >= (work.holding.published + 1) * PAGE:  # another page may be complete
+                computed = min(work.computed, len(work.tokens) - 1)
+                if self.guessing.draft is not None:
+                    computed = min(computed, work.drafted)
+                self._allocator.publish(work, computed)
         except Exception as error:  # with one request's text: the others' must not be generated again
             return Outcome(error=error)
         progress = (0 if tokens is None else work.answered, total)
-        return Outcome(progress, token=news, result=text, finished=text is not None)
+        return Outcome(progress, None, news, text, None, text is not None)
 
     def _sequence(self, request: Request) -> SequenceState:
         parameters, grammar = request.parameters, request.checked

@@ -127,10 +127,10 @@ class SequenceState:
         """Take an iteration's tokens, up to the end of the answer; returns the addition, and the whole text at the
         end.
         """
-        text, emitted = "", 0
+        text, emitted, own, most = "", 0, self.tokens, self.prompt + self.parameters.max_tokens
         for token in tokens:
             emitted += 1
-            self.tokens.append(token)
+            own.append(token)
             if token in ends and not self.parameters.ignore_end:
                 self.finish = "stop"
                 break
@@ -140,18 +140,20 @@ class SequenceState:
             if self.writer.ended or (self.matcher is not None and self.matcher.ended):
                 self.finish = "stop"
                 break
-            if len(self.tokens) - self.prompt >= self.parameters.max_tokens:
+            if len(own) >= most:
                 self.finish = "length"
                 break
         if not self.parameters.max_tokens:
             self.finish = "length"
-        self.logprobs += logprobs[:emitted]
+        if logprobs:
+            logprobs = logprobs[:emitted]
+            self.logprobs += logprobs
         if self.lookup is not None:
             self.lookup.extend(tokens[:emitted])
-        if self.finish is not None:
-            text += self.writer.finish()
-        news = TextDelta(text, tuple(tokens[:emitted]), tuple(logprobs[:emitted]))
-        return news, None if self.finish is None else self._whole(self.finish)
+        if self.finish is None:
+            return TextDelta(text, tuple(tokens), tuple(logprobs)), None
+        text += self.writer.finish()
+        return TextDelta(text, tuple(tokens[:emitted]), tuple(logprobs)), self._whole(self.finish)
 
     def _whole(self, finish: Finish) -> GeneratedText:
         tokens = tuple(self.tokens[self.prompt :])
