@@ -97,12 +97,13 @@ class TextExecution:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights, packed ones included, and of the cache."""
+        """Bytes of the weights, packed ones included, of the cache, and of the CUDA graphs captured so far."""
         network = self.model.network
         storages = [tensor.untyped_storage() for tensor in (*network.parameters(), *network.buffers())]
         unique = {storage.data_ptr(): storage.nbytes() for storage in storages}
         packed = 0 if self._programs is None else self._programs.size_bytes
-        return int(sum(unique.values()) + packed + self.cache.size_bytes)
+        graphs = 0 if self._fused is None else self._fused.graphs.size_bytes
+        return int(sum(unique.values()) + packed + graphs + self.cache.size_bytes)
 
     def prepare(self, sequences: int) -> None:
         """Compile and capture what is needed to decode so many sequences, and to read their prompts."""

@@ -23,7 +23,7 @@ from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
 from llm.execution import FUSED, TextExecution
 from llm.kv_allocator import KVAllocator
-from llm.lane import StreamLane
+from llm.lane import StreamLane, high_priority
 from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
 from llm.model_runner import ModelRunner, Timing
@@ -264,6 +264,12 @@ class TextRunner:
         )  # fmt: skip
 
     # -- before and after --------------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Compile and capture what decode needs, on this thread: while other models serve on the lane."""
+        with high_priority(self.model.device):
+            for execution in self._model_runner.executions:
+                execution.prepare(self._sequences)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
         """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs."""
