@@ -5,11 +5,12 @@ pages, written greedily to their last token, or as `--temperature` says. A reque
 times as many have ended, or as many times as the load says; the rate is all tokens that were written by the time from
 the first submission to the last end. Scheduler, runner, lane and detokenizer are the service's; HTTP and Redis are not
 in it. Weights are seeded, in INT8, keys and values too (`--kv`). Speculation is off. `--device cpu --tiny` rehearses
-it.
+it, and with `--host-only` as well no forward is computed: what is left, "CPU ms a step", is the host's.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.harness import command, record
@@ -33,6 +35,8 @@ _LOADS = "256:128/128,64:128/128,1:128/256,256:1000/1000:1"
 _WAVES = 4
 _WARM_TOKENS = 16
 _SPARE_PAGES = 64
+_ROWS, _CHUNK = 2048, 512  # a GPU's
+_SWITCH_S = 0.0005
 _FIRST_TOKEN = 3  # before it are control tokens
 
 
@@ -100,6 +104,20 @@ class ClosedLoop:
         return seconds, list(firsts.values())
 
 
+def leave_out_forwards(runner: TextRunner, sequences: int) -> None:
+    """Replace the runner's forwards by those of CUDA graphs that do nothing: their inputs are prepared as on a GPU."""
+    import torch
+
+    from llm.execution import FusedTextExecution
+
+    execution = runner.execution
+    decoder: Any = SimpleNamespace(vocabulary=execution.model.vocabulary, group=1, states=torch.zeros(0))
+    fused = FusedTextExecution(decoder, execution.cache, sequences, runner.context, runner.limit(None))
+    fused.graphs.best.fill_(_FIRST_TOKEN)
+    fused.graphs._graph = lambda shape: lambda: None  # type: ignore[method-assign]
+    execution._fused = fused
+
+
 def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
     """Measure all loads, one after another, on one runner."""
     import torch
@@ -120,25 +138,34 @@ def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
 
     model = lane.call(loaded)
     runner = TextRunner(
-        model, lane=lane, max_requests=max(load.in_flight for load in loads),
+        model, lane=lane, max_requests=max(load.in_flight for load in loads), max_rows=_ROWS, chunk=_CHUNK,
         pages=_SPARE_PAGES + max(load.in_flight * -(-(load.context + 1) // PAGE) for load in loads),
         context=max(load.context for load in loads) + PAGE, kv=options.kv if cuda else "float", pace_s=options.pace,
+        ahead=options.host_only or None,
     )  # fmt: skip
+    if options.host_only:
+        leave_out_forwards(runner, max(load.in_flight for load in loads))
     ticks: list[Tick] = []
     results: dict[str, Any] = {}
     try:
         runner.prepare(measure_s=3.0 if cuda else 0.1)
+        gc.collect()  # as a worker does before it serves: see workers/boot.py
+        gc.freeze()
+        sys.setswitchinterval(_SWITCH_S)
         with Engine([runner], on_tick=ticks.append) as engine:
             loop = ClosedLoop(engine, model.vocabulary, options.temperature)
             for load in loads:
                 loop.run(load, load.in_flight, min(load.written, _WARM_TOKENS))
                 ticks.clear()
                 count = load.in_flight * load.waves
+                cpu_s = time.process_time()
                 seconds, firsts = loop.run(load, count, load.written)
+                cpu_s = time.process_time() - cpu_s
                 results[load.name] = {
                     "in_flight": load.in_flight, "given": load.given, "written": load.written, "requests": count,
                     "tokens_s": round(count * load.written / seconds, 1), "seconds": round(seconds, 6),
-                    "step_ms": round(1e3 * seconds / len(ticks), 3), "first_p50_s": percentile(firsts, 50),
+                    "step_ms": round(1e3 * seconds / len(ticks), 3),
+                    "step_cpu_ms": round(1e3 * cpu_s / len(ticks), 3), "first_p50_s": percentile(firsts, 50),
                     "first_p99_s": percentile(firsts, 99),
                 }  # fmt: skip
                 record.progress(f"{load.name}: {results[load.name]}")
@@ -157,13 +184,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv", choices=("int8", "fp8", "float"), default="int8", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds between tokens; default: %(default)s")
+    parser.add_argument("--host-only", action="store_true", help="leave out forwards; needs --device cpu")
     parser.add_argument("--name", default="text-load", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     with record.alone():
         result = run(options, [Load.read(text) for text in options.loads.split(",")])
-    rows = [(name, f"{load['tokens_s']:,.0f}", f"{load['step_ms']:.2f}", f"{load['first_p50_s']:.3f}",
-             f"{load['first_p99_s']:.3f}") for name, load in result["loads"].items()]  # fmt: skip
-    header = ("in flight × prompt/answer", "tokens/s", "ms a step", "first token p50 s", "p99 s")
+    rows = [
+        (name, f"{load['tokens_s']:,.0f}", f"{load['step_ms']:.2f}", f"{load['step_cpu_ms']:.2f}",
+         f"{load['first_p50_s']:.3f}", f"{load['first_p99_s']:.3f}")
+        for name, load in result["loads"].items()
+    ]  # fmt: skip
+    header = ("in flight × prompt/answer", "tokens/s", "ms a step", "CPU ms a step", "first token p50 s", "p99 s")
     record.table(f"{result['model']} in {result['precision']}: whole requests through the engine", header, rows)
     return 0
 

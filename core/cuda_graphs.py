@@ -86,6 +86,11 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return graph.replay, outputs
 
+    @property
+    def size_bytes(self) -> int:
+        """The memory of its graphs."""
+        return sum(int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(self._pool))
+
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             with warnings.catch_warnings():

@@ -1,11 +1,10 @@
-"""Selects each request's next tokens from a forward's logits: penalties, biases, grammars, greedy and sampled, in one
+"""Selects each part's next tokens from a forward's logits: penalties, biases, grammars, greedy and sampled, in one
 pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -16,73 +15,26 @@ from contract.errors import Invalid
 from core.kernels.kv_cache import on_device
 from llm import sample
 from llm.parameters import Logprob
-from llm.sequence import SequenceState
-from llm.speculate import DraftTokens, accepted, agreed
-
-NO_GUESS = DraftTokens([])
-
-
-@dataclass(slots=True, eq=False)
-class SampleRequest:
-    """A request that needs next tokens: its logits begin at row `first`, one more row than it has guesses."""
-
-    work: SequenceState
-    first: int
-    guess: DraftTokens = NO_GUESS
-
-    @property
-    def plain(self) -> bool:
-        """Return whether greedy decoding without adjustments suffices."""
-        work = self.work
-        adjusted = work.settings is not None or work.modifies_logits or self.guess.tokens
-        return not adjusted and work.parameters.logprobs is None
-
-    @property
-    def position(self) -> int:
-        """The position of its next token: that after the pending one, if there is one."""
-        return len(self.work.tokens) + (self.work.pending is not None)
-
-    @property
-    def rows(self) -> range:
-        return range(self.first, self.first + len(self.guess.tokens) + 1)
+from llm.parts import ScheduledTokens
+from llm.pending import PendingTokens, RowLogprobs
+from llm.speculate import accepted, agreed
+from llm.token_counts import TokenCounts
 
 
-@dataclass(slots=True, eq=False)
-class ScoreRequest:
-    """Tokens of a prompt whose log probabilities are requested: those after `positions`, whose logits begin at row
-    `first`.
-    """
-
-    work: SequenceState
-    positions: range
-    first: int = 0
-
-    @property
-    def rows(self) -> range:
-        return range(self.first, self.first + len(self.positions))
-
-    def logprobs(self, logits: Tensor) -> list[Logprob]:
-        """Log probabilities under the forward's logits [L, V]."""
-        work, rows, positions = self.work, self.rows, self.positions
-        targets = work.tokens[positions.start + 1 : positions.stop + 1]
-        return _logprobs(logits[rows.start : rows.stop], targets, work.parameters.logprobs or 0)
-
-
-@dataclass(slots=True, eq=False)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """The next tokens, and their log probabilities where requested."""
 
     tokens: list[int]
-    logprobs: list[Logprob]
+    logprobs: Sequence[Logprob] = ()
 
 
-def greedy_tokens(logits: Tensor, requests: Sequence[SampleRequest], known_tokens: Tensor | None = None) -> list[int]:
+def greedy_tokens(logits: Tensor, parts: Sequence[ScheduledTokens], known_tokens: Tensor | None = None) -> list[int]:
     """The most likely token of each row of logits [L, V], -1 where they are not all finite: one copy from the device.
 
-    `known_tokens` are these, if the forward computed them. If no request is greedy, any token may stand for the most
+    `known_tokens` are these, if the forward computed them. If no part is greedy, any token may stand for the most
     likely one.
     """
-    if known_tokens is None and any(request.work.settings is None for request in requests):
+    if known_tokens is None and any(part.work.settings is None for part in parts):
         known_tokens = sample.likeliest(logits)
     if known_tokens is None:
         known_tokens = logits.sum(-1).isfinite().long() - 1
@@ -91,38 +43,74 @@ def greedy_tokens(logits: Tensor, requests: Sequence[SampleRequest], known_token
 
 
 def choose(
-    logits: Tensor, requests: Sequence[SampleRequest], best: Sequence[int] | None = None
-) -> list[SampledTokens | Invalid]:  # fmt: skip
-    """The next tokens of each request, all of whose logits must be finite. logits [L, V] may be overwritten.
+    logits: Tensor,
+    parts: Sequence[ScheduledTokens],
+    best: Sequence[int] | None = None,
+    counts: TokenCounts | None = None,
+) -> list[SampledTokens | Invalid]:
+    """The next tokens of each part, all of whose logits must be finite. logits [L, V] fp32 may be overwritten.
 
     `best` is the result of `greedy_tokens`, if it was called. `Invalid`: the request's constraints leave no token.
     """
-    if not requests:
+    if not parts:
         return []
-    best = greedy_tokens(logits, requests) if best is None else best
-    if all(
-        request.plain for request in requests
-    ):  # most steps of most servers: hundreds of rows without any adjustment
-        return [SampledTokens([best[request.first]], []) for request in requests]
-    logprob_rows = _unmodified(logits, requests)
-    adjusted, refused = _adjust_(logits, requests)
-    tokens = _greedy(logits, requests, best, adjusted) | _sampled(logits, requests)
+    best = greedy_tokens(logits, parts) if best is None else best
+    if all(part.plain for part in parts):  # most steps of most servers: hundreds of rows without any adjustment
+        return [SampledTokens([best[part.first]]) for part in parts]
+    unmodified = {
+        i: logits[part.rows.start : part.rows.stop].clone()
+        for i, part in enumerate(parts)
+        if part.work.parameters.logprobs is not None
+    }
+    _adjust_(logits, parts, counts)
+    refused = _constrain_(logits, parts)
+    tokens = _greedy(logits, parts, best) | _sampled(logits, parts)
     results = [
-        SampledTokens(tokens[i], _sampled_logprobs(logprob_rows[i], request, tokens[i]) if i in logprob_rows else [])
-        for i, request in enumerate(requests)
+        SampledTokens(tokens[i], _sampled_logprobs(unmodified[i], part, tokens[i]) if i in unmodified else ())
+        for i, part in enumerate(parts)
     ]
     return [refused.get(i, result) for i, result in enumerate(results)]
 
 
-def draw_on_device(logits: Tensor, requests: Sequence[SampleRequest], best: Tensor) -> Tensor:
-    """The next token of each request, all of which are `drawn_on_device`, at its row: int64 [L], without waiting for
-    the device. `best` [L] is `sample.likeliest` of logits [L, V], and what other rows get.
+def draw_on_device(
+    logits: Tensor, parts: Sequence[ScheduledTokens], best: Tensor, counts: TokenCounts
+) -> PendingTokens:
+    """The next token of each part, all of which are `drawn_on_device`, at its row, without waiting for the device.
+
+    `best` [L] is `sample.likeliest` of logits [L, V] fp32, which may be overwritten, and what other rows get.
     """
-    sampled = [request for request in requests if request.work.settings is not None]
-    if not sampled:
-        return best
-    rows = on_device(torch.tensor([request.first for request in sampled]), logits.device)
-    return best.index_copy(0, rows, torch.where(best[rows] < 0, -1, _Distributions.of(logits, sampled).draw()))
+    if all(part.work.plain for part in parts):
+        return PendingTokens(best)
+    unmodified = [(group, logits[_rows(group, logits)]) for group in _by_logprobs(parts)]
+    _adjust_(logits, parts, counts)
+    tokens = best.clone()
+    anew = [part for part in parts if part.work.settings is None and part.work.modifies_logits]
+    if anew:
+        rows = _rows(anew, logits)
+        tokens[rows] = logits[rows].argmax(-1)
+    if sampled := [part for part in parts if part.work.settings is not None]:
+        tokens[_rows(sampled, logits)] = _Distributions.of(logits, sampled).draw()
+    tokens = torch.where(best < 0, -1, tokens)
+    logprobs = []
+    for group, original in unmodified:
+        its_tokens = tokens[_rows(group, logits)].clamp_(min=0)
+        numbers = sample.logprobs(original, its_tokens, group[0].work.parameters.logprobs or 0)
+        logprobs.append(RowLogprobs([part.first for part in group], *numbers))
+    return PendingTokens(tokens, logprobs)
+
+
+def _rows(parts: Sequence[ScheduledTokens], logits: Tensor) -> Tensor:
+    """The rows of their logits [n], on the device. They have no guesses."""
+    return on_device(torch.tensor([part.first for part in parts]), logits.device)
+
+
+def _by_logprobs(parts: Sequence[ScheduledTokens]) -> list[list[ScheduledTokens]]:
+    """Those for which log probabilities are requested, by how many of the most likely tokens."""
+    groups: dict[int, list[ScheduledTokens]] = {}
+    for part in parts:
+        if (count := part.work.parameters.logprobs) is not None:
+            groups.setdefault(count, []).append(part)
+    return list(groups.values())
 
 
 class _Distributions(NamedTuple):
@@ -133,113 +121,98 @@ class _Distributions(NamedTuple):
     indices: sample.Counts  # of each request's next token
 
     @classmethod
-    def of(cls, logits: Tensor, requests: Sequence[SampleRequest]) -> Self:
-        rows = [row for request in requests for row in request.rows]
-        settings = sample.gathered([s for request in requests if (s := request.work.settings) is not None])
-        owners = torch.tensor([i for i, request in enumerate(requests) for _ in request.rows])
+    def of(cls, logits: Tensor, parts: Sequence[ScheduledTokens]) -> Self:
+        rows = [row for part in parts for row in part.rows]
+        settings = sample.gathered([s for part in parts if (s := part.work.settings) is not None])
+        owners = torch.tensor([i for i, part in enumerate(parts) for _ in part.rows])
         selected = logits if rows == list(range(len(logits))) else logits[on_device(torch.tensor(rows), logits.device)]
-        p = sample.probabilities(selected, settings if len(owners) == len(requests) else settings.at(owners))
+        p = sample.probabilities(selected, settings if len(owners) == len(parts) else settings.at(owners))
         p /= p.sum(-1, keepdim=True)
-        return cls(p, settings, np.array([request.position for request in requests], np.int64))
+        return cls(p, settings, np.array([part.position for part in parts], np.int64))
 
     def draw(self) -> Tensor:
         """The next tokens of requests without guesses: int64 [rows], on the device."""
         return sample.draw(self.p, sample.uniform(self.settings.seeds, self.indices, sample.TOKEN))
 
 
-def _greedy(
-    logits: Tensor, requests: Sequence[SampleRequest], best: Sequence[int], adjusted: set[int]
-) -> dict[int, list[int]]:
-    """The next tokens of greedy requests, by their place in `requests`; `best` is anew where logits were adjusted."""
-    greedy = [i for i, request in enumerate(requests) if request.work.settings is None]
-    anew = [i for i in greedy if requests[i].first in adjusted]
-    again = logits[[requests[i].first for i in anew]].argmax(-1).tolist() if anew else []
+def _greedy(logits: Tensor, parts: Sequence[ScheduledTokens], best: Sequence[int]) -> dict[int, list[int]]:
+    """The next tokens of greedy parts, by their place in `parts`; `best` is anew where logits were adjusted."""
+    greedy = [i for i, part in enumerate(parts) if part.work.settings is None]
+    anew = [i for i in greedy if parts[i].work.modifies_logits]
+    again = logits[_rows([parts[i] for i in anew], logits)].argmax(-1).tolist() if anew else []
     tokens = {i: [token] for i, token in zip(anew, again, strict=True)}
     for i in greedy:
         if i not in tokens:
-            tokens[i] = agreed(requests[i].guess.tokens, [best[row] for row in requests[i].rows])
+            tokens[i] = agreed(parts[i].guess.tokens, [best[row] for row in parts[i].rows])
     return tokens
 
 
-def _sampled(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, list[int]]:
-    """The next tokens of all other requests, by their place in `requests`."""
-    rows = [i for i, request in enumerate(requests) if request.work.settings is not None]
-    return dict(zip(rows, _drawn(logits, [requests[i] for i in rows]), strict=True)) if rows else {}
+def _sampled(logits: Tensor, parts: Sequence[ScheduledTokens]) -> dict[int, list[int]]:
+    """The next tokens of all other parts, by their place in `parts`."""
+    places = [i for i, part in enumerate(parts) if part.work.settings is not None]
+    return dict(zip(places, _drawn(logits, [parts[i] for i in places]), strict=True)) if places else {}
 
 
-def _drawn(logits: Tensor, requests: Sequence[SampleRequest]) -> list[list[int]]:
-    distributions = _Distributions.of(logits, requests)
-    counts = [len(request.rows) for request in requests]
-    if len(distributions.p) == len(requests):
+def _drawn(logits: Tensor, parts: Sequence[ScheduledTokens]) -> list[list[int]]:
+    distributions = _Distributions.of(logits, parts)
+    counts = [len(part.rows) for part in parts]
+    if len(distributions.p) == len(parts):
         return [[token] for token in distributions.draw().tolist()]
     firsts = np.cumsum([0, *counts[:-1]]).tolist()
-    return accepted(distributions.p, firsts, [r.guess for r in requests], distributions.settings, distributions.indices)
+    guesses = [part.guess for part in parts]
+    return accepted(distributions.p, firsts, guesses, distributions.settings, distributions.indices)
 
 
-def _adjust_(logits: Tensor, requests: Sequence[SampleRequest]) -> tuple[set[int], dict[int, Invalid]]:
-    """Apply penalties, biases and grammars, which only requests without guesses have; returns their rows, and by
-    request why none of its tokens is left (its logits are then still finite).
-    """
-    with_seen = [
-        (request, seen, counts)
-        for request in requests
-        if (seen := request.work.seen) is not None and (counts := request.work.output_counts) is not None
-    ]
-    if with_seen:
-        rows = [request.first for request, _, _ in with_seen]
-        requested = [request.work.parameters for request, _, _ in with_seen]
-        numbers = torch.tensor(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in requested], device=logits.device
-        )
-        seen = torch.stack([seen for _, seen, _ in with_seen]).to(logits.device)
-        counts = torch.stack([counts for _, _, counts in with_seen]).to(logits.device)
-        logits[rows] = sample.penalize(
-            logits[rows], sample.Penalties(numbers[:, 0], numbers[:, 1], numbers[:, 2], seen, counts)
-        )
-    return {request.first for request in requests if request.work.modifies_logits}, _constrain_(logits, requests)
+def _adjust_(logits: Tensor, parts: Sequence[ScheduledTokens], counts: TokenCounts | None) -> None:
+    """Apply penalties and biases, which only parts without guesses have, without waiting for the device."""
+    if penalized := [part for part in parts if part.work.parameters.penalized]:
+        counts = counts or TokenCounts(logits.shape[1], logits.device)
+        requested = [part.work.parameters for part in penalized]
+        numbers = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in requested]
+        repetition, presence, frequency = on_device(torch.tensor(numbers), logits.device).unbind(1)
+        penalties = sample.Penalties(repetition, presence, frequency, *counts.seen(penalized))
+        rows = _rows(penalized, logits)
+        logits[rows] = sample.penalize(logits[rows], penalties)
+    biases = [(part.first, bias) for part in parts if (bias := part.work.bias) is not None]
+    if biases:
+        sample.bias_(logits, *zip(*biases, strict=True))
 
 
-def _constrain_(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Invalid]:
-    """Add biases, and exclude what grammars do not allow; returns by request why none of its tokens is left."""
+def _constrain_(logits: Tensor, parts: Sequence[ScheduledTokens]) -> dict[int, Invalid]:
+    """Exclude what grammars do not allow; returns by part why none of its tokens is left."""
     refused: dict[int, Invalid] = {}
-    allowed: dict[int, Tensor] = {}  # by request: bool [V]
-    for i, request in enumerate(requests):
-        if request.work.matcher is not None:
+    allowed: dict[int, Tensor] = {}  # by part: bool [V]
+    for i, part in enumerate(parts):
+        work = part.work
+        if work.matcher is not None:
             try:
-                allowed[i] = request.work.matcher.allowed()
+                allowed[i] = work.matcher.allowed()
             except Invalid as error:
                 refused[i] = error
-    for i, request in enumerate(requests):
-        if request.work.bias is not None and i not in refused:
-            row = logits[request.first].clone()
-            sample.bias_(row, request.work.bias)
-            if not bool((row > -torch.inf)[allowed[i].to(row.device) if i in allowed else ...].any()):
+                continue
+        if work.bias is not None:
+            left = logits[part.first] > -torch.inf
+            if not bool((left & allowed[i].to(left.device) if i in allowed else left).any()):
                 refused[i] = Invalid("logit_bias", "excludes every possible next token")
                 allowed.pop(i, None)
-            else:
-                logits[request.first] = row
     if allowed:  # all of them in one pass
-        rows = [requests[i].first for i in allowed]
+        rows = [parts[i].first for i in allowed]
         excluded = ~torch.stack(list(allowed.values())).to(logits.device)
         logits[rows] = logits[rows].masked_fill_(excluded, -torch.inf)
     return refused
 
 
-def _unmodified(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Tensor]:
-    """The model's unmodified logits, of requests for log probabilities."""
-    return {
-        i: logits[list(request.rows)]
-        for i, request in enumerate(requests)
-        if request.work.parameters.logprobs is not None
-    }
+def prompt_logprobs(logits: Tensor, part: ScheduledTokens) -> list[Logprob]:
+    """Log probabilities of a part's tokens of a prompt, under the logits [n, V] that precede them."""
+    targets = part.work.tokens[part.scored.start + 1 : part.scored.stop + 1]
+    return _logprobs(logits, targets, part.work.parameters.logprobs or 0)
 
 
-def _sampled_logprobs(logits: Tensor, request: SampleRequest, tokens: list[int]) -> list[Logprob]:
-    return _logprobs(logits[: len(tokens)], tokens, request.work.parameters.logprobs or 0)
+def _sampled_logprobs(logits: Tensor, part: ScheduledTokens, tokens: list[int]) -> list[Logprob]:
+    return _logprobs(logits[: len(tokens)], tokens, part.work.parameters.logprobs or 0)
 
 
 def _logprobs(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
     """Log probabilities of tokens [n] under logits [n, V], each with those of the `count` most likely."""
-    logs, top, ids = sample.logprobs(logits, torch.tensor(tokens, device=logits.device), count)
-    ranked = [tuple(zip(i, t, strict=True)) for i, t in zip(ids.tolist(), top.tolist(), strict=True)]
-    return [Logprob(t, log, best) for t, log, best in zip(tokens, logs.tolist(), ranked, strict=True)]
+    numbers = sample.logprobs(logits, torch.tensor(tokens, device=logits.device), count)
+    return RowLogprobs(range(len(tokens)), *numbers).read(tokens)

@@ -103,7 +103,11 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Add a token; returns the new text that is final by now."""
         piece = self._stream.step(token)
-        return self._grown(piece) if piece else ""
+        if self._stop or not piece:
+            return self._grown(piece) if piece else ""
+        self._text += piece
+        self._told = len(self._text)
+        return piece
 
     def finish(self) -> str:
         """End of tokens: returns the text held back. An incomplete character becomes U+FFFD."""

@@ -97,12 +97,13 @@ class TextExecution:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights, packed ones included, and of the cache."""
+        """Bytes of the weights, packed ones included, of the cache, and of the CUDA graphs captured so far."""
         network = self.model.network
         storages = [tensor.untyped_storage() for tensor in (*network.parameters(), *network.buffers())]
         unique = {storage.data_ptr(): storage.nbytes() for storage in storages}
         packed = 0 if self._programs is None else self._programs.size_bytes
-        return int(sum(unique.values()) + packed + self.cache.size_bytes)
+        graphs = 0 if self._fused is None else self._fused.graphs.size_bytes
+        return int(sum(unique.values()) + packed + graphs + self.cache.size_bytes)
 
     def prepare(self, sequences: int) -> None:
         """Compile and capture what is needed to decode so many sequences, and to read their prompts."""
@@ -232,12 +233,8 @@ class FusedTextExecution:
         rows = columns.shape[1]
         firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
         counts = np.diff(firsts, append=rows)
-        singles = firsts[counts == 1]
-        runs = [
-            (int(first), int(count), int(columns[2, first]))
-            for first, count in zip(firsts, counts, strict=True)
-            if count > 1
-        ]
+        singles, many = firsts[counts == 1], counts > 1
+        runs = np.stack([firsts[many], counts[many], columns[2, firsts[many]]], 1).tolist()
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = decode_kernel.part_count(int(columns[1, singles].max()) + 1) if len(singles) else 1
         return StepInputs(columns, batch.output_rows.cpu().numpy(), singles.astype(np.int32), cut, parts)

@@ -6,6 +6,9 @@ both overlap.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from core.batching.runner import Lane
@@ -19,5 +22,15 @@ class StreamLane(Lane):
         super().__init__(name)
 
     def _run(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
+        with high_priority(self._device):
             super()._run()
+
+
+@contextmanager
+def high_priority(device: torch.device) -> Iterator[None]:
+    """Context: on a GPU this thread submits to a new stream of the lane's priority."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        yield

@@ -6,39 +6,22 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from contract.errors import Invalid
 from core.kernels.kv_cache import PAGE, TokenBatch
-from llm.choose import SampledTokens, choose, draw_on_device, greedy_tokens
+from llm.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
 from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
-from llm.parameters import Logprob
 from llm.parts import ScheduledTokens, Step, gather_step
-from llm.pooling import PooledStates
+from llm.pending import PendingTokens
 from llm.sample import likeliest
-from llm.sequence import PendingToken, PendingTokens
-from llm.speculate import DraftTokens
 from llm.speculator import Speculator
-
-
-@dataclass(slots=True, eq=False)
-class PartResult:
-    """What an iteration computed for a part: its next tokens, None where there are none, or an error.
-
-    Tokens are empty where the mask of a grammar was late: the part is to be run again. Of an answer that runs ahead,
-    tokens are those of the iteration before, and this one's is `pending`.
-    """
-
-    guess: DraftTokens
-    outcome: SampledTokens | BaseException | None = None
-    pending: PendingToken | None = None
-    scores: list[Logprob] = field(default_factory=list)  # of the prompt's tokens
-    pooled: PooledStates | None = None  # of an embedded prompt, with what was pooled before
+from llm.token_counts import TokenCounts
 
 
 class Timing(NamedTuple):
@@ -47,13 +30,6 @@ class Timing(NamedTuple):
     rows: int
     seconds: float
     masks_s: float
-
-
-class StepResult(NamedTuple):
-    """An iteration's results by part, and the timings of the forwards that have ended."""
-
-    parts: list[PartResult]
-    timings: list[Timing]
 
 
 class _Timer:
@@ -112,6 +88,7 @@ class ModelRunner:
         self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
         self._ahead = ahead
+        self._counts = TokenCounts(execution.model.vocabulary, execution.model.device)
         self._submitted: list[tuple[PendingTokens, _Timer]] = []  # forwards whose tokens are to be collected
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
@@ -126,20 +103,23 @@ class ModelRunner:
         self._submitted = []
 
     @torch.inference_mode()
-    def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
-        """Submit an iteration's forwards, then collect the tokens of those that the iteration before submitted."""
-        results = [PartResult(guess) for guess in self._guessing.make(parts)]
+    def __call__(self, parts: Sequence[ScheduledTokens]) -> list[Timing]:
+        """Submit an iteration's forwards, then collect the tokens of those that the iteration before submitted.
+
+        Results are in the parts; returns the timings of the forwards that have ended.
+        """
+        self._guessing.make(parts)
         previous, self._submitted = self._submitted, []
         timings: list[Timing] = []
         try:
             for run in self._runs(parts):
-                timings += self._forward(parts[run], results[run])
+                timings += self._forward(parts[run])
         finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
             timings[:0] = self._collect(previous)
-        for part, result in zip(parts, results, strict=True):
-            if part.work.pending is not None:
-                self._prepend(part.work.pending.known, result)
-        return StepResult(results, timings)
+        for part in parts:
+            if (pending := part.work.pending) is not None:
+                self._prepend(part, pending)
+        return timings
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
         """The parts of each forward, of which there is one unless prompts are scored."""
@@ -154,27 +134,26 @@ class ModelRunner:
 
     # -- submit: a forward, and tokens that the device draws -------------------------------------------------------
 
-    def _forward(self, parts: Sequence[ScheduledTokens], results: Sequence[PartResult]) -> list[Timing]:
+    def _forward(self, parts: Sequence[ScheduledTokens]) -> list[Timing]:
         """Compute these parts; returns the forward's timing, unless it is one to collect."""
-        step = gather_step(parts, [result.guess for result in results])
+        step = gather_step(parts)
         if not (rows := len(step.tokens.tokens)):  # last tokens alone are waited for
             return []
         timer = _Timer(self.execution.model.device, rows)
         logits = self._logits(step, timer)
         self._guessing.read_along(parts)
         if ahead := self._runs_ahead(step):
-            self._submitted.append((self._draw(step, logits, results), timer))
+            self._submitted.append((self._draw(step, logits), timer))
         else:
-            self._choose(step, logits, results)
+            self._choose(step, logits)
         timer.stop()
         if step.pooled:
-            self._pool(step, parts, results)
+            self._pool(step)
         return [] if ahead else [timer.timing()]
 
     def _logits(self, step: Step, timer: _Timer) -> Tensor:
         """The forward's logits [L, V]; the masks of its grammars are computed beside it, as far as time allows."""
-        works = (request.work for request in step.sampled.values())
-        matchers = [work.matcher for work in works if work.matcher is not None]
+        matchers = [matcher for part in step.sampled if (matcher := part.work.matcher) is not None]
         if not matchers:
             return self.execution(step.tokens)
         enough = threading.Event()
@@ -190,17 +169,16 @@ class ModelRunner:
 
     def _runs_ahead(self, step: Step) -> bool:
         """Return whether the device alone can draw all tokens of the step."""
-        return self._ahead and not step.scored and all(r.work.drawn_on_device for r in step.sampled.values())
+        return self._ahead and not step.scored and all(part.work.drawn_on_device for part in step.sampled)
 
-    def _draw(self, step: Step, logits: Tensor, results: Sequence[PartResult]) -> PendingTokens:
+    def _draw(self, step: Step, logits: Tensor) -> PendingTokens:
         """Draw the step's tokens on the device, for the next iteration to collect."""
         best = self.execution.best
-        tokens = draw_on_device(logits, [*step.sampled.values()], likeliest(logits) if best is None else best)
-        if tokens is not best:
-            self.execution.keep(step.tokens, tokens)
-        pending = PendingTokens(tokens)
-        for i, request in step.sampled.items():
-            results[i].pending = PendingToken(pending, request.first)
+        pending = draw_on_device(logits, step.sampled, likeliest(logits) if best is None else best, self._counts)
+        if pending.on_device is not best:
+            self.execution.keep(step.tokens, pending.on_device)
+        for part in step.sampled:
+            part.pending = pending
         return pending
 
     # -- collect: what the host waits for --------------------------------------------------------------------------
@@ -211,44 +189,47 @@ class ModelRunner:
             tokens.wait()
         return [timer.timing() for _, timer in submitted]
 
-    def _prepend(self, token: int, result: PartResult) -> None:
-        """Put a token that was pending before those of this iteration."""
-        if token < 0:
-            result.outcome = self._nan()
-        elif result.outcome is None:
-            result.outcome = SampledTokens([token], [])
-        elif isinstance(result.outcome, SampledTokens):
-            result.outcome.tokens.insert(0, token)
+    def _prepend(self, part: ScheduledTokens, pending: PendingTokens) -> None:
+        """Put the token that was pending before those of this iteration."""
+        row = part.work.pending_row
+        if (token := pending.at(row)) < 0:
+            part.error = self._nan()
+        part.tokens = (token,) if part.tokens is None else (token, *part.tokens)
+        if logprobs := pending.logprobs(row):
+            part.logprobs = (*logprobs, *part.logprobs)
 
-    def _choose(self, step: Step, logits: Tensor, results: Sequence[PartResult]) -> None:
+    def _choose(self, step: Step, logits: Tensor) -> None:
         """Wait for the logits, and choose the tokens after them; prompts are scored."""
-        for i, request in step.sampled.items():
-            if request.work.matcher is not None and not request.work.matcher.ready:
-                results[i].outcome = SampledTokens([], [])
-        sampled = {i: request for i, request in step.sampled.items() if results[i].outcome is None}
-        best = greedy_tokens(logits, [*sampled.values()], self.execution.best)
+        for part in step.sampled:
+            if part.work.matcher is not None and not part.work.matcher.ready:
+                part.tokens = ()
+        sampled = [part for part in step.sampled if part.tokens is None]
+        best = greedy_tokens(logits, sampled, self.execution.best)
         if min(best, default=0) < 0:
-            rows = [(i, request.rows) for i, request in sampled.items()]
-            for i, its_rows in rows + [(i, request.rows) for i, request in step.scored.items()]:
+            rows = [(part, part.rows) for part in sampled]
+            for part, its_rows in rows + [(part, range(*where.indices(len(best)))) for part, where in step.scored]:
                 if any(best[row] < 0 for row in its_rows):
-                    results[i].outcome = self._nan()
-            sampled = {i: request for i, request in sampled.items() if results[i].outcome is None}
-        for i, score_request in step.scored.items():  # before `choose`, which overwrites logits
-            if results[i].outcome is None:
-                results[i].scores = score_request.logprobs(logits)
-        for i, outcome in zip(sampled, choose(logits, [*sampled.values()], best), strict=True):
-            results[i].outcome = outcome
+                    part.error = self._nan()
+            sampled = [part for part in sampled if part.error is None]
+        for part, where in step.scored:  # before `choose`, which overwrites logits
+            if part.error is None:
+                part.scores = prompt_logprobs(logits[where], part)
+        for part, chosen in zip(sampled, choose(logits, sampled, best, self._counts), strict=True):
+            if isinstance(chosen, Invalid):
+                part.error = chosen
+            else:
+                part.tokens, part.logprobs = chosen
 
-    def _pool(self, step: Step, parts: Sequence[ScheduledTokens], results: Sequence[PartResult]) -> None:
+    def _pool(self, step: Step) -> None:
         """Pool the forward's hidden states; prompts whose states are not finite get an error."""
         assert self.execution.states is not None
         states = self.execution.states.float().cpu()
         finite = states.isfinite().all(-1)
-        for i, rows in step.pooled.items():
+        for part, rows in step.pooled:
             if bool(finite[rows].all()):
-                results[i].pooled = parts[i].work.pooled.plus(states[rows])
+                part.pooled = part.work.pooled.plus(states[rows])
             else:
-                results[i].outcome = self._nan()
+                part.error = self._nan()
 
     def _nan(self) -> FloatingPointError:
         model = self.execution.model

@@ -1,4 +1,4 @@
-"""Collects the token rows that requests contribute to one forward, and which of them need logits."""
+"""A request's share of an iteration: the token rows that it contributes to a forward, and what comes of them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,53 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from core.kernels.kv_cache import TokenBatch
-from llm.choose import SampleRequest, ScoreRequest
+from llm.parameters import Logprob
+from llm.pending import PendingTokens
+from llm.pooling import PooledStates
 from llm.sequence import SequenceState
-from llm.speculate import DraftTokens
+from llm.speculate import NO_GUESS, DraftTokens
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledTokens:
     """A request's share of an iteration: `count` of its tokens from `start` on, then guesses.
 
-    The first one may be its pending token. None: its last token is only waited for.
+    The first one may be its pending token. `count` 0: its last token is only waited for. Where it wants a next token,
+    its logits begin at row `first`, one more row than it has guesses.
     """
 
     work: SequenceState
     start: int
     count: int
     last: bool  # whether its tokens end with this
+    guess: DraftTokens = NO_GUESS
+    first: int = -1
+    # What the iteration computes: its next tokens, None where there are none, or why it failed. They are empty where
+    # the mask of a grammar was late: it is to be run again. Of an answer that runs ahead they are those of the
+    # iteration before, and this one's is the token of `pending` at row `first`.
+    tokens: Sequence[int] | None = None
+    logprobs: Sequence[Logprob] = ()  # of these
+    error: BaseException | None = None
+    pending: PendingTokens | None = None
+    scores: Sequence[Logprob] = ()  # of the prompt's tokens
+    pooled: PooledStates | None = None  # of an embedded prompt, with what was pooled before
+
+    @property
+    def plain(self) -> bool:
+        """Return whether greedy decoding without adjustments suffices."""
+        work = self.work
+        adjusted = work.settings is not None or work.modifies_logits or self.guess.tokens
+        return not adjusted and work.parameters.logprobs is None
+
+    @property
+    def position(self) -> int:
+        """The position of its next token: that after the pending one, if there is one."""
+        return len(self.work.tokens) + (self.work.pending is not None)
+
+    @property
+    def rows(self) -> range:
+        """The rows of the logits of its next tokens."""
+        return range(self.first, self.first + len(self.guess.tokens) + 1)
 
     @property
     def scored(self) -> range:
@@ -30,7 +61,7 @@ class ScheduledTokens:
         return self._among(self.work.scored)
 
     @property
-    def pooled(self) -> range:
+    def pooling(self) -> range:
         """The positions among its tokens whose hidden states are pooled."""
         return self._among(self.work.unpooled)
 
@@ -40,51 +71,52 @@ class ScheduledTokens:
 
 
 class Step(NamedTuple):
-    """All parts of an iteration as one step, and by index those that want something of it."""
+    """All parts of a forward as one step, and those that want something of it."""
 
     tokens: TokenBatch
-    sampled: dict[int, SampleRequest]  # that want a next token
-    scored: dict[int, ScoreRequest]  # and log probabilities of prompts
-    pooled: dict[int, slice]  # and hidden states: their places among these
+    sampled: list[ScheduledTokens]  # that want a next token
+    scored: list[tuple[ScheduledTokens, slice]]  # log probabilities of the prompt: from these rows of the logits
+    pooled: list[tuple[ScheduledTokens, slice]]  # pooled states: these of the step's
 
 
-def gather_step(parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]) -> Step:
+def gather_step(parts: Sequence[ScheduledTokens]) -> Step:
     """Collect all parts as one step."""
     tokens: list[int] = []
     positions: list[int] = []
     sequences: list[int] = []
     output_rows: list[int] = []
-    sample_requests: dict[int, SampleRequest] = {}
-    score_requests: dict[int, ScoreRequest] = {}
     state_rows: list[int] = []
-    pooled: dict[int, slice] = {}
-    for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
-        work, start = part.work, part.start
-        if part.count == 1 and not guess.tokens:  # most of hundreds
-            pending = work.pending
-            tokens.append(work.tokens[start] if pending is None else pending.known)
+    sampled: list[ScheduledTokens] = []
+    scored: list[tuple[ScheduledTokens, slice]] = []
+    pooled: list[tuple[ScheduledTokens, slice]] = []
+    for part in parts:
+        work, start, guess = part.work, part.start, part.guess.tokens
+        pending = work.pending
+        if part.count == 1 and not guess:  # most of hundreds
+            tokens.append(work.tokens[start] if pending is None else pending.at(work.pending_row))
             positions.append(start)
             sequences.append(work.row)
             if pending is not None:  # it decodes
-                sample_requests[i] = SampleRequest(work, len(output_rows), guess)
+                part.first = len(output_rows)
+                sampled.append(part)
                 output_rows.append(len(tokens) - 1)
                 continue
         else:
-            rows = part.count + len(guess.tokens)
+            rows = part.count + len(guess)
             tokens += work.tokens[start : start + part.count]
-            tokens += guess.tokens
+            tokens += guess
             positions += range(start, start + rows)
             sequences += [work.row] * rows
-        if work.parameters.prompt_logprobs and (scored := part.scored):
-            score_requests[i] = ScoreRequest(work, scored, len(output_rows))
-            zero = len(tokens) - len(guess.tokens) - part.count - start  # position 0's row
-            output_rows += range(zero + scored.start, zero + scored.stop)
-        if work.pooling is not None and (states := part.pooled):
-            pooled[i] = slice(len(state_rows), len(state_rows) + len(states))
-            zero = len(tokens) - part.count - start
-            state_rows += range(zero + states.start, zero + states.stop)
+        zero = len(tokens) - len(guess) - part.count - start  # position 0's row
+        if work.parameters.prompt_logprobs and (places := part.scored):
+            scored.append((part, slice(len(output_rows), len(output_rows) + len(places))))
+            output_rows += range(zero + places.start, zero + places.stop)
+        if work.pooling is not None and (places := part.pooling):
+            pooled.append((part, slice(len(state_rows), len(state_rows) + len(places))))
+            state_rows += range(zero + places.start, zero + places.stop)
         if part.last and work.parameters.max_tokens:
-            sample_requests[i] = SampleRequest(work, len(output_rows), guess)
-            output_rows += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
+            part.first = len(output_rows)
+            sampled.append(part)
+            output_rows += range(len(tokens) - 1 - len(guess), len(tokens))
     step = TokenBatch.of(tokens, positions, sequences, output_rows, state_rows)
-    return Step(step, sample_requests, score_requests, pooled)
+    return Step(step, sampled, scored, pooled)

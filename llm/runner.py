@@ -23,10 +23,10 @@ from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
 from llm.execution import FUSED, TextExecution
 from llm.kv_allocator import KVAllocator
-from llm.lane import StreamLane
+from llm.lane import StreamLane, high_priority
 from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
-from llm.model_runner import ModelRunner, PartResult, StepResult
+from llm.model_runner import ModelRunner, Timing
 from llm.pages import PAGE, PageAllocator
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
@@ -144,8 +144,10 @@ class TextRunner:
     def reserve(self, requests: Sequence[Request]) -> bool:
         for request in requests:
             work: SequenceState = request.work
-            tokens = work.computed + (0 if work.complete else self.rows(request))
-            if tokens > work.holding.room and not self._allocator.grow(work, tokens):
+            room = len(work.holding.pages) * PAGE - work.computed
+            # Of one that decodes, as most of hundreds do, one row, unless it has guesses.
+            rows = 1 if request.phase == DECODE and not work.guesses else self.rows(request)
+            if rows > room and not work.complete and not self._allocator.grow(work, work.computed + rows):
                 return False
         return True
 
@@ -158,7 +160,7 @@ class TextRunner:
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
         if request.phase == DECODE:
-            return 1 + work.guess_count
+            return 1 + (work.guess_count if work.guesses else 0)
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
 
@@ -186,21 +188,18 @@ class TextRunner:
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         waiting = self._waiting_for_masks(requests)
-        requests = [request for request in requests if request.id not in waiting]
+        requests = [request for request in requests if request.id not in waiting] if waiting else requests
         parts = [self._part(request) for request in requests]
 
-        def commit(step: StepResult) -> dict[str, Outcome]:
+        def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
             started = time.perf_counter()
-            for rows, seconds, masks_s in step.timings:
+            for rows, seconds, masks_s in timings:
                 self.guessing.observe(rows, seconds - masks_s)
-            outcomes = {
-                request.id: self._commit(part, result)
-                for request, part, result in zip(requests, parts, step.parts, strict=True)
-            }
+            outcomes = {request.id: self._commit(part) for request, part in zip(requests, parts, strict=True)}
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
             host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
-            for rows, seconds, masks_s in step.timings:
+            for rows, seconds, masks_s in timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
             return outcomes | waiting
@@ -209,9 +208,9 @@ class TextRunner:
 
     def _waiting_for_masks(self, requests: Sequence[Request]) -> dict[str, Outcome]:
         """Answers that are left out of this iteration, since masks of their grammars would delay the others."""
-        matchers = [request.work.matcher if request.phase == DECODE else None for request in requests]
-        if all(matcher is None for matcher in matchers):  # most iterations of most servers
+        if not any(request.work.matcher for request in requests):  # most iterations of most servers
             return {}
+        matchers = [request.work.matcher if request.phase == DECODE else None for request in requests]
         answers = [(request.tenant, matcher) for request, matcher in zip(requests, matchers, strict=True)]
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
@@ -219,37 +218,41 @@ class TextRunner:
     def _part(self, request: Request) -> ScheduledTokens:
         work: SequenceState = request.work
         if request.phase == DECODE:
-            return ScheduledTokens(work, work.computed, 0 if work.complete else 1, not work.complete)
+            complete = work.pending is not None and work.complete
+            return ScheduledTokens(work, work.computed, 0 if complete else 1, not complete)
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _commit(self, part: ScheduledTokens, result: PartResult) -> Outcome:
-        outcome, guess = result.outcome, result.guess
-        if isinstance(outcome, BaseException):
-            return Outcome(error=outcome)
-        if outcome is not None and not outcome.tokens:
-            return Outcome()
-        work, total = part.work, part.work.parameters.max_tokens
-        accepted = len(outcome.tokens) - 1 if outcome is not None and guess.tokens else 0
-        work.pending = result.pending
+    def _commit(self, part: ScheduledTokens) -> Outcome:
+        if part.error is not None:
+            return Outcome(error=part.error)
+        work, tokens, accepted = part.work, part.tokens, 0
+        total = work.parameters.max_tokens
+        if tokens is not None:
+            if not tokens:
+                return Outcome()
+            accepted = len(tokens) - 1 if part.guess.tokens else 0
+        work.pending, work.pending_row = part.pending, part.first
         news = text = None
         try:
             if self.guessing.active:
-                self.guessing.settle(part, guess, accepted)
+                self.guessing.settle(part, accepted)
             work.computed = part.start + part.count + accepted
-            work.prompt_logprobs += result.scores
-            work.pooled = result.pooled or work.pooled
-            if outcome is not None or (part.last and not total):
-                tokens, logprobs = ([], []) if outcome is None else (outcome.tokens, outcome.logprobs)
-                news, text = work.take(tokens, logprobs, self.model.ends)
-            computed = min(work.computed, len(work.tokens) - 1)
-            if self.guessing.draft is not None:
-                computed = min(computed, work.drafted)
-            self._allocator.publish(work, computed)
+            if part.scores:
+                work.prompt_logprobs += part.scores
+            if part.pooled is not None:
+                work.pooled = part.pooled
+            if tokens is not None or (part.last and not total):
+                news, text = work.take(tokens or (), part.logprobs, self.model.ends)
+            if work.computed >= (work.holding.published + 1) * PAGE:  # another page may be complete
+                computed = min(work.computed, len(work.tokens) - 1)
+                if self.guessing.draft is not None:
+                    computed = min(computed, work.drafted)
+                self._allocator.publish(work, computed)
         except Exception as error:  # with one request's text: the others' must not be generated again
             return Outcome(error=error)
-        progress = (0 if outcome is None else work.answered, total)
-        return Outcome(progress, token=news, result=text, finished=text is not None)
+        progress = (0 if tokens is None else work.answered, total)
+        return Outcome(progress, None, news, text, None, text is not None)
 
     def _sequence(self, request: Request) -> SequenceState:
         parameters, grammar = request.parameters, request.checked
@@ -261,6 +264,12 @@ class TextRunner:
         )  # fmt: skip
 
     # -- before and after --------------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Compile and capture what decode needs, on this thread: while other models serve on the lane."""
+        with high_priority(self.model.device):
+            for execution in self._model_runner.executions:
+                execution.prepare(self._sequences)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
         """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs."""

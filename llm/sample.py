@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from contract.text import MAX_BIAS
+from core.kernels.cuda.narrow_kernel import narrow
 from core.kernels.kv_cache import on_device
 
 TOKEN, DRAFT, ACCEPT = range(3)  # what a random number is used for
-_SHORT = 1024  # most likely tokens, which nearly always include all candidates
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 Seeds = npt.NDArray[np.uint64]
@@ -41,14 +42,25 @@ class SamplingSettings:
         )
 
 
-def gathered(settings: Sequence[SamplingSettings]) -> SamplingSettings:
-    """Concatenate the settings of many rows."""
+class RowSettings(NamedTuple):
+    """The settings of a row."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+def gathered(settings: Sequence[RowSettings]) -> SamplingSettings:
+    """The settings of many rows."""
+    temperature, top_k, top_p, min_p, seeds = zip(*settings, strict=True)
     return SamplingSettings(
-        temperature=torch.cat([s.temperature for s in settings]),
-        top_k=torch.cat([s.top_k for s in settings]),
-        top_p=torch.cat([s.top_p for s in settings]),
-        min_p=torch.cat([s.min_p for s in settings]),
-        seeds=np.concatenate([s.seeds for s in settings]),
+        temperature=torch.tensor(temperature).clamp_min(1e-4),
+        top_k=torch.tensor(top_k),
+        top_p=torch.tensor(top_p, dtype=torch.float64),
+        min_p=torch.tensor(min_p),
+        seeds=np.array(seeds, np.uint64),
     )
 
 
@@ -80,27 +92,23 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
     p = torch.softmax(logits.float() / on_device(settings.temperature, device)[:, None], dim=-1)
     narrow = ((settings.top_k > 0) | (settings.top_p < 1)).nonzero()[:, 0]  # settings are on the host: no device sync
     if len(narrow):
-        _narrow_(p, narrow.to(device), settings.top_k[narrow].to(device), settings.top_p[narrow].to(device))
+        _narrow_(p, narrow, settings.top_k[narrow], settings.top_p[narrow])
     if bool((settings.min_p > 0).any()):
-        p.masked_fill_(p < settings.min_p.to(device)[:, None] * p.amax(-1, keepdim=True), 0)
+        p.masked_fill_(p < on_device(settings.min_p, device)[:, None] * p.amax(-1, keepdim=True), 0)
     return p
 
 
 def _narrow_(p: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Restrict these rows of p [n, V] to the top k, and of them the fewest that reach `top_p`.
-
-    On a GPU the `_SHORT` most likely are tried first, since sorting a large vocabulary takes longer than the model;
-    ties at the border are resolved by torch there, and by lowest token id otherwise.
+    """Restrict these rows of p [n, V] to the top k, and of them the fewest that reach `top_p`; of equal ones those with
+    the lowest token ids. `rows`, `top_k` and `top_p` are on the host.
     """
-    selected = p if len(rows) == len(p) else p[rows]
+    selected = p if len(rows) == len(p) else p[on_device(rows, p.device)]
+    rows, top_k, top_p = (on_device(x, p.device) for x in (rows, top_k, top_p))
+    if p.is_cuda:  # sorting a large vocabulary takes longer than the model
+        p[rows] = narrow(selected, top_k, top_p)
+        return
     sums = selected.sum(-1, keepdim=True, dtype=torch.float64)
-    short = p.is_cuda and p.shape[1] > _SHORT
-    if short:
-        ranked, order = selected.topk(_SHORT, dim=-1)
-        reached = ranked.sum(-1, dtype=torch.float64) >= top_p * sums[:, 0]
-        short = bool(torch.where(top_k > 0, top_k <= _SHORT, reached).all())
-    if not short:
-        ranked, order = selected.sort(dim=-1, descending=True, stable=True)
+    ranked, order = selected.sort(dim=-1, descending=True, stable=True)
     limits = top_k.where(top_k > 0, p.shape[1])
     ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=p.device) >= limits[:, None], 0)
     sums = torch.where(top_k[:, None] > 0, ranked.sum(-1, keepdim=True, dtype=torch.float64), sums)
@@ -139,24 +147,38 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     return torch.where(penalties.seen, weaker, logits) - amounts
 
 
-@dataclass(frozen=True, eq=False)
-class LogitBias:
-    """OpenAI's `logit_bias` of one row, on the host: `values` [k] fp32, added to the logits of `tokens` [k] int64."""
+class LogitBias(NamedTuple):
+    """OpenAI's `logit_bias` of one row, on the host: `values` [k] are added to the logits of `tokens` [k].
 
-    tokens: Tensor
-    values: Tensor
+    Those of excluded tokens are -inf: -100 excludes its token, 100 all others, whose logits are excluded first where
+    `only`.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    only: bool
+
+    @classmethod
+    def of(cls, bias: Sequence[tuple[int, float]]) -> Self:
+        tokens, values = np.array([token for token, _ in bias]), np.array([value for _, value in bias], np.float32)
+        only = bool((values >= MAX_BIAS).any())
+        excluded = (values < MAX_BIAS) if only else (values <= -MAX_BIAS)
+        return cls(tokens, np.where(excluded, np.float32(-np.inf), values), only)
+
+    def excludes_all(self, vocabulary: int) -> bool:
+        """Return whether it excludes every token."""
+        return not self.only and int((self.values == -np.inf).sum()) == vocabulary
 
 
-def bias_(row: Tensor, bias: LogitBias) -> None:
-    """Add a bias to logits [V]. -100 excludes its token, 100 excludes all others, whatever their logits are."""
-    tokens, values = bias.tokens.to(row.device), bias.values.to(row.device)
-    row[tokens] = (row[tokens].float() + values).to(row.dtype)
-    only = tokens[values >= MAX_BIAS]
-    if len(only):
-        allowed_logits = row[only]
-        row.fill_(-torch.inf)
-        row[only] = allowed_logits
-    row[tokens[values <= -MAX_BIAS]] = -torch.inf
+def bias_(logits: Tensor, rows: Sequence[int], biases: Sequence[LogitBias]) -> None:
+    """Add biases to these rows of logits [L, V] fp32, whatever the logits are."""
+    places = np.concatenate([row * logits.shape[1] + bias.tokens for row, bias in zip(rows, biases, strict=True)])
+    at = on_device(torch.from_numpy(places), logits.device)
+    values = on_device(torch.from_numpy(np.concatenate([bias.values for bias in biases])), logits.device)
+    biased = logits.view(-1)[at] + values
+    if only := [row for row, bias in zip(rows, biases, strict=True) if bias.only]:
+        logits.index_fill_(0, on_device(torch.tensor(only), logits.device), -torch.inf)
+    logits.view(-1)[at] = biased
 
 
 def logprobs(logits: Tensor, tokens: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:

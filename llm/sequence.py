@@ -4,56 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import Any
 
 from llm import sample
 from llm.constrain import GrammarMatcher
 from llm.detokenizer import Detokenizer
 from llm.pages import SequencePages
 from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
+from llm.pending import PendingTokens
 from llm.pooling import PooledStates, Pooling
 from llm.speculate import AcceptanceRate, PromptLookup
-
-
-class PendingTokens:
-    """The next tokens of a step that may still run: int64 [L] on the model's device, -1 where logits were not finite.
-
-    Made on the thread that submits to the device.
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.known: list[int] | None = None  # once somebody has waited for them
-        self._event: torch.cuda.Event | None = None
-        self._tokens = tokens
-        if tokens.is_cuda:
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> list[int]:
-        if self.known is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self.known = self._tokens.tolist()
-        return self.known
-
-
-class PendingToken(NamedTuple):
-    """One of them."""
-
-    step: PendingTokens
-    row: int
-
-    @property
-    def known(self) -> int:
-        """The token; -1 while nobody has waited for it."""
-        known = self.step.known
-        return -1 if known is None else known[self.row]
 
 
 class SequenceState:
@@ -61,8 +21,8 @@ class SequenceState:
 
     __slots__ = (
         "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index", "logprobs",
-        "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling", "prompt",
-        "prompt_logprobs", "row", "seen", "settings", "tokens", "writer",
+        "lookup", "matcher", "modifies_logits", "pace", "parameters", "pending", "pending_row", "plain", "pooled",
+        "pooling", "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +46,8 @@ class SequenceState:
         self.computed = 0  # tokens whose keys and values are in the cache
         self.drafted = 0  # and in the draft's
         self.cached = 0
-        self.pending: PendingToken | None = None  # the token after `tokens`, which the device may still compute
+        self.pending: PendingTokens | None = None  # has the token after `tokens`, which the device may still compute
+        self.pending_row = 0  # of `pending`
         self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
         self.matcher = matcher
         self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
@@ -97,15 +58,13 @@ class SequenceState:
         self.lookup = PromptLookup(self.tokens) if lookup else None
         self.settings = None if parameters.greedy else _settings(parameters)
         self.bias = _bias(parameters)
-        self.seen: Tensor | None = None  # bool [V]: in prompt or answer
-        self.output_counts: Tensor | None = None  # int32 [V]: occurrences in the answer
-        if parameters.penalized:
-            self.seen = torch.zeros(vocabulary, dtype=torch.bool)
-            self.seen[self.tokens] = True
-            self.output_counts = torch.zeros(vocabulary, dtype=torch.int32)
-        # Whether the model's logits and a random number alone decide its next token.
-        whole = parameters.greedy or not (parameters.top_k or parameters.top_p < 1 or parameters.min_p)
-        self.drawn_on_device = whole and parameters.logprobs is None and not self.modifies_logits
+        # Whether the model's logits are modified before a token is chosen: by penalties and grammars, which depend on
+        # each token in turn, and a bias, which guesses ignore: then there are none.
+        self.modifies_logits = parameters.penalized or matcher is not None or self.bias is not None
+        # Whether its tokens are the most likely ones of the model's logits, and nothing else is requested of these.
+        self.plain = parameters.greedy and parameters.logprobs is None and not self.modifies_logits
+        # Whether the device alone can draw its tokens; one that has none to choose from is told so by the host.
+        self.drawn_on_device = matcher is None and not (self.bias is not None and self.bias.excludes_all(vocabulary))
 
     @property
     def answered(self) -> int:
@@ -155,13 +114,6 @@ class SequenceState:
         return self.tokens[: unknown.start + 1] if unknown else self.tokens
 
     @property
-    def modifies_logits(self) -> bool:
-        """Return whether the model's logits are modified before a token is chosen. By penalties and grammars, which
-        depend on each token in turn, and a bias, which guesses ignore: then there are none.
-        """
-        return self.seen is not None or self.matcher is not None or self.bias is not None
-
-    @property
     def guess_count(self) -> int:
         return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
 
@@ -175,13 +127,10 @@ class SequenceState:
         """Take an iteration's tokens, up to the end of the answer; returns the addition, and the whole text at the
         end.
         """
-        text, emitted = "", 0
+        text, emitted, own, most = "", 0, self.tokens, self.prompt + self.parameters.max_tokens
         for token in tokens:
             emitted += 1
-            self.tokens.append(token)
-            if self.seen is not None and self.output_counts is not None:
-                self.seen[token] = True
-                self.output_counts[token] += 1
+            own.append(token)
             if token in ends and not self.parameters.ignore_end:
                 self.finish = "stop"
                 break
@@ -191,18 +140,20 @@ class SequenceState:
             if self.writer.ended or (self.matcher is not None and self.matcher.ended):
                 self.finish = "stop"
                 break
-            if self.answered >= self.parameters.max_tokens:
+            if len(own) >= most:
                 self.finish = "length"
                 break
         if not self.parameters.max_tokens:
             self.finish = "length"
-        self.logprobs += logprobs[:emitted]
+        if logprobs:
+            logprobs = logprobs[:emitted]
+            self.logprobs += logprobs
         if self.lookup is not None:
             self.lookup.extend(tokens[:emitted])
-        if self.finish is not None:
-            text += self.writer.finish()
-        news = TextDelta(text, tuple(tokens[:emitted]), tuple(logprobs[:emitted]))
-        return news, None if self.finish is None else self._whole(self.finish)
+        if self.finish is None:
+            return TextDelta(text, tuple(tokens), tuple(logprobs)), None
+        text += self.writer.finish()
+        return TextDelta(text, tuple(tokens[:emitted]), tuple(logprobs)), self._whole(self.finish)
 
     def _whole(self, finish: Finish) -> GeneratedText:
         tokens = tuple(self.tokens[self.prompt :])
@@ -213,18 +164,9 @@ class SequenceState:
 
 
 def _bias(parameters: TextParameters) -> sample.LogitBias | None:
-    if not parameters.logit_bias:
-        return None
-    tokens, values = zip(*parameters.logit_bias, strict=True)
-    return sample.LogitBias(torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
+    return sample.LogitBias.of(parameters.logit_bias) if parameters.logit_bias else None
 
 
-def _settings(parameters: TextParameters) -> sample.SamplingSettings:
+def _settings(parameters: TextParameters) -> sample.RowSettings:
     seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
-    return sample.SamplingSettings(
-        temperature=torch.tensor([parameters.temperature]).clamp_min(1e-4),
-        top_k=torch.tensor([parameters.top_k]),
-        top_p=torch.tensor([parameters.top_p], dtype=torch.float64),
-        min_p=torch.tensor([parameters.min_p]),
-        seeds=np.array([seed], np.uint64),
-    )
+    return sample.RowSettings(parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p, seed)

@@ -121,7 +121,7 @@ class DraftRequest:
     tokens: Sequence[int]
     read: int
     count: int
-    settings: sample.SamplingSettings | None  # of one row; None is greedy
+    settings: sample.RowSettings | None  # None is greedy
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +130,9 @@ class DraftTokens:
 
     tokens: list[int]
     q: Tensor | None = None
+
+
+NO_GUESS = DraftTokens([])
 
 
 class DraftModel:
@@ -150,7 +153,7 @@ class DraftModel:
             live = [i for i, request in enumerate(requests) if request.count > turn]
             logits = self.execution(self._step([requests[i] for i in live], [drafts[i] for i in live]))
             best = logits.argmax(-1).tolist()
-            sampled: list[tuple[int, int, sample.SamplingSettings]] = []
+            sampled: list[tuple[int, int, sample.RowSettings]] = []
             for place, i in enumerate(live):
                 if (settings := requests[i].settings) is None:
                     drafts[i].append(best[place])
@@ -183,9 +186,9 @@ class DraftModel:
         return TokenBatch.of(tokens, positions, sequences, output_rows)
 
 
-def _drawn(logits: Tensor, each: Sequence[sample.SamplingSettings], index: sample.Counts) -> tuple[list[int], Tensor]:
+def _drawn(logits: Tensor, each: Sequence[sample.RowSettings], index: sample.Counts) -> tuple[list[int], Tensor]:
     """A guess for each row of logits, and the normalized distributions that these were drawn from."""
-    settings = sample.gathered(list(each))
+    settings = sample.gathered(each)
     p = sample.probabilities(logits, settings)
     p /= p.sum(-1, keepdim=True)
     tokens: list[int] = sample.draw(p, sample.uniform(settings.seeds, index, sample.DRAFT)).tolist()

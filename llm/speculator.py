@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from core.kernels.kv_cache import TokenBatch
-from llm.choose import NO_GUESS
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import NOMINAL, DraftLengths, DraftModel, DraftRequest, DraftTokens, LinearCost
@@ -26,21 +25,24 @@ class Speculator:
     def active(self) -> bool:
         return self.lookup or self.draft is not None
 
-    def make(self, parts: Sequence[ScheduledTokens]) -> list[DraftTokens]:
+    def make(self, parts: Sequence[ScheduledTokens]) -> None:
         """Make the planned number of guesses for each part; those of the draft take as many forwards of its own."""
         if not self.active:
-            return [NO_GUESS] * len(parts)
-        drafts = [DraftTokens(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
-        asking = [i for i, part in enumerate(parts) if part.work.guesses and drafts[i] is NO_GUESS]
+            return
+        asking: list[ScheduledTokens] = []
+        for part in parts:
+            if isinstance(part.work.guesses, list):
+                part.guess = DraftTokens(part.work.guesses)
+            elif part.work.guesses:
+                asking.append(part)
         if self.draft is not None and asking:
-            sequences = [parts[i].work for i in asking]
+            sequences = [part.work for part in asking]
             started = time.perf_counter()
             requests = [DraftRequest(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in sequences]
-            for i, guess in zip(asking, self.draft.guess(requests), strict=True):
-                drafts[i] = guess
+            for part, guess in zip(asking, self.draft.guess(requests), strict=True):
+                part.guess = guess
             turn_s = (time.perf_counter() - started) / max(request.count for request in requests)
             self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
-        return drafts
 
     def read_along(self, parts: Sequence[ScheduledTokens]) -> None:
         """Prefill the draft with the same chunks."""
@@ -53,9 +55,9 @@ class Speculator:
             sequences = [part.work.row for part in reading for _ in range(part.count)]
             self.draft.read(TokenBatch.of(tokens, positions, sequences, []))
 
-    def settle(self, part: ScheduledTokens, guess: DraftTokens, accepted: int) -> None:
+    def settle(self, part: ScheduledTokens, accepted: int) -> None:
         """Take in an iteration's result: the first `accepted` tokens of the guess were right."""
-        work, count = part.work, len(guess.tokens)
+        work, count = part.work, len(part.guess.tokens)
         if part.count > 1 and work.drafted == part.start:
             work.drafted = part.start + part.count
         if not count:

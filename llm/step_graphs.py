@@ -99,6 +99,12 @@ class StepGraphs:
         self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of inputs, logits and what was captured."""
+        tensors = (self.latest, self.best, self._inputs, self._logits)
+        return sum(x.nbytes for x in tensors) + (0 if self._recorder is None else self._recorder.size_bytes)
+
     def prepare(self, sequences: int) -> None:
         """Compile and capture what so many sequences need; the largest first, whose memory the others share."""
         largest = min(bucket(sequences) or self._most, self._most)

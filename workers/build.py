@@ -340,6 +340,8 @@ def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane)
         else:
             with beside(first.model.device):
                 runner = text_runner(settings_of[name], lane, log.info, pages=pages.get(name, 0), beside_lane=True)
+                if runner is not None:
+                    runner.record()  # or its first steps would, and hold up the lane
         assert runner is not None, "a model that is named is loaded, or refused"
         pages[name] = runner.pages.capacity
         return ReadFile(runner, runner.model.digest, size_bytes(runner))
@@ -385,6 +387,9 @@ def build(
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
     texts = text_runner(text_settings[0], llm_lane or lane, say) if text_settings else None
+    if texts is not None and measure_s:  # before its size is asked for: graphs count
+        say("measuring what tokens cost")
+        texts.prepare(measure_s=min(1.0, measure_s))
     text_pool = _text_pool(text_settings, texts, llm_lane or lane) if texts and len(text_settings) > 1 else None
     first, *others = settings.catalogue
     gate = Gate(ClipScorer(settings.scorer_folder)) if others and settings.scorer_folder else None
@@ -399,9 +404,6 @@ def build(
     if not settings.memory_mib:
         memory = images.capacity.memory
         memory.capacity = max(memory.capacity // _LEAST, memory.capacity - others_bytes)
-    if texts is not None and measure_s:
-        say("measuring what tokens cost")
-        texts.prepare(measure_s=min(1.0, measure_s))
     if measure_s or settings.compile:
         say("measuring what forwards cost")
         images.prepare(measure_s=measure_s)

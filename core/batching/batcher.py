@@ -49,12 +49,15 @@ class Batcher:
         """The running requests that are not in flight, by modality: by lane and by who may share a forward."""
         lanes: dict[str, dict[Key, list[Request]]] = {}
         for name, requests in running.items():
-            runner = self._runners[name]
+            runner, own = self._runners[name], dict[tuple[Hashable, str], list[Request]]()
             for request in requests.values():
                 if not request.in_flight:
-                    group = runner.group(request)
-                    key = (name, group, request.id if request.alone else "")
-                    lanes.setdefault(runner.lane_of(group), {}).setdefault(key, []).append(request)
+                    key = runner.group(request), request.id if request.alone else ""
+                    if (group := own.get(key)) is None:
+                        group = own[key] = []
+                    group.append(request)
+            for (group_key, alone), ready in own.items():
+                lanes.setdefault(runner.lane_of(group_key), {})[name, group_key, alone] = ready
         return lanes
 
     def form(self, lane: str, groups: Groups, now: float) -> Batch | None:
@@ -62,7 +65,7 @@ class Batcher:
         if len(self.flying.get(lane, ())) >= self._depth:
             return None
         for requests in groups.values():
-            requests.sort(key=self._shares.order)
+            self._shares.sort(requests)
         led = self._leader(groups)
         if self._shares.yields(groups[led][0]):
             return None

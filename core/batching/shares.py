@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
 
 from contract.bounds import PRIORITY
 from core.batching.request import Request
@@ -29,6 +30,9 @@ Account = tuple[str, bool]
 """A tenant, and whether its requests are deferrable: of a higher priority number than the default, and not aged."""
 Order = tuple[bool, float, tuple[int, float, int]]
 """Sort key: deferrable requests last, then the account that was charged the least, then the tenant's own order."""
+
+
+_URGENCY, _AGED = attrgetter("priority", "due", "sequence"), attrgetter("aged")
 
 
 class _Device:
@@ -118,9 +122,9 @@ class Shares:
         nobody anything.
         """
         device, key = self._devices[runner.modality], account(requests[0])
-        seconds = runner.cost(group, rows)
+        seconds, tenant = runner.cost(group, rows), requests[0].tenant
         device.busy_s += seconds
-        joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != key[0]]
+        joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != tenant]
         total_cost = sum(cost for _, cost in joined)
         alone_s = runner.cost(group, rows - total_cost) if joined else seconds
         running = [other for other in device.running if other[1] == key[1]]
@@ -151,6 +155,14 @@ class Shares:
     def order(self, request: Request) -> Order:
         key = account(request)
         return key[1], self._devices[request.modality].charged[key], request.turn
+
+    def sort(self, requests: list[Request]) -> None:
+        """Sort by `order`."""
+        if len({r.tenant for r in requests}) > 1 or max(r.priority for r in requests) > PRIORITY:
+            requests.sort(key=self.order)
+            return
+        requests.sort(key=_URGENCY)  # of one account, as most are: by turn alone
+        requests.sort(key=_AGED, reverse=True)
 
     def behind(self, request: Request, leader: Request) -> bool:
         """Return whether a request may not be put before the leader."""

@@ -18,7 +18,10 @@ from llm import tiny
 from llm.attention import cacheless
 from llm.load import TextModel, load
 from llm.parameters import GeneratedText, TextParameters
+from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
+from llm.sequence import SequenceState
+from llm.speculate import NO_GUESS, DraftTokens
 from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 
@@ -138,3 +141,9 @@ def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedT
 
 def greedy(prompt: tuple[int, ...], most: int = 32, **options: Any) -> TextParameters:
     return TextParameters(prompt, most, temperature=0, **options)
+
+
+def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> ScheduledTokens:
+    """What asks for a next token, by the logits at row `first`."""
+    work.row = first
+    return ScheduledTokens(work, work.computed, 1, True, guess, first)

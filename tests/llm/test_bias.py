@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from contract.errors import Invalid
-from llm.choose import SampleRequest, choose
+from llm.choose import choose
 from llm.parameters import TextParameters
+from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from tests.llm import stage
 
@@ -57,9 +58,9 @@ def test_never_and_always(temperature: float, draft: Any) -> None:
     assert all(text.tokens == (30,) * 12 for text in found[12:])
 
 
-def _asked(temperature: float, bias: dict[int, float], first: int) -> SampleRequest:
+def _asked(temperature: float, bias: dict[int, float], first: int) -> ScheduledTokens:
     wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
-    return SampleRequest(SequenceState(wanted, stage.small().tokenizer, 64, None, lookup=False), first)
+    return stage.asking(SequenceState(wanted, stage.small().tokenizer, 64, None, lookup=False), first)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])

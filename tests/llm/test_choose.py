@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llm import sample
-from llm.choose import SampleRequest, choose, greedy_tokens
+from llm.choose import choose, draw_on_device, greedy_tokens
 from llm.constrain import GrammarCompiler
 from llm.parameters import TextParameters
+from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import MOST, DraftTokens, accepted
+from llm.token_counts import TokenCounts
 from tests.core.quant.stage import normal
 from tests.llm import stage
 
@@ -110,17 +113,28 @@ def alone(kind: Kind, logits: Tensor, guess: DraftTokens) -> list[int]:
     return sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN)).tolist()
 
 
+def check_drawn_on_device(logits: Tensor, asked: list[ScheduledTokens], chosen: Sequence[Any]) -> None:
+    """The device alone draws what is chosen with the host's help, of what has no guesses."""
+    some = [(part, one) for part, one in zip(asked, chosen, strict=True) if not part.guess.tokens]
+    counts = TokenCounts(logits.shape[1], logits.device)
+    pending = draw_on_device(logits.clone(), [part for part, _ in some], sample.likeliest(logits), counts)
+    pending.wait()
+    for part, one in some:
+        assert [pending.at(part.first)] == one.tokens and [*pending.logprobs(part.first)] == [*one.logprobs]
+
+
 def check(names: list[str], seed: int, *, looked: bool) -> None:
-    asked: list[SampleRequest] = []
+    asked: list[ScheduledTokens] = []
     rows: list[Tensor] = []
     for n, name in enumerate(names):
         kind = KINDS[name]
         own = normal(seed + n, kind.guesses + 1, stage.small().vocabulary, scale=3)
-        asked.append(SampleRequest(work_of(kind), sum(map(len, rows)), guess_of(kind, own, seed + n)))
+        asked.append(stage.asking(work_of(kind), sum(map(len, rows)), guess_of(kind, own, seed + n)))
         rows.append(own)
     logits = torch.cat(rows) if rows else torch.zeros(0, stage.small().vocabulary)
     best = greedy_tokens(logits, asked) if looked else None
     chosen = choose(logits.clone(), asked, best)
+    check_drawn_on_device(logits, asked, chosen)
     assert len(chosen) == len(names)
     for name, own, ask, found in zip(names, rows, asked, chosen, strict=True):
         kind = KINDS[name]
@@ -163,7 +177,7 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     assert held.matcher is not None and drawn.matcher is not None
     allowed, digits = held.matcher.allowed(), drawn.matcher.allowed()
     assert 0 < allowed.sum() < model.vocabulary and not allowed[logits[0].argmax()]
-    made = choose(logits.clone(), [SampleRequest(held, 0), SampleRequest(drawn, 1), SampleRequest(free, 2)])
+    made = choose(logits.clone(), [stage.asking(held, 0), stage.asking(drawn, 1), stage.asking(free, 2)])
     assert made[0].tokens == [int(logits[0].where(allowed, -torch.inf).argmax())]
     assert digits[made[1].tokens[0]]
     assert made[2].tokens == [int(logits[2].argmax())]
@@ -171,7 +185,7 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
 
 
 def test_rows_that_are_not_finite_are_found() -> None:
-    greedy, drawn = SampleRequest(work_of(KINDS["greedy"]), 0), SampleRequest(work_of(KINDS["drawn"]), 1)
+    greedy, drawn = stage.asking(work_of(KINDS["greedy"]), 0), stage.asking(work_of(KINDS["drawn"]), 1)
     logits = normal(1, 4, stage.small().vocabulary)
     logits[1, 3], logits[2, 0] = torch.nan, torch.inf
     best = logits.argmax(-1).tolist()

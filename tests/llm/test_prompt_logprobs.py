@@ -124,7 +124,7 @@ def test_logits_of_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_the_rows_of_a_large_vocabulary_are_few() -> None:
     class Execution:
         def __init__(self, vocabulary: int) -> None:
-            self.model = type("Model", (), {"vocabulary": vocabulary})
+            self.model = type("Model", (), {"vocabulary": vocabulary, "device": torch.device("cpu")})
 
     class Guessing:
         draft = None

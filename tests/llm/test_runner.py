@@ -20,10 +20,11 @@ from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
+from llm.model_runner import ModelRunner
 from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
+from llm.pending import PendingTokens
 from llm.runner import TextRunner
-from llm.sequence import PendingTokens
 from tests.llm import stage
 
 
@@ -76,6 +77,8 @@ def of_all_kinds(model: stage.TextModel) -> list[TextParameters]:
         {"temperature": 0.8, "repetition_penalty": 1.3}, {"temperature": 0, "logit_bias": ((70, 5.0),)},
         {"temperature": 0, "stop": ("e",)}, {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0, "max_tokens": 1},
         {"temperature": 0, "prompt_logprobs": True, "logprobs": 1},
+        {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5}, {"temperature": 0.9, "logprobs": 3},
+        {"temperature": 1.0, "top_k": 9, "logit_bias": ((70, -100), (71, 3.0))},
     ]  # fmt: skip
     return [
         TextParameters(prompt, **{"max_tokens": 5 + 7 * i % 40, "seed": i, **kinds[i % len(kinds)]})
@@ -83,7 +86,7 @@ def of_all_kinds(model: stage.TextModel) -> list[TextParameters]:
     ]
 
 
-def test_iterations_ahead_of_their_tokens_write_the_same() -> None:
+def test_iterations_ahead_of_their_tokens_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shares a step, after preemption, and where an iteration fails while tokens are pending."""
     model = stage.emoji()
     requests = of_all_kinds(model)
@@ -91,6 +94,10 @@ def test_iterations_ahead_of_their_tokens_write_the_same() -> None:
         expected = stage.answers(engine, requests)
     with stage.serving(model, kernels=stage.kernels(), ahead=True) as (engine, runner):
         assert stage.answers(engine, requests) == expected
+        with monkeypatch.context() as patch:
+            patch.delattr(ModelRunner, "_choose")  # the device alone draws all of these
+            texts = stage.answers(engine, [replace(one, prompt_logprobs=False) for one in requests])
+        assert [(text.tokens, text.logprobs) for text in texts] == [(text.tokens, text.logprobs) for text in expected]
         runner._model_runner.execution = Failing(runner.execution, every=5)
         alone = [replace(request, prompt_logprobs=False) for request in requests if request.max_tokens > 1]
         assert [text.tokens for text in stage.answers(engine, alone)] == [

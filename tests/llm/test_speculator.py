@@ -66,10 +66,10 @@ def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
 def test_what_came_of_guesses_is_counted(kept: int) -> None:
     guessing, one = Speculator(lookup=True), work()
     before = one.pace.acceptance
-    guessing.settle(ScheduledTokens(one, 15, 1, True), DraftTokens([7, 8, 9]), kept)
+    guessing.settle(ScheduledTokens(one, 15, 1, True, DraftTokens([7, 8, 9])), kept)
     assert (guessing.guessed, guessing.accepted) == (3, kept)
     assert (one.pace.acceptance > before) == (kept == 3)
-    guessing.settle(ScheduledTokens(one, 16, 1, True), DraftTokens([]), 0)
+    guessing.settle(ScheduledTokens(one, 16, 1, True), 0)
     assert guessing.guessed == 3
 
 
@@ -77,5 +77,6 @@ def test_what_was_planned_is_what_is_brought() -> None:
     guessing, one, other = Speculator(lookup=True), work(), work((1, 2))
     for each in (one, other):
         guessing.plan(each)
-    made = guessing.make([ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)])
-    assert made[0].tokens == one.guesses and made[1].tokens == []
+    made = [ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)]
+    guessing.make(made)
+    assert made[0].guess.tokens == one.guesses and made[1].guess.tokens == []

@@ -7,6 +7,8 @@ The chunk's own keys and values are already in pages, like all earlier ones. The
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def tokens_per_tile(group: int) -> int:
     return max(16, _ROWS // power(group))
 
 
-def tiles(runs: list[tuple[int, int, int]], group: int) -> list[tuple[int, int, int]]:
+def tiles(runs: Iterable[Sequence[int]], group: int) -> list[tuple[int, int, int]]:
     """Cut runs (first row, rows, sequence) into tiles of the same form."""
     size = tokens_per_tile(group)
     return [

@@ -1,0 +1,40 @@
+"""Counts of tokens on the device are those of the host's lists, however sequences come, go, and are counted again."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm.parameters import TextParameters
+from llm.parts import ScheduledTokens
+from llm.pending import PendingTokens
+from llm.sequence import SequenceState
+from llm.token_counts import TokenCounts
+from tests.llm import stage
+
+VOCABULARY = 8
+TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), TOKENS, st.integers(-2, VOCABULARY - 1)), max_size=12))
+def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int], int]]) -> None:
+    """Each event: a row, whether another sequence takes it, its new tokens, and a pending one (-1: NaN, -2: none)."""
+    counts, works = TokenCounts(VOCABULARY, torch.device("cpu")), dict[int, SequenceState]()
+    for number, (row, another, tokens, token) in enumerate(events):
+        if another or row not in works:
+            parameters = TextParameters((1, *tokens), 99, frequency_penalty=1.0)
+            works[row] = SequenceState(parameters, stage.small().tokenizer, VOCABULARY, None, lookup=False)
+        else:
+            works[row].tokens += tokens
+        work = works[row]
+        work.row, work.pending_row = row, 1
+        work.pending = None if token == -2 else PendingTokens(torch.tensor([5, token]))
+        if work.pending is not None and number % 2:
+            work.pending.wait()
+        parts = [ScheduledTokens(each, 0, 1, True) for each in works.values()]
+        for seen, count, each in zip(*counts.seen(parts), works.values(), strict=True):
+            pending = [] if each.pending is None else [max(0, each.pending.on_device[1].item())]
+            answer = torch.tensor(each.tokens[each.prompt :] + pending, dtype=torch.long)
+            assert count.tolist() == answer.bincount(minlength=VOCABULARY).tolist()
+            assert seen.nonzero()[:, 0].tolist() == sorted({*each.tokens, *pending})
