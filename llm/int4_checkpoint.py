@@ -5,12 +5,12 @@ What the files declare of layers in 4 bits is compared with the model's own shap
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.json_files import read_object
 from core.quant.int4 import GROUP, Int4Linear
 from core.quant.int4_layouts import METHODS, Layout
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _GENERATION = "generation_config.json"
-_JSON_BYTES = 32 << 20
 _MOST_FILES, _NAME_LENGTH = 1_000, 255
 _KEY = "quantization_config"
 
@@ -34,14 +33,14 @@ def method(folder: Path) -> str | None:
 
     Raises `CheckpointError` for a config.json that cannot be read.
     """
-    config = _json(folder / _CONFIG).get(_KEY)
+    config = read_object(folder / _CONFIG, CheckpointError).get(_KEY)
     name = config.get("quant_method") if isinstance(config, dict) else None
     return name if isinstance(name, str) and name in METHODS else None
 
 
 def layout(folder: Path) -> Layout:
     """The layout that config.json declares. Raises `CheckpointError`, by field, for one that is not supported."""
-    config = _json(folder / _CONFIG)[_KEY]
+    config = read_object(folder / _CONFIG, CheckpointError)[_KEY]
     try:
         return _DECLARED[config["quant_method"]](config)
     except ValueError as error:
@@ -200,7 +199,7 @@ class _Files:
         path = self.folder / _INDEX
         if not path.is_file():
             return {}
-        places = _json(path).get("weight_map")
+        places = read_object(path, CheckpointError).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{path}: weight_map: must be an object of file names")
         for name in places.values():
@@ -223,17 +222,3 @@ class _Files:
     def tensor(self, key: str) -> Tensor:
         tensor: Tensor = self._files[self.places[key]].get_tensor(key)
         return tensor
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _JSON_BYTES:
-            raise CheckpointError(f"{path}: is larger than {_JSON_BYTES >> 20} MiB")
-        document = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error})") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: is damaged (no object)")
-    return document

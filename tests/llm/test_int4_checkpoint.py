@@ -196,7 +196,7 @@ def test_an_index_names_files_of_its_folder_that_have_its_keys(copied: Path, ind
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ("{", "is damaged"), ("[]", "no object"), ("[" * 200_000, "is damaged"), (" " * (33 << 20), "32 MiB"),
+    ("{", "is not JSON"), ("[]", "a JSON object"), ("[" * 200_000, "is not JSON"), (" " * (65 << 20), "64 MiB"),
 ])  # fmt: skip
 def test_a_config_that_is_no_object_of_bounded_size_is_refused(copied: Path, content: str, said: str) -> None:
     rewritten(copied / "config.json", content)
