@@ -87,6 +87,12 @@ class ScaledWeights(FixedDtypeModule):
         """The fp32 scale of `levels`: [N · taps, 1] or [N · taps, K]."""
         return self.scale.repeat_interleave(len(self.levels) // len(self.scale))[:, None]
 
+    @property
+    def level_range(self) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest of `levels`, broadcastable to them."""
+        low, high = (torch.tensor(float(level), device=self.weight.device) for level in self.RANGE)
+        return low, high
+
     def read(self, x: Tensor) -> Tensor:
         """What the product of weights reads of inputs x [..., K]."""
         return quantize(x, self.inverse)
@@ -115,8 +121,12 @@ class ScaledLinear(ScaledWeights):
     @classmethod
     def scaled(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
         """The layer with this `inverse` [K] as its own."""
-        weight, scale = cls.rounded(_folded(layer.weight.detach().float(), inverse))
-        return cls(weight, scale, inverse, _bias(layer))
+        return cls.rounding(_folded(layer.weight.detach().float(), inverse), inverse, _bias(layer))
+
+    @classmethod
+    def rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
+        """The layer of a weight [N, K] for inputs that are multiplied by `inverse` [K] before."""
+        return cls(*cls.rounded(weight), inverse, bias)
 
     @classmethod
     def of_taps(cls, weight: Tensor, inverse: Tensor | None) -> Self:
