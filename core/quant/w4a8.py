@@ -1,7 +1,7 @@
 """Linear layers with weights of 4 bits that stand for INT8 ones, and inputs in INT8 (W4A8).
 
-Scales have two levels (QServe: Lin et al., 2024, section 4.1). The first rounds a weight's rows to -119…119 with a
-scale in fp32 each. The second rounds these integers, in groups of 128 inputs, to 16 levels that are a step of 1…16
+Scales have two levels (QServe: Lin et al., 2024, section 4.1). The first rounds a weight's rows to -112…112 with a
+scale in fp32 each. The second rounds these integers, in groups of 128 inputs, to 16 levels that are a step of 1…15
 apart. So kernels make INT8 weights of them in registers, multiply these by INT8 inputs as exactly as any, and scale
 once, at the end; and what they compute is bit for bit what an `Int8Linear` with these weights does.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from core.quant.int4 import BLOCK, GROUP, FourBitLinear, block_count, pack_codes, per_input
 from core.quant.linear import LEVELS, Int8Linear, quantize
 
-_TOP = 119  # so that a weight that is off by half of the largest step still fits INT8
-_CODES, _MOST_STEP = 15, 16
+_TOP = 112  # so that the largest step is 15, and 16 levels so far apart, of which one is zero, fit -127…127
+_CODES, _MOST_STEP = 15, 15
 _Module = TypeVar("_Module")
 
 
@@ -48,7 +48,7 @@ class W4A8Linear(FourBitLinear):
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         integers = (weight / scale[:, None]).round()
         groups = F.pad(integers, (0, block_count(depth) * BLOCK - depth)).view(n, -1, GROUP)
-        low, high = groups.amin(-1), groups.amax(-1)
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)  # a level is zero
         step = ((high - low) / _CODES).ceil().clamp(1, _MOST_STEP)
         # All 16 levels must fit INT8: rounding by GPTQ may choose any.
         least = _CODES - (LEVELS / step).floor()

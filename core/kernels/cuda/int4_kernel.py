@@ -309,7 +309,7 @@ def _product(  # type: ignore[no-untyped-def]
         # Scales are loaded a step ahead: Triton's pipeline holds operands of products only.
         next_pair = tl.load(groups + units, in_columns, other=0)
         next_zeros = next_pair if zero is None else tl.load(zero + units, in_columns, other=0)
-    if EARLY > 0:
+    if EARLY > 0 and AHEAD > 0:
         fetch(words + within * (BLOCKS * WIDTH) + first * WIDTH, AHEAD)
     enter(EARLY)
     for step in range(0, STEPS):
