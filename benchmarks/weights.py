@@ -72,14 +72,14 @@ def _int4(columns: int, depth: int, device: str, *, asymmetric: bool = False) ->
 
 
 def _weight(kind: str, columns: int, depth: int, device: str) -> tuple[Int4Weight, Tensor]:
-    """As `_int4`, of any kind of 4 bits."""
+    """A weight of any kind of 4 bits, as `_int4`."""
     if kind == "int4":
         return _int4(columns, depth, device)
     plain = torch.randn(columns, depth, device=device) * depth**-0.5
     if kind == "fp4":
-        fp4 = Fp4Linear.rounding(plain, None, None)
+        fp4 = Fp4Linear.of_taps(plain[:, None], None)
         return int4_kernel.packed_fp4(fp4.weight, fp4.scale, fp4.total), fp4.dense().to(BF16)
-    w4a8 = W4A8Linear.rounding(plain, None, None)
+    w4a8 = W4A8Linear.of_taps(plain[:, None] / 30, None)  # inputs are levels, 30 times as large
     return int4_kernel.packed_w4a8(w4a8.weight, w4a8.group, w4a8.scale), w4a8.dense().to(BF16)
 
 

@@ -53,7 +53,7 @@ class Fp4Linear(FourBitLinear):
     total: Tensor
 
     @classmethod
-    def rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
+    def _rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
         n, depth = weight.shape
         blocks = F.pad(weight, (0, block_count(depth) * BLOCK - depth)).view(n, -1, SCALED)
         largest = blocks.abs().amax(-1) / VALUES[-1]
@@ -66,10 +66,10 @@ class Fp4Linear(FourBitLinear):
         return cls(words, scale, inverse, bias, in_features=depth, total=total.repeat(n))
 
     @classmethod
-    def part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    def _part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
         blocks = block_count(k)
         return {"weight": (n, blocks * BLOCK // 4), "scale": (n, blocks * BLOCK // SCALED), "total": (n,)}
 
     def dense(self) -> Tensor:
         scale = self.scale.float().repeat_interleave(SCALED, dim=1)[:, : self.in_features]
-        return values(self.codes) * scale * self.total[:, None]
+        return values(self._codes) * scale * self.total[:, None]

@@ -93,16 +93,16 @@ class FourBitLinear(ScaledLinear):
 
     @classmethod
     def of_taps(cls, weight: Tensor, inverse: Tensor | None) -> Self:
-        inverse, weight = cls.proportions(inverse), weight.flatten(0, 1)
-        return cls.rounding(weight if inverse is None else weight / inverse, inverse, None)
+        inverse, weight = cls._proportions(inverse), weight.flatten(0, 1)
+        return cls._rounding(weight if inverse is None else weight / inverse, inverse, None)
 
     @classmethod
     def of(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
-        """The layer with inputs scaled by `proportions` of `inverse` [K]."""
-        return cls.scaled(layer, cls.proportions(inverse))
+        """The layer with inputs scaled by `_proportions` of `inverse` [K]."""
+        return cls.scaled(layer, cls._proportions(inverse))
 
     @staticmethod
-    def proportions(inverse: Tensor | None) -> Tensor | None:
+    def _proportions(inverse: Tensor | None) -> Tensor | None:
         """`inverse` [K] over its geometric mean; None where all are equal. Inputs that are not rounded need no more."""
         if inverse is None or bool((inverse == inverse[0]).all()):
             return None
@@ -110,14 +110,14 @@ class FourBitLinear(ScaledLinear):
         return inverse / inverse.log().mean().exp()
 
     @classmethod
-    def part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    def _part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
         """The shapes of all stored parts of a weight [n, k] but inverse and bias."""
         raise NotImplementedError
 
     @classmethod
     def shapes(cls, layer: nn.Linear | nn.Conv2d) -> dict[str, tuple[int, ...]]:
         n, k = layer.weight.shape[:2]
-        shapes = cls.part_shapes(n, k) | {"inverse": (k,)}
+        shapes = cls._part_shapes(n, k) | {"inverse": (k,)}
         return shapes if layer.bias is None else shapes | {"bias": (n,)}
 
     @classmethod
@@ -133,7 +133,7 @@ class FourBitLinear(ScaledLinear):
         return cls(tensors["weight"], tensors["scale"], in_features=layer.in_features, **parts)
 
     @property
-    def codes(self) -> Tensor:
+    def _codes(self) -> Tensor:
         """uint8 [N, K], 0…15."""
         return unpack_codes(self.weight, self.in_features)
 
@@ -170,12 +170,12 @@ class Int4Linear(FourBitLinear):
     zero: Tensor | None
 
     @classmethod
-    def rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
+    def _rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
         scale = group_scale(weight)
         return cls(pack(nearest(weight, scale)), scale, inverse, bias, in_features=weight.shape[1], zero=None)
 
     @classmethod
-    def part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    def _part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
         groups = (n, 2 * block_count(k))
         return {"weight": (n, block_count(k) * _QUARTER), "scale": groups, "zero": groups}
 

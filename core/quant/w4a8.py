@@ -8,7 +8,7 @@ once, at the end; and what they compute is bit for bit what an `Int8Linear` with
 
 from __future__ import annotations
 
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +38,11 @@ class W4A8Linear(FourBitLinear):
     group: Tensor
 
     @staticmethod
-    def proportions(inverse: Tensor | None) -> Tensor | None:
+    def _proportions(inverse: Tensor | None) -> Tensor | None:
         return None if inverse is None else inverse.float()
 
     @classmethod
-    def rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
+    def _rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
         n, depth = weight.shape
         scale = weight.abs().amax(1) / _TOP
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -59,7 +59,7 @@ class W4A8Linear(FourBitLinear):
         return cls(words, scale, inverse, bias, in_features=depth, group=group)
 
     @classmethod
-    def part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    def _part_shapes(cls, n: int, k: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (n, block_count(k) * BLOCK // 2), "scale": (n,), "group": (n, 2 * block_count(k))}
 
     @property
@@ -72,7 +72,7 @@ class W4A8Linear(FourBitLinear):
 
     @property
     def levels(self) -> Tensor:
-        return (self.codes.float() - self._zero).to(torch.int8)
+        return (self._codes.float() - self._zero).to(torch.int8)
 
     @levels.setter
     def levels(self, levels: Tensor) -> None:
@@ -89,20 +89,22 @@ class W4A8Linear(FourBitLinear):
     def read(self, x: Tensor) -> Tensor:
         return quantize(x, self.inverse)
 
-    def expanded(self) -> Int8Linear:
-        """The layer in INT8 that computes the same, bit for bit."""
-        weight = ((self.codes.float() - self._zero) * self._step).to(torch.int8)
-        return Int8Linear(weight, self.scale, self.inverse, self.bias)
-
     def dense(self) -> Tensor:
-        return self.expanded().weight * self.scale[:, None]
+        return self.levels * self.level_scale
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of x's type, as `Int8Linear` computes it."""
-        y: Tensor = self.expanded()(x)
+        y: Tensor = in_int8(self)(x)
         return y
 
 
-def in_int8(module: _Module) -> _Module | Int8Linear:
-    """The INT8 layer that computes the same as one with weights of 4 bits; any other module itself."""
-    return module.expanded() if isinstance(module, W4A8Linear) else module
+@overload
+def in_int8(module: W4A8Linear) -> Int8Linear: ...
+@overload
+def in_int8(module: _Module) -> _Module: ...
+def in_int8(module: Any) -> Any:
+    """The INT8 layer that computes bit for bit what one with weights of 4 bits does; any other module itself."""
+    if not isinstance(module, W4A8Linear):
+        return module
+    weight = (module.levels * per_input((module.group & 15) + 1, module.in_features)).to(torch.int8)
+    return Int8Linear(weight, module.scale, module.inverse, module.bias)

@@ -38,7 +38,7 @@ def test_numbers_become_the_nearest_value_and_ties_the_even_code(numbers: list[f
 @given(n=st.integers(1, 5), depth=st.integers(1, 300), size=st.sampled_from((1e-6, 1.0, 1e3)), seed=st.integers(0, 9))
 def test_a_weight_is_off_by_a_sixth_of_the_largest_of_its_sixteen(n: int, depth: int, size: float, seed: int) -> None:
     weight = normal(seed, n, depth) * size
-    layer = Fp4Linear.rounding(weight, None, None)
+    layer = Fp4Linear.of_taps(weight[:, None], None)
     largest = torch.stack([part.abs().amax(1) for part in weight.split(16, dim=1)], 1)[:, torch.arange(depth) // 16]
     # Half of the widest gap between values (4 and 6), and of an E4M3 scale's, subnormal ones included.
     slack = 2.0**-10 * weight.abs().max() / 448

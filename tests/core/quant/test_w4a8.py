@@ -14,7 +14,7 @@ from core.ops.packed import PackedLayers
 from core.quant.gptq import compensate_
 from core.quant.int4 import unpack_codes
 from core.quant.linear import Int8Linear
-from core.quant.w4a8 import W4A8Linear
+from core.quant.w4a8 import W4A8Linear, in_int8
 from tests.core.quant.stage import kernels, normal
 
 few = settings(max_examples=30, deadline=None)
@@ -27,12 +27,12 @@ def test_a_weight_is_off_by_half_a_step_and_every_level_fits_int8(
     n: int, depth: int, size: float, shift: float, seed: int
 ) -> None:
     weight = (normal(seed, n, depth) + shift) * size
-    layer = W4A8Linear.rounding(weight, None, None)
+    layer = W4A8Linear.of_taps(weight[:, None], None)
     step, zero = (layer.group & 15).long() + 1, (layer.group >> 4).long()
     assert (-zero * step >= -127).all() and ((15 - zero) * step <= 127).all()  # GPTQ may choose any
     codes, groups = unpack_codes(layer.weight, depth).long(), torch.arange(depth) // 128
-    assert torch.equal(layer.expanded().weight.long(), (codes - zero[:, groups]) * step[:, groups])
-    assert torch.equal(layer.expanded().weight.long(), layer.levels.long() * step[:, groups])
+    assert torch.equal(in_int8(layer).weight.long(), (codes - zero[:, groups]) * step[:, groups])
+    assert torch.equal(in_int8(layer).weight.long(), layer.levels.long() * step[:, groups])
     # Half a step of 15, and half a unit of the first level.
     assert ((layer.dense() - weight).abs() <= 8.1 * weight.abs().amax(1, keepdim=True) / 112).all()
 
@@ -41,7 +41,7 @@ def test_a_layer_computes_bit_for_bit_what_its_int8_layer_does() -> None:
     dense = nn.Linear(300, 24).requires_grad_(False)
     x = normal(1, 2, 3, 300)
     layer = W4A8Linear.of(dense, 127 / x.abs().amax((0, 1)))
-    eight = layer.expanded()
+    eight = in_int8(layer)
     assert type(eight) is Int8Linear and torch.equal(layer(x), eight(x))
     assert (layer(x) - dense(x)).norm() < 0.15 * dense(x).norm()
     fused = FusedLayer([layer], torch.float32)

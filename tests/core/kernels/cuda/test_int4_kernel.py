@@ -61,14 +61,14 @@ def weight(seed: int, columns: int, depth: int, scales: torch.dtype, *, zeros: b
 
 
 def other(kind: str, seed: int, columns: int, depth: int) -> tuple[Int4Weight, Tensor, Tensor]:
-    """As `weight`, in W4A8 or NVFP4, with what a product's sums are multiplied by."""
+    """A weight, as `weight`, in W4A8 or NVFP4, with what a product's sums are multiplied by."""
     plain = normal(draw(seed), columns, depth) * torch.logspace(-2, 2, columns, device=DEVICE)[:, None]
     if kind == "fp4":
-        fp4 = Fp4Linear.rounding(plain, None, None)
+        fp4 = Fp4Linear.of_taps(plain[:, None], None)
         made = packed_fp4(fp4.weight, fp4.scale, fp4.total)
         assert made.scale is not None
         return made, fp4.dense(), made.scale
-    w4a8 = W4A8Linear.rounding(plain, None, None)
+    w4a8 = W4A8Linear.of_taps(plain[:, None], None)
     return packed_w4a8(w4a8.weight, w4a8.group, w4a8.scale), w4a8.dense(), w4a8.scale
 
 
