@@ -106,7 +106,7 @@ def products(device: str, *, small: bool) -> Iterator[Case]:
         fours = {kind: [_weight(kind, columns, depth, device) for _ in range(copies)] for kind in FOUR}
         dense = fours["int4"][0][1].to(dtype)
         plain = [dense, *(torch.randn_like(dense) for _ in range(_copies(2 * columns * depth, device) - 1))]
-        eights = [quantize_weight(dense) for _ in range(_copies(columns * depth, device))]
+        eights = [quantize_weight(dense / 30) for _ in range(_copies(columns * depth, device))]
         inverse = torch.full((columns // 2,), 20.0, device=device)
         for rows in counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
