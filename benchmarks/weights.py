@@ -1,10 +1,10 @@
 """Measures what fewer bits of weights bring, and cost: `python -m benchmarks.weights [products step quality]`.
 
-`products`: those of Llama-3.1-8B for 1 to 64 rows in bf16, INT8 and INT4 (every tile that is near the default), and
-INT4's for many rows beside cuBLAS; each agrees with a reference first. `step`: one token of one user, whole, in a CUDA
-graph, on seeded weights of that shape. `quality`: the perplexity of `--text-model` on a file of `--captions`, by way of
-quantization, each calibrated on the first 512 of them and measured on the next 1,000. `--device cpu --tiny` rehearses
-all of it, in Triton's interpreter.
+`products`: those of Llama-3.1-8B for 1 to 64 rows in bf16, INT8 and the three kinds of 4 bits (every tile that is near
+the default), and for many rows beside cuBLAS and INT8; each agrees with a reference first. `step`: one token of one
+user, whole, in a CUDA graph, on seeded weights of that shape. `quality`: the perplexity of `--text-model` on a file of
+`--captions`, by way of quantization, each calibrated on the first 512 of them and measured on the next 1,000.
+`--device cpu --tiny` rehearses all of it, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from torch import Tensor
 from benchmarks.harness import command, record
 from benchmarks.harness.timing import Clocks, milliseconds, window_ms
 from core.kernels.cuda import int4_kernel, stream_kernel
+from core.kernels.cuda import linear as linears
 from core.kernels.cuda.int4_kernel import Int4Tile, Int4Weight
 from core.kernels.kv_cache import PAGE, KVCache
+from core.quant.fp4 import Fp4Linear
 from core.quant.int4 import Int4Linear
 from core.quant.linear import quantize_weight
+from core.quant.w4a8 import W4A8Linear
 from pipeline.text import prompts
 
 BF16, INT8 = torch.bfloat16, torch.int8
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))  # columns, depth, gated
-ROWS, MANY = (1, 8, 32, 64), 2048
+ROWS, MANY = (1, 2, 4, 8, 16, 64), (256, 2048)
 PARTS = ("products", "step", "quality")
-PRECISIONS = ("bf16", "int8", "w4a16")
+PRECISIONS = ("bf16", "int8", "w4a16", "w4a8", "nvfp4")
+FOUR = ("int4", "w4a8", "fp4")
 _EMOJI_LM = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 _CONTEXT = 192  # tokens of the one user
 _AWAY = 200e6  # bytes of weights, several times the L2
@@ -67,13 +71,27 @@ def _int4(columns: int, depth: int, device: str, *, asymmetric: bool = False) ->
     return int4_kernel.packed(layer.weight, layer.scale, layer.zero), layer.dense().to(BF16)
 
 
+def _weight(kind: str, columns: int, depth: int, device: str) -> tuple[Int4Weight, Tensor]:
+    """A weight of any kind of 4 bits, as `_int4`."""
+    if kind == "int4":
+        return _int4(columns, depth, device)
+    plain = torch.randn(columns, depth, device=device) * depth**-0.5
+    if kind == "fp4":
+        fp4 = Fp4Linear.of_taps(plain[:, None], None)
+        return int4_kernel.packed_fp4(fp4.weight, fp4.scale, fp4.total), fp4.dense().to(BF16)
+    w4a8 = W4A8Linear.of_taps(plain[:, None] / 30, None)  # inputs are levels, 30 times as large
+    return int4_kernel.packed_w4a8(w4a8.weight, w4a8.group, w4a8.scale), w4a8.dense().to(BF16)
+
+
 def _near(usual: Int4Tile, blocks: int) -> list[Int4Tile]:
     """Tiles around the default one."""
-    shapes = {16: ((64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 3)), 32: ((64, 4, 2), (64, 4, 3), (128, 4, 2)),
-              64: ((64, 4, 2), (128, 8, 3))}[usual.rows]  # fmt: skip
+    shapes = {8: ((64, 4, 3), (64, 4, 6), (64, 2, 4), (128, 4, 3), (128, 8, 4), (32, 2, 4)),
+              16: ((64, 4, 2), (64, 4, 4), (64, 2, 3), (128, 8, 3)), 32: ((64, 4, 2), (64, 4, 3), (128, 4, 2)),
+              64: ((64, 4, 2), (128, 8, 3), (128, 4, 3), (64, 8, 3))}[usual.rows]  # fmt: skip
     tiles = {Int4Tile(usual.rows, columns, usual.splits, warps, stages) for columns, warps, stages in shapes}
+    tiles |= {replace(usual, rows=16, stages=3)} if usual.rows == 8 else set()
     for splits in (usual.splits // 2, usual.splits * 2):
-        if usual.rows == 16 and usual.splits > 1 and blocks % splits == 0:
+        if usual.rows <= 16 and usual.splits > 1 and blocks % splits == 0:
             tiles.add(replace(usual, splits=splits))
     return sorted(tiles - {usual}, key=str)
 
@@ -84,10 +102,11 @@ def products(device: str, *, small: bool) -> Iterator[Case]:
     dtype = BF16 if cuda else torch.float32  # the interpreter has no bf16
     for columns, depth, gated in shapes:
         shape = f"{depth}×{columns}{' gated' if gated else ''}"
-        fours = [_int4(columns, depth, device) for _ in range(_copies(columns * depth // 2, device))]
-        dense = fours[0][1].to(dtype)
+        copies = _copies(columns * depth // 2, device)
+        fours = {kind: [_weight(kind, columns, depth, device) for _ in range(copies)] for kind in FOUR}
+        dense = fours["int4"][0][1].to(dtype)
         plain = [dense, *(torch.randn_like(dense) for _ in range(_copies(2 * columns * depth, device) - 1))]
-        eights = [quantize_weight(dense) for _ in range(_copies(columns * depth, device))]
+        eights = [quantize_weight(dense / 30) for _ in range(_copies(columns * depth, device))]
         inverse = torch.full((columns // 2,), 20.0, device=device)
         for rows in counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
@@ -96,12 +115,15 @@ def products(device: str, *, small: bool) -> Iterator[Case]:
             runs: dict[str, tuple[int, int, Callable[..., Any], Tensor | None]] = {
                 "bf16": (len(plain), 2 * columns * depth, partial(_plain, x, plain, gated), expected),
                 "int8": (len(eights), columns * depth, partial(_eight, levels, eights, inverse, gated), None),
-                "int4": (len(fours), fours[0][0].nbytes, partial(_four, x, fours, gated), expected),
             }
+            for kind, weights in fours.items():
+                by = levels if kind == "w4a8" else x
+                result = _expected(by, weights[0][1], gated=gated) if kind != "w4a8" or not gated else None
+                runs[kind] = copies, weights[0][0].nbytes, partial(_four, by, weights, gated), result
             for kind, (sets, size, run, result) in runs.items():
                 tiles = {"default": run}
-                if kind == "int4" and cuda:
-                    usual = int4_kernel.choose(rows, columns, depth // 256, gated=gated)
+                if kind in FOUR and cuda:
+                    usual = int4_kernel.choose(rows, columns, depth // 256, size=1 + (kind != "w4a8"), gated=gated)
                     tiles |= {_name(tile): partial(run, tile=tile) for tile in _near(usual, depth // 256)}
                 yield Case(kind, rows, shape, size, tiles, result, sets)
     yield from _others(device, dtype, small=small)
@@ -109,25 +131,45 @@ def products(device: str, *, small: bool) -> Iterator[Case]:
 
 def _others(device: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
     """Zero points, and many rows beside cuBLAS."""
-    columns, depth, few, many = (64, 256, 2, 70) if small else (4096, 4096, 1, MANY)
+    columns, depth, few, counts = (64, 256, 2, (70,)) if small else (4096, 4096, 1, MANY)
     weight, dense = _int4(columns, depth, device, asymmetric=True)
     x = torch.randn(few, depth, device=device, dtype=dtype)
     runs: dict[str, Run] = {"default": partial(_four, x, [(weight, dense)], False)}
     yield Case("int4 zeros", few, f"{depth}×{columns}", weight.nbytes, runs, _expected(x, dense, gated=False))
-    weight, dense = _int4(columns, depth, device)
-    x, dense = torch.randn(many, depth, device=device, dtype=dtype), dense.to(dtype)
-    expected, shape = _expected(x, dense, gated=False), f"{depth}×{columns}"
-    work = 2.0 * many * columns * depth
-    runs = {"default": lambda i: int4_kernel.product(x, weight)}
-    for tile in (Int4Tile(128, 128, 1, 8, 2), Int4Tile(128, 64, 1, 4, 2), Int4Tile(64, 128, 1, 8, 3)):
-        if device == "cuda":
-            runs[_name(tile)] = partial(_many, x, weight, tile)
-    yield Case("int4", many, shape, work, runs, expected)
-    yield Case("bf16", many, shape, work, {"default": lambda i: F.linear(x, dense)}, expected)
+    shape = f"{depth}×{columns}"
+    for many, kind in itertools.product(counts, FOUR):
+        x = torch.randn(many, depth, device=device, dtype=dtype)
+        work = 2.0 * many * columns * depth
+        weight, dense = _weight(kind, columns, depth, device)
+        if kind == "w4a8":
+            x = (x * 30).round().clamp(-127, 127).to(INT8)
+            eight, scale = quantize_weight(dense)
+            if device == "cuda":
+                eights: dict[str, Run] = {"default": partial(_hopper, x, eight, scale)}
+                yield Case("int8", many, shape, work, eights, _expected(x, dense, gated=False))
+        elif kind == "int4":
+            plain = dense.to(dtype)
+            yield Case(
+                "bf16", many, shape, work, {"default": partial(_cublas, x, plain)}, _expected(x, dense, gated=False)
+            )
+        runs = {"default": partial(_many, x, weight, dtype, None)}
+        for tile in (Int4Tile(128, 128, 1, 8, 2), Int4Tile(128, 64, 1, 4, 3), Int4Tile(64, 128, 1, 4, 3),
+                     Int4Tile(128, 256, 1, 8, 3), Int4Tile(256, 128, 1, 8, 3), Int4Tile(64, 64, 1, 4, 4)):  # fmt: skip
+            if device == "cuda":
+                runs[_name(tile)] = partial(_many, x, weight, dtype, tile)
+        yield Case(kind, many, shape, work, runs, _expected(x, dense, gated=False))
 
 
-def _many(x: Tensor, weight: Int4Weight, tile: Int4Tile, i: int) -> Tensor:
-    return int4_kernel.product(x, weight, tile=tile)
+def _cublas(x: Tensor, weight: Tensor, i: int) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _hopper(x: Tensor, weight: Tensor, scale: Tensor, i: int) -> Tensor:
+    return linears.linear_int8(x, weight, scale)
+
+
+def _many(x: Tensor, weight: Int4Weight, dtype: torch.dtype, tile: Int4Tile | None, i: int) -> Tensor:
+    return int4_kernel.product(x, weight, dtype, tile=tile)
 
 
 def _expected(x: Tensor, weight: Tensor, *, gated: bool) -> Tensor:
@@ -154,9 +196,11 @@ def _eight(x: Tensor, weights: Sequence[tuple[Tensor, Tensor]], inverse: Tensor,
 def _four(
     x: Tensor, weights: Sequence[tuple[Int4Weight, Tensor]], gated: bool, i: int, tile: Int4Tile | None = None
 ) -> Tensor:
+    weight = weights[i][0]
     if gated:
-        return int4_kernel.gated(x, weights[i][0], None, None, x.dtype, tile=tile)
-    return int4_kernel.stream(x, weights[i][0], tile=tile)
+        return int4_kernel.gated(x, weight, None, None, x.dtype, tile=tile)
+    sums = int4_kernel.stream(x, weight, tile=tile)
+    return sums if i or weight.scale is None else sums * weight.scale  # the first is compared
 
 
 def _name(tile: Int4Tile) -> str:
@@ -241,6 +285,9 @@ def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) 
     ways: dict[str, tuple[Any, float | None, Layerwise]] = {
         "unquantized": (None, None, Layerwise()),
         "INT8, SmoothQuant": ("int8", ALPHA, Layerwise()),
+        "W4A8, SmoothQuant": ("w4a8", ALPHA, Layerwise()),
+        "W4A8, SmoothQuant and GPTQ (`--gptq`)": ("w4a8", ALPHA, Layerwise(gptq=True)),
+        "NVFP4": ("nvfp4", None, Layerwise()),
         "INT4, rounded to nearest": ("w4a16", None, Layerwise()),
         f"INT4, inputs scaled (alpha {ALPHA:g})": ("w4a16", ALPHA, Layerwise()),
         "INT4, scales searched (`--search`)": ("w4a16", ALPHA, Layerwise(search=True)),
@@ -272,7 +319,7 @@ def _perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
 
 
 def show(cases: Sequence[dict[str, Any]]) -> None:
-    """Print one line for each shape and number of rows: microseconds, TB/s (TFLOP/s of many rows), INT8 and INT4's."""
+    """Print one line for each shape and number of rows: microseconds, and TB/s (TFLOP/s of many rows)."""
     lines: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for case in cases:
         lines.setdefault((case["shape"], case["rows"]), {})[case["kind"]] = case
@@ -284,12 +331,19 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
 
     record.table(
         "µs of a product (TB/s; TFLOP/s where rows are many)",
-        ("K×N", "rows", "bf16", "INT8", "INT4", "default tile", "best tile", "INT4 with zeros"),
-        [(shape, rows, cell(kinds.get("bf16")), cell(kinds.get("int8")), cell(kinds.get("int4")),
-          f"{kinds['int4']['default_us']:.1f}" if kinds.get("int4", {}).get("default_us") else None,
-          kinds.get("int4", {}).get("tile"), cell(kinds.get("int4 zeros")))
+        ("K×N", "rows", "bf16", "INT8", *(f"{kind}{part}" for kind in FOUR for part in ("", " default", " tile")),
+         "INT4 with zeros"),
+        [(shape, rows, cell(kinds.get("bf16")), cell(kinds.get("int8")),
+          *itertools.chain.from_iterable(
+              (cell(kinds.get(kind)), _rounded(kinds.get(kind, {}).get("default_us")), kinds.get(kind, {}).get("tile"))
+              for kind in FOUR),
+          cell(kinds.get("int4 zeros")))
          for (shape, rows), kinds in lines.items()],
     )  # fmt: skip
+
+
+def _rounded(us: float | None) -> str | None:
+    return None if us is None else f"{us:.1f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--text-model",
         metavar="NAME",
-        help="a language model instead: DIR then gets its model-int8 (model-fp8, model-w4a16)",
+        help="a language model instead: DIR then gets its model-int8 (model-SCHEME)",
     )
     quantize.add_argument(
         "--control",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 ImageScheme = Literal["int8", "fp8", "int8-dynamic"]
-Scheme = Literal[ImageScheme, "w4a16"]
-"""w4a16, INT4 weights in groups and inputs in floating point, is for language models."""
+Scheme = Literal[ImageScheme, "w4a16", "w4a8", "nvfp4"]
+"""Those with weights of 4 bits, w4a8 with inputs in INT8 and the others with inputs in floating point, are for language
+models."""
 Name = Literal["fp32", "bf16", "fp16", Scheme]
 Choice = Literal["auto", Name]
 """As the setting for texts names one; "auto" is resolved where the device and the model's variants are known."""
@@ -24,7 +25,8 @@ class Precision:
     `scheme` is the quantization scheme; None: all layers are floating point. `dtype` is torch's name of the type for
     unquantized layers; None: the device's own (`unquantized`). `devices` are the kinds of device that run it.
     `calibrated`: models are quantized by what they compute on prompts. `cpu_kernels`: ours run it. `gpu_kernels`: ours
-    run it from this compute capability on; None: not at all.
+    run it from this compute capability on; None: not at all. `emulated`: no device here multiplies its numbers, which
+    become others first.
     """
 
     name: Name
@@ -34,6 +36,7 @@ class Precision:
     calibrated: bool = True
     cpu_kernels: bool = False
     gpu_kernels: tuple[int, int] | None = None
+    emulated: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -47,11 +50,13 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
         Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False, cpu_kernels=True),
         Precision("w4a16", scheme="w4a16", gpu_kernels=(8, 0)),
+        Precision("w4a8", scheme="w4a8", cpu_kernels=True, gpu_kernels=(8, 0)),
+        Precision("nvfp4", scheme="nvfp4", gpu_kernels=(8, 0), emulated=True),
     )
 }
 CHOICES: tuple[str, ...] = get_args(EngineChoice)
 SCHEMES: tuple[str, ...] = get_args(Scheme)
-GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16")
+GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16", "w4a8")
 """Those whose weights GPTQ rounds."""
 IMAGE_SCHEMES: tuple[str, ...] = get_args(ImageScheme)
 

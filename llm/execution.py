@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contract.precision import IMAGE_SCHEMES, runs
+from contract.precision import IMAGE_SCHEMES, PRECISIONS, runs
 from core.kernels.cpu.library import identity
 from core.kernels.cuda import decode_kernel, driver
 from core.kernels.cuda.chunk_kernel import tiles
@@ -62,6 +62,9 @@ class TextExecution:
         self._states: Tensor | None = None  # by torch
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
+        if PRECISIONS[model.precision].emulated:
+            emulated = f"{model.precision} is emulated: its weights become floats as they are multiplied"
+            self.kernels_reason = "; ".join(filter(None, [emulated, self.kernels_reason]))
         # Each sequence's latest token, for rows whose token is -1; the last one is of padding rows.
         self.latest = (
             torch.zeros(sequences + 1, dtype=torch.int32, device=model.device)

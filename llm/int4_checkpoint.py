@@ -1,51 +1,72 @@
-"""Reads language models that are published in 4 bits: by AWQ, by GPTQ, or packed by compressed-tensors.
+"""Reads language models that are published in 4 bits: by AWQ, by GPTQ, by compressed-tensors, or by ModelOpt.
 
 What the files declare of layers in 4 bits is compared with the model's own shapes before any tensor is read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core.quant.int4 import GROUP, Int4Linear
-from core.quant.int4_layouts import METHODS, Layout
+from contract.precision import Scheme
+from core.json_files import read_object
+from core.quant.fp4 import SCALED
+from core.quant.fp4_layouts import Fp4Layout
+from core.quant.int4 import GROUP, FourBitLinear
+from core.quant.int4_layouts import Layout
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_GENERATION = "generation_config.json"
-_JSON_BYTES = 32 << 20
+_GENERATION, _MODELOPT = "generation_config.json", "hf_quant_config.json"
 _MOST_FILES, _NAME_LENGTH = 1_000, 255
-_KEY = "quantization_config"
+_KEY, _NVFP4 = "quantization_config", "nvfp4-pack-quantized"
 
 
 class CheckpointError(ValueError):
     """A checkpoint in 4 bits that cannot be read. The message names the file, and the key or field."""
 
 
-def method(folder: Path) -> str | None:
-    """The method that a model's folder is published in 4 bits by, as its config.json says; None for other models.
+class Published(NamedTuple):
+    """The method by which a model is published in 4 bits, and the precision that reads it."""
+
+    method: str
+    precision: Scheme
+
+
+def published(folder: Path) -> Published | None:
+    """How a model's folder is published in 4 bits, as its files say; None for other models.
 
     Raises `CheckpointError` for a config.json that cannot be read.
     """
-    config = _json(folder / _CONFIG).get(_KEY)
-    name = config.get("quant_method") if isinstance(config, dict) else None
-    return name if isinstance(name, str) and name in METHODS else None
+    _, _, config = _config(folder)
+    name = config.get("quant_method")
+    if not isinstance(name, str) or name not in _DECLARED:
+        return None
+    in_fp4 = name == "modelopt" or (name == "compressed-tensors" and config.get("format") == _NVFP4)
+    return Published(name, "nvfp4" if in_fp4 else "w4a16")
 
 
-def layout(folder: Path) -> Layout:
-    """The layout that config.json declares. Raises `CheckpointError`, by field, for one that is not supported."""
-    config = _json(folder / _CONFIG)[_KEY]
+def layout(folder: Path) -> Layout | Fp4Layout:
+    """The layout that the files declare. Raises `CheckpointError`, by field, for one that is not supported."""
+    path, key, config = _config(folder)
     try:
         return _DECLARED[config["quant_method"]](config)
     except ValueError as error:
-        raise CheckpointError(f"{folder / _CONFIG}: {_KEY}.{error}") from error
+        raise CheckpointError(f"{path}: {key}.{error}") from error
+
+
+def _config(folder: Path) -> tuple[Path, str, dict[str, Any]]:
+    """The file, the key and the object that describe a quantization; older files of ModelOpt have one of their own."""
+    config = read_object(folder / _CONFIG, CheckpointError).get(_KEY)
+    if config is None and (path := folder / _MODELOPT).is_file():
+        config = read_object(path, CheckpointError).get("quantization")
+        return path, "quantization", {**config, "quant_method": "modelopt"} if isinstance(config, dict) else {}
+    return folder / _CONFIG, _KEY, config if isinstance(config, dict) else {}
 
 
 def _awq(config: Mapping[str, Any]) -> Layout:
@@ -65,8 +86,14 @@ def _gptq(config: Mapping[str, Any]) -> Layout:
     return Layout("gptq", _group("group_size", config.get("group_size", GROUP)), zeros=True, shifted=form == "gptq")
 
 
-def _compressed(config: Mapping[str, Any]) -> Layout:
-    _expect("format", config.get("format"), ("pack-quantized",))
+def _modelopt(config: Mapping[str, Any]) -> Fp4Layout:
+    _expect("quant_algo", config.get("quant_algo"), ("NVFP4",))
+    _expect("group_size", config.get("group_size", SCALED), (SCALED,))
+    return Fp4Layout("modelopt")
+
+
+def _compressed(config: Mapping[str, Any]) -> Layout | Fp4Layout:
+    _expect("format", config.get("format"), ("pack-quantized", _NVFP4))
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise ValueError("config_groups: one group is supported")
@@ -74,10 +101,15 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
         raise ValueError("transform_config: rotations of inputs are not supported")
     ((name, group),) = groups.items()
     weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or group.get("input_activations") is not None:
+    in_fp4 = config["format"] == _NVFP4  # whose inputs in 4 bits no GPU here multiplies
+    if not isinstance(weights, dict) or not (in_fp4 or group.get("input_activations") is None):
         raise ValueError(f"config_groups.{name}: only weights can be quantized")
     where, strategy = f"config_groups.{name}.weights.", weights.get("strategy", "group")
     _expect(where + "num_bits", weights.get("num_bits"), (4,))
+    if in_fp4:
+        _expect(where + "type", weights.get("type"), ("float",))
+        _expect(where + "group_size", weights.get("group_size"), (SCALED,))
+        return Fp4Layout("compressed-tensors")
     _expect(where + "type", weights.get("type", "int"), ("int",))
     _expect(where + "actorder", weights.get("actorder"), (None, False, "weight", "static"))
     _expect(where + "strategy", strategy, ("group", "channel"))
@@ -85,8 +117,8 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
     return Layout("compressed-tensors", _group(where + "group_size", size), zeros=not weights.get("symmetric", True))
 
 
-_DECLARED: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
-    "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed,
+_DECLARED: dict[str, Callable[[Mapping[str, Any]], Layout | Fp4Layout]] = {
+    "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "modelopt": _modelopt,
 }  # fmt: skip
 
 
@@ -117,7 +149,8 @@ def read(folder: Path, dtype: torch.dtype, attention: str) -> tuple[Any, dict[st
 
     form = layout(folder)
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    del config.quantization_config
+    if hasattr(config, _KEY):
+        del config.quantization_config
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     with ExitStack() as stack:
@@ -144,7 +177,7 @@ def read(folder: Path, dtype: torch.dtype, attention: str) -> tuple[Any, dict[st
     return network, info
 
 
-def _checked(files: _Files, form: Layout, name: str, n: int, k: int) -> list[str]:
+def _checked(files: _Files, form: Layout | Fp4Layout, name: str, n: int, k: int) -> list[str]:
     """The parts of a layer that there are, all of the declared types and shapes."""
     try:
         expected = form.parts(n, k)
@@ -153,14 +186,16 @@ def _checked(files: _Files, form: Layout, name: str, n: int, k: int) -> list[str
     present = []
     for part, (dtypes, shape) in expected.items():
         key = f"{name}.{part}"
-        if key not in files.places and part == "g_idx":
+        if key not in files.places and part in form.optional:
             continue
         files.check(key, dtypes, shape)
         present.append(part)
     return present
 
 
-def _layer(files: _Files, form: Layout, name: str, side: tuple[int, int], parts: list[str]) -> Int4Linear:
+def _layer(
+    files: _Files, form: Layout | Fp4Layout, name: str, side: tuple[int, int], parts: list[str]
+) -> FourBitLinear:
     bias = f"{name}.bias"
     if bias in files.places:
         files.check(bias, ("F16", "BF16", "F32"), side[:1])
@@ -200,7 +235,7 @@ class _Files:
         path = self.folder / _INDEX
         if not path.is_file():
             return {}
-        places = _json(path).get("weight_map")
+        places = read_object(path, CheckpointError).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{path}: weight_map: must be an object of file names")
         for name in places.values():
@@ -214,7 +249,7 @@ class _Files:
             raise CheckpointError(f"{self.folder}: has no {key}")
         entry = self._files[self.places[key]].get_slice(key)
         found = tuple(entry.get_shape())
-        if entry.get_dtype() not in dtypes or found != shape:
+        if entry.get_dtype() not in dtypes or found not in (shape, () if shape == (1,) else shape):
             expected = f"{' or '.join(dtypes)} {[*shape]}"
             raise CheckpointError(
                 f"{self.folder / self.places[key]}: {key} is {entry.get_dtype()} {[*found]}, not {expected}"
@@ -223,17 +258,3 @@ class _Files:
     def tensor(self, key: str) -> Tensor:
         tensor: Tensor = self._files[self.places[key]].get_tensor(key)
         return tensor
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _JSON_BYTES:
-            raise CheckpointError(f"{path}: is larger than {_JSON_BYTES >> 20} MiB")
-        document = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error})") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: is damaged (no object)")
-    return document

@@ -23,9 +23,10 @@ from llm.pooling import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from llm.int4_checkpoint import Published
+
 
 _HEAD = "lm_head.weight"
-IN_4_BITS = "w4a16"  # the precision of models that are published in 4 bits
 
 
 def variant(scheme: str) -> str:
@@ -93,7 +94,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `llm.tiny.SHAPES`.
         precision: of `contract.precision`; a quantized one is for a model whose folder holds it, such as `model-int8`,
-            and w4a16 also for one that is published in 4 bits, which has no other.
+            and w4a16 or nvfp4 also for one that is published in 4 bits, which has no other.
 
     Raises:
         TextModelError: if it is missing, damaged, no decoder-only language model, or the device does not exist.
@@ -115,21 +116,21 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
             network, tokenizer = tiny.make(shape, device=device, dtype=str(dtype).removeprefix("torch."))
             network.set_attn_implementation(NAME)
             suffix = f"-{where.type}-{dtype}" if shape.large else ""
-            folder, method, short, digest = None, None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
+            folder, form, short, digest = None, None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
         else:
             folder = _find(name)
-            pooling, method = _pooling(folder), published(name)
-            if method is not None and precision != IN_4_BITS:
+            pooling, form = _pooling(folder), published(name)
+            if form is not None and precision != form.precision:
                 raise TextModelError(
-                    f"{name}: is published in 4 bits ({method}), which {IN_4_BITS} reads, not {precision}"
+                    f"{name}: is published in 4 bits ({form.method}), which {form.precision} reads, not {precision}"
                 )
-            in_fp32 = is_quantized(precision) and method is None
+            in_fp32 = is_quantized(precision) and form is None
             network, tokenizer, generates = _read(folder, torch.float32 if in_fp32 else dtype)
             short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
             digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
         experts.adopt(network, family.MIXTURES)
-        if is_quantized(precision) and method is None:
+        if is_quantized(precision) and form is None:
             digest = _quantized(name, folder, network, digest, precision)
         network = _moved(network, where, dtype).eval().requires_grad_(False)
     ends = _ends(network, tokenizer)
@@ -217,7 +218,7 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     from llm.attention import NAME
 
     try:
-        if int4_checkpoint.method(folder) is not None:
+        if int4_checkpoint.published(folder) is not None:
             network, info = int4_checkpoint.read(folder, dtype, NAME)
         else:
             network, info = AutoModelForCausalLM.from_pretrained(
@@ -274,14 +275,14 @@ def variants(name: str) -> set[str]:
     return {scheme for scheme in SCHEMES if (folder / variant(scheme) / store.MANIFEST).is_file()}
 
 
-def published(name: str) -> str | None:
-    """The method by which a model is published in 4 bits, if it is. Raises `TextModelError` if there is no model."""
+def published(name: str) -> Published | None:
+    """How a model is published in 4 bits, if it is. Raises `TextModelError` if there is no model."""
     from llm import int4_checkpoint
 
     if name in tiny.SHAPES:
         return None
     try:
-        return int4_checkpoint.method(_find(name))
+        return int4_checkpoint.published(_find(name))
     except int4_checkpoint.CheckpointError as error:
         raise TextModelError(str(error)) from error
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from core.json_files import read_json, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,9 +51,7 @@ class Pooling:
 
     @classmethod
     def _of(cls, path: Path) -> Pooling:
-        config = _json(path)
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} is no object")
+        config = read_object(path, ValueError)
         flags = {name.removeprefix(_FLAG) for name, value in config.items() if name.startswith(_FLAG) and value is True}
         mode = config.get("pooling_mode") or " and ".join(sorted(_NAMES.get(flag, flag) for flag in flags))
         return cls(mean=mode == _MEAN, reason="" if mode in (_LAST, _MEAN) else f"it asks for pooling by {mode!r}")
@@ -94,14 +93,7 @@ def embedding(pooled: bytes, pooling: Pooling, dimensions: int | None) -> bytes:
 
 
 def _entries(path: Path) -> list[Mapping[str, Any]]:
-    modules = _json(path)
+    modules = read_json(path, ValueError)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ValueError(f"{path} is no list of objects")
     return modules
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__})") from error

@@ -55,16 +55,16 @@ def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[
     import torch
 
     from llm import family
-    from llm.load import IN_4_BITS, TextModelError, load, published, variants
+    from llm.load import TextModelError, load, published, variants
 
     if requested != "auto":
         return load(name, precision=requested, device=device), "as the settings say"
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
-    if (method := published(name)) is not None:
-        if capability is not None and not _runs(IN_4_BITS, capability):
+    if (form := published(name)) is not None:
+        if capability is not None and not _runs(form.precision, capability):
             has = f"compute capability {capability[0]}.{capability[1]}"
-            raise TextModelError(f"{name}: is published in 4 bits ({method}), which {has} does not multiply")
-        return load(name, precision=IN_4_BITS, device=device), f"it is published in 4 bits, by {method}"
+            raise TextModelError(f"{name}: is published in 4 bits ({form.method}), which {has} does not multiply")
+        return load(name, precision=form.precision, device=device), f"it is published in 4 bits, by {form.method}"
     selected, reason = choose(variants(name), capability=capability, lacks=lacks)
     model = load(name, precision=selected, device=device)
     if is_quantized(selected):

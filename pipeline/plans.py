@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from contract import tuned
 from contract.errors import Invalid
+from core.json_files import read_object
 from pipeline.checkpoints.folder import ModelError
 
 FILE = "plans.json"
@@ -107,17 +108,10 @@ def _entry(path: Path, precision: str) -> dict[str, Any]:
 
 def _tuned(path: Path) -> dict[str, Any]:
     """Read the entry of each precision in the file."""
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if (
-        not isinstance(document, dict)
-        or document.get("version") != _VERSION
-        or not isinstance(document.get("tuned"), dict)
-    ):
+    document = read_object(path, ModelError)
+    if document.get("version") != _VERSION or not isinstance(document.get("tuned"), dict):
         raise ModelError(f"{path}: is no {FILE} of version {_VERSION}")
     return dict(document["tuned"])
 

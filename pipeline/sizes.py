@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from contract.card import SizeRange
+from core.json_files import read_object
 from pipeline.checkpoints.folder import ModelError
 
 FILE = "sizes.json"
@@ -41,13 +42,10 @@ def trained(folder: Path | None, multiple: int) -> tuple[tuple[int, int], ...]:
     if folder is None:
         return ()
     path = folder / FILE
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return ()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    listed = document.get("trained") if isinstance(document, dict) and document.get("version") == _VERSION else None
+    document = read_object(path, ModelError)
+    listed = document.get("trained") if document.get("version") == _VERSION else None
     if not isinstance(listed, list):
         raise ModelError(f"{path}: is no {FILE} of version {_VERSION}")
     matches = [re.fullmatch(r"(\d{1,4})x(\d{1,4})", text) if isinstance(text, str) else None for text in listed]

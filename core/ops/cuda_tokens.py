@@ -23,8 +23,10 @@ from core.kernels.kv_cache import KVCache
 from core.ops.fused import Linear, Reader, biases, joined
 from core.ops.mixture import Mixture
 from core.ops.ops import Layer, rms_eps
-from core.quant.int4 import Int4Linear
+from core.quant.fp4 import Fp4Linear
+from core.quant.int4 import FourBitLinear
 from core.quant.linear import ScaledWeights
+from core.quant.w4a8 import W4A8Linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +87,23 @@ class TokenLinear(Linear):
 class Int4TokenLinear:
     """A `TokenLinear` whose weights have 4 bits."""
 
-    def __init__(self, modules: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one product."""
         Reader.of(modules)
-        if any((module.zero is None) != (modules[0].zero is None) for module in modules):
-            raise ValueError("layers that read one input are quantized in different ways")
-        zero = None if modules[0].zero is None else joined(modules, "zero")
-        self._weight = int4_kernel.packed(joined(modules, "weight"), joined(modules, "scale"), zero)
-        self._bias = biases(modules)
+        words, scale = joined(modules, "weight"), joined(modules, "scale")
+        if isinstance(modules[0], W4A8Linear):
+            self._weight = int4_kernel.packed_w4a8(words, joined(modules, "group"), scale)
+        elif isinstance(modules[0], Fp4Linear):
+            self._weight = int4_kernel.packed_fp4(words, scale, joined(modules, "total"))
+        else:
+            if any((module.zero is None) != (modules[0].zero is None) for module in modules):
+                raise ValueError("layers that read one input are quantized in different ways")
+            zero = None if modules[0].zero is None else joined(modules, "zero")
+            self._weight = int4_kernel.packed(words, scale, zero)
+        self._base, self._bias = base, biases(modules)
 
     def few(self, x: Tensor, early: int) -> SplitSums:
-        return SplitSums(int4_kernel.stream(x, self._weight, early=early), None, self._bias)
+        return SplitSums(int4_kernel.stream(x, self._weight, early=early), self._weight.scale, self._bias)
 
     def few_gated(
         self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False
@@ -103,7 +111,7 @@ class Int4TokenLinear:
         return int4_kernel.gated(x, self._weight, self._bias, inverse, dtype, gelu=gelu, early=early)
 
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return int4_kernel.product(x, self._weight, self._bias, residual, out=residual)
+        return int4_kernel.product(x, self._weight, self._base, self._bias, residual, out=residual)
 
     @property
     def weight_bytes(self) -> int:
@@ -319,8 +327,8 @@ class CudaTokenOps:
     def _product(self, layers: tuple[Layer, ...]) -> TokenLinear | Int4TokenLinear:
         product = self._products.get(layers)
         if product is None:
-            in_4_bits = isinstance(layers[0], Int4Linear)
-            product = Int4TokenLinear(layers) if in_4_bits else TokenLinear(layers, self._base)
+            kind = Int4TokenLinear if isinstance(layers[0], FourBitLinear) else TokenLinear
+            product = kind(layers, self._base)
             self._products[layers] = product
         return product
 

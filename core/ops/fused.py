@@ -27,6 +27,7 @@ from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
 from core.ops.reference import ACTIVATIONS, TorchOps
 from core.quant.linear import ScaledConv2d, ScaledWeights
+from core.quant.w4a8 import in_int8
 
 
 class Reader(NamedTuple):
@@ -68,6 +69,7 @@ class FusedLayer:
         if any(isinstance(module, ScaledWeights) and not module.ROUNDS for module in modules):
             raise ValueError(f"the GPU kernels of this network do not support {type(modules[0]).__name__}")
         self.base, self.modules = base, tuple(modules)
+        modules = [in_int8(module) for module in modules]
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
         self.weight = joined(modules, "weight")

@@ -1,6 +1,7 @@
 """Packs a model's layers for the CPU kernels, once, shared by the programs of every batch size.
 
-A layer is in INT8 if it was quantized, else in floats. Supports diffusers' and transformers' plain layers.
+A layer is in INT8 if it was quantized (weights of 4 bits become INT8 again), else in floats. Supports diffusers' and
+transformers' plain layers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from core.kernels.cpu.program import ScratchArena, Weights, pack_float, pack_int
 from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
 from core.quant.grouped import rows_of
 from core.quant.linear import Int8Conv2d, Int8Linear, steps
+from core.quant.w4a8 import W4A8Linear, in_int8
 
-Int8Layer = Int8Linear | Int8Conv2d | Int8DynamicLinear | Int8DynamicConv2d
+Int8Layer = Int8Linear | W4A8Linear | Int8Conv2d | Int8DynamicLinear | Int8DynamicConv2d
 
 
 class PackedLayer(NamedTuple):
@@ -132,7 +134,7 @@ class PackedLayers:
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
             return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
-        weight = torch.cat([_taps(m.weight) for m in quantized])
+        weight = torch.cat([_taps(in_int8(m).weight) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
         by_row = inverse is None
         packed = pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu, by_row=by_row)

@@ -39,7 +39,7 @@ class Fp8Linear(ScaledLinear):
     """y[n] = scale[n] · Σ_k e4m3(x[k] · inverse[k]) · weight[n, k] + bias[n]."""
 
     TOP = E4M3_MAX
-    rounded = staticmethod(round_weight)
+    _rounded = staticmethod(round_weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of x's type."""
@@ -60,7 +60,7 @@ class Fp8Conv2d(ScaledConv2d):
     """A convolution with input and weights in E4M3, as `Fp8Linear`; `inverse` has one value for each input channel."""
 
     TOP = E4M3_MAX
-    rounded = staticmethod(round_weight)
+    _rounded = staticmethod(round_weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, h, w] to [B, N, H, W] of x's type."""

@@ -30,7 +30,7 @@ def compensate_(quantized: nn.Module, layer: nn.Module, rows: Tensor) -> bool:
     fitted = round(len(x) * _FITTED)
     if not 0 < fitted < len(x):
         return False
-    result = round_weight(weight, scale, x[:fitted].T @ x[:fitted], quantized.RANGE)
+    result = round_weight(weight, scale, x[:fitted].T @ x[:fitted], quantized.level_range)
     left = x[fitted:]
 
     def off(levels: Tensor) -> float:
@@ -43,12 +43,17 @@ def compensate_(quantized: nn.Module, layer: nn.Module, rows: Tensor) -> bool:
 
 
 def round_weight(
-    weight: Tensor, scale: Tensor, hessian: Tensor, levels_range: tuple[int, int] = (-LEVELS, LEVELS)
+    weight: Tensor, scale: Tensor, hessian: Tensor, bounds: tuple[Tensor | int, Tensor | int] = (-LEVELS, LEVELS)
 ) -> Tensor:
-    """int8 levels of a weight [N, K] with the scale [N, 1] or [N, K], for inputs with XᵀX = `hessian` [K, K]."""
+    """int8 levels of a weight [N, K] with the scale [N, 1] or [N, K], for inputs with XᵀX = `hessian` [K, K].
+
+    `bounds`, broadcastable to the levels, are the lowest and the highest of them.
+    """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]
-    unit = scale.double().expand(weight.shape)[:, order]
+    unit, low, high = (
+        torch.as_tensor(part, device=left.device).double().expand(weight.shape)[:, order] for part in (scale, *bounds)
+    )
     damped = hessian.double()[order][:, order]
     damped.diagonal().add_(_DAMPING * damped.diagonal().mean().clamp_min(1e-12))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -58,7 +63,7 @@ def round_weight(
         stop = min(start + _BLOCK, left.shape[1])
         errors = left.new_empty(len(left), stop - start)
         for column in range(start, stop):
-            levels[:, column] = (left[:, column] / unit[:, column]).round().clamp(*levels_range)
+            levels[:, column] = (left[:, column] / unit[:, column]).round().clamp(low[:, column], high[:, column])
             error = (left[:, column] - levels[:, column] * unit[:, column]) / upper[column, column]
             left[:, column + 1 : stop] -= error[:, None] * upper[column, column + 1 : stop]
             errors[:, column - start] = error

@@ -33,6 +33,11 @@ class Layout:
     shifted: bool = False
 
     @property
+    def optional(self) -> frozenset[str]:
+        """The parts that may be absent."""
+        return frozenset({"g_idx"})
+
+    @property
     def weight_key(self) -> str:
         """The part that every layer in 4 bits has."""
         return "weight_packed" if self.method == "compressed-tensors" else "qweight"
@@ -111,4 +116,3 @@ def _compressed(layout: Layout, n: int, k: int, parts: Mapping[str, Tensor]) -> 
 _Reader = Callable[[Layout, int, int, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]
 _READERS: dict[str, _Reader] = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
 """Levels 0…15 [N, K], scales [N, groups], and zeros [N, groups] on the levels' scale."""
-METHODS = tuple(_READERS)

@@ -69,7 +69,7 @@ class ScaledWeights(FixedDtypeModule):
         self.register_buffer("bias", bias)
 
     @staticmethod
-    def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         """The 8-bit weight and the fp32 scale of each row of [N, ...]."""
         return quantize_weight(weight)
 
@@ -86,6 +86,12 @@ class ScaledWeights(FixedDtypeModule):
     def level_scale(self) -> Tensor:
         """The fp32 scale of `levels`: [N · taps, 1] or [N · taps, K]."""
         return self.scale.repeat_interleave(len(self.levels) // len(self.scale))[:, None]
+
+    @property
+    def level_range(self) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest of `levels`, broadcastable to them."""
+        low, high = (torch.tensor(float(level), device=self.weight.device) for level in self.RANGE)
+        return low, high
 
     def read(self, x: Tensor) -> Tensor:
         """What the product of weights reads of inputs x [..., K]."""
@@ -115,14 +121,18 @@ class ScaledLinear(ScaledWeights):
     @classmethod
     def scaled(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
         """The layer with this `inverse` [K] as its own."""
-        weight, scale = cls.rounded(_folded(layer.weight.detach().float(), inverse))
-        return cls(weight, scale, inverse, _bias(layer))
+        return cls._rounding(_folded(layer.weight.detach().float(), inverse), inverse, _bias(layer))
+
+    @classmethod
+    def _rounding(cls, weight: Tensor, inverse: Tensor | None, bias: Tensor | None) -> Self:
+        """The layer of a weight [N, K] for inputs that are multiplied by `inverse` [K] before."""
+        return cls(*cls._rounded(weight), inverse, bias)
 
     @classmethod
     def of_taps(cls, weight: Tensor, inverse: Tensor | None) -> Self:
         """The taps of a weight [N, taps, K], rounded together, as a layer of N · taps outputs, as `of` makes it."""
         inverse = _stretched(inverse, cls.TOP)
-        rounded, scale = cls.rounded(_folded(weight, inverse))
+        rounded, scale = cls._rounded(_folded(weight, inverse))
         return cls(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)
 
     @classmethod
@@ -157,7 +167,7 @@ class ScaledConv2d(ScaledWeights):
         """Scale like `ScaledLinear.scaled`. Raises ValueError for what `steps` rejects."""
         stride, padding = steps(layer)
         folded = _folded(layer.weight.detach().float().permute(0, 2, 3, 1), inverse)
-        weight, scale = cls.rounded(folded.contiguous())
+        weight, scale = cls._rounded(folded.contiguous())
         return cls(weight, scale, inverse, _bias(layer), stride=stride, padding=padding)
 
     @classmethod

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from contract.precision import Scheme as Name
 from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
+from core.quant.fp4 import Fp4Linear
 from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.int4 import Int4Linear
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear, ScaledWeights
+from core.quant.w4a8 import W4A8Linear
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("fp8", Fp8Linear, Fp8Conv2d),
         Scheme("int8-dynamic", Int8DynamicLinear, Int8DynamicConv2d),
         Scheme("w4a16", Int4Linear),
+        Scheme("w4a8", W4A8Linear),
+        Scheme("nvfp4", Fp4Linear),
     )
 }
 LAYERS: dict[str, type[ScaledLinear] | type[ScaledConv2d]] = {

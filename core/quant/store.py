@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from core.json_files import read_object
 from core.quant.convert import swap_
 from core.quant.linear import ScaledConv2d, ScaledLinear, ScaledWeights
 from core.quant.schemes import LAYERS
@@ -90,14 +91,7 @@ def round_(model: nn.Module) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises `QuantizedStoreError` if there is none, or one of another format."""
     path = folder / MANIFEST
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise QuantizedStoreError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise QuantizedStoreError(f"{path}: is damaged ({error})") from error
-    if not isinstance(document, dict):
-        raise QuantizedStoreError(f"{path}: is damaged (no object)")
+    document = read_object(path, QuantizedStoreError)
     if document.get("format") != _FORMAT:
         raise QuantizedStoreError(f"{path}: format {document.get('format')!r} is not known, only {_FORMAT}")
     kinds = {"str": str, "bool": bool, "int": int}

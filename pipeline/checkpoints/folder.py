@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from contract.printable import printable, printable_message
 from core.batching.runner import DeviceLost, OutOfMemory
 from core.digests import digest_of
+from core.json_files import read_object
 from pipeline.checkpoints import safetensors_header
 
 TINY_VAE = "vae-tiny"  # a part that a model's folder may have, whatever its family
@@ -166,17 +166,7 @@ def check(
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises `ModelError`."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent}: {path.name} is missing") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not JSON ({first_line(error)})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return value
+    return read_object(path, ModelError)
 
 
 def first_line(error: BaseException) -> str:

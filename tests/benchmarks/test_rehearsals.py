@@ -130,10 +130,10 @@ def test_weights_are_timed_by_their_bits_and_measured_by_perplexity(
     weights.main([*WORDS, str(tmp_path), *words])
     result = stored(tmp_path, "weights")
     cases = result["products"]
-    assert {case["kind"] for case in cases} == {"bf16", "int8", "int4", "int4 zeros"}
+    assert {case["kind"] for case in cases} == {"bf16", "int8", "int4", "w4a8", "fp4", "int4 zeros"}
     assert all(case["us"] > 0 and not case["failed"] for case in cases)  # each agrees with its reference
     first, *others = result["quality"]
-    assert first["percent"] == 0 and first["texts"] == 4 and len(others) == 6
+    assert first["percent"] == 0 and first["texts"] == 4 and len(others) == 9
     assert all(abs(figures["percent"]) < 100 and figures["perplexity"] > 1 for figures in others)
     assert capsys.readouterr().out.count("INT4, ") == 2 * len([way for way in others if "INT4" in way["way"]])
     with pytest.raises(SystemExit):

@@ -259,8 +259,9 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 TEXTS = [[1, *range(40, 58)], [1, 9, 9], [1, *range(100, 106)]]  # across a page's border, some of one page
+FOUR_BITS = ("w4a16", "w4a8", "nvfp4")
 # In the interpreter, where each launch is dear, weights and cache are quantized one at a time.
-PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", "w4a16") for kv in KINDS] if CUDA else [
+PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", *FOUR_BITS) for kv in KINDS] if CUDA else [
     ("plain", "float"), ("plain", "int8"), ("int8", "float"), ("w4a16", "float"),
 ]  # fmt: skip
 
@@ -269,7 +270,7 @@ PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", "w4a16") for kv in KIND
 def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     """Against transformers' own forward of the same layers, quantized or not."""
     model = model_of(kind)
-    short = kind == "w4a16" and not CUDA
+    short = kind in FOUR_BITS and not CUDA
     texts, cuts = ([text[:5] for text in TEXTS[:2]], [4, 2]) if short else (TEXTS, [18, 2, 6])
     theirs = [stage.logits(model, text) for text in texts]
     run = fused(model, kv)

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from core.kernels.kv_cache import TokenBatch
+from core.quant.fp4 import Fp4Linear
+from core.quant.fp4_layouts import Fp4Layout
 from core.quant.int4 import Int4Linear
 from core.quant.int4_layouts import Layout
 from llm import tiny
 from llm.execution import TORCH, TextExecution
-from llm.load import TextModel, TextModelError, load
+from llm.load import TextModel, TextModelError, load, published
 from llm.precision import load as load_by_setting
-from tests.core.quant.published import draw
+from tests.core.quant.published import draw, draw_fp4
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
@@ -28,7 +30,8 @@ CONFIG = LlamaConfig(
     bos_token_id=1, eos_token_id=2, attention_bias=True,
 )  # fmt: skip
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "actorder": None}
-PUBLISHED: dict[str, tuple[dict[str, Any], Layout]] = {
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+PUBLISHED: dict[str, tuple[dict[str, Any], Layout | Fp4Layout]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
             Layout("awq", 128, zeros=True)),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
@@ -39,6 +42,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Layout]] = {
                     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS,
                                                   "input_activations": None}}},
                    Layout("compressed-tensors", 128, zeros=False)),
+    "nvfp4": ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+               "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4,
+                                             "input_activations": FP4 | {"dynamic": "local"}}}},
+              Fp4Layout("compressed-tensors")),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, Fp4Layout("modelopt")),
+    "modelopt, alone": ({"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8",
+                         "exclude_modules": ["lm_head"]}, Fp4Layout("modelopt")),
 }  # fmt: skip
 
 
@@ -54,8 +64,12 @@ def publish(folder: Path, name: str, *, shards: int = 1) -> Any:
     state = network.state_dict()
     for index, (key, module) in enumerate(network.named_modules()):
         if isinstance(module, torch.nn.Linear) and key != "lm_head":
-            parts, weight = draw(layout, *module.weight.shape, torch.float16, symmetric=name in ("gptq", "compressed"),
-                                 seed=index)  # fmt: skip
+            if isinstance(layout, Fp4Layout):
+                parts, weight = draw_fp4(layout, *module.weight.shape, seed=index)
+                parts |= {"k_scale": torch.tensor(1.0)} if name == "modelopt, alone" and key.endswith("k_proj") else {}
+            else:
+                parts, weight = draw(layout, *module.weight.shape, torch.float16,
+                                     symmetric=name in ("gptq", "compressed"), seed=index)  # fmt: skip
             module.weight.copy_(weight)
             del state[f"{key}.weight"]
             tensors |= {f"{key}.{part}": tensor for part, tensor in parts.items()}
@@ -64,7 +78,10 @@ def publish(folder: Path, name: str, *, shards: int = 1) -> Any:
     network.config.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
+    if name == "modelopt, alone":
+        (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": about}))
+    else:
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
     tiny.tokenizer(256).save_pretrained(folder)
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -87,13 +104,15 @@ def logits(model: TextModel, ids: list[int]) -> torch.Tensor:
 def test_its_logits_are_those_of_the_weights_it_stands_for(tmp_path: Path, name: str) -> None:
     network = publish(tmp_path / "model", name, shards=3 if name == "awq" else 1)
     model, reason = load_by_setting(str(tmp_path / "model"), "auto", device="cpu", lacks=None)
-    assert model.ends == {2, 5} and model.precision == "w4a16" and PUBLISHED[name][1].method in reason
-    layers = [module for module in model.network.modules() if isinstance(module, Int4Linear)]
+    form = PUBLISHED[name][1]
+    scheme, kind = ("nvfp4", Fp4Linear) if isinstance(form, Fp4Layout) else ("w4a16", Int4Linear)
+    assert model.ends == {2, 5} and model.precision == scheme and form.method in reason
+    layers = [module for module in model.network.modules() if type(module) is kind]
     assert len(layers) == 7 and type(model.network.lm_head) is torch.nn.Linear
     ids = [1, 7, 99, 250, 3]
     torch.testing.assert_close(logits(model, ids), network(torch.tensor([ids])).logits[0], rtol=1e-4, atol=1e-4)
     for precision in ("fp32", "int8"):
-        with pytest.raises(TextModelError, match=f"published in 4 bits .*w4a16 reads, not {precision}"):
+        with pytest.raises(TextModelError, match=f"published in 4 bits .*{scheme} reads, not {precision}"):
             load(str(tmp_path / "model"), precision=precision)
 
 
@@ -131,6 +150,10 @@ def rewritten(path: Path, content: str) -> None:
       "config_groups": {"g": {"weights": WEIGHTS | {"actorder": "group"}}}}, "g.weights.actorder: 'group' is"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": WEIGHTS}},
       "transform_config": {"config_groups": {"R4": {}}}}, "quantization_config.transform_config: rotations"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quantization_config.quant_algo: 'W4A8_AWQ' is"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "quantization_config.group_size: 32 is"),
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+      "config_groups": {"g": {"weights": FP4 | {"group_size": 32}}}}, "g.weights.group_size: 32 is"),
     ({"group_size": 256}, "model.layers.0.self_attn.q_proj: 128 inputs are no multiple of its group_size 256"),
 ])  # fmt: skip
 def test_configurations_that_are_not_supported_are_refused_by_field(
@@ -139,8 +162,10 @@ def test_configurations_that_are_not_supported_are_refused_by_field(
     config = json.loads((copied / "config.json").read_text())
     config["quantization_config"] |= change
     rewritten(copied / "config.json", json.dumps(config))
+    form = published(str(copied))
+    assert form is not None
     with pytest.raises(TextModelError) as raised:
-        load(str(copied), precision="w4a16")
+        load(str(copied), precision=form.precision)
     assert said in str(raised.value)
 
 
@@ -196,7 +221,7 @@ def test_an_index_names_files_of_its_folder_that_have_its_keys(copied: Path, ind
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ("{", "is damaged"), ("[]", "no object"), ("[" * 200_000, "is damaged"), (" " * (33 << 20), "32 MiB"),
+    ("{", "is not JSON"), ("[]", "a JSON object"), ("[" * 200_000, "is not JSON"), (" " * (65 << 20), "64 MiB"),
 ])  # fmt: skip
 def test_a_config_that_is_no_object_of_bounded_size_is_refused(copied: Path, content: str, said: str) -> None:
     rewritten(copied / "config.json", content)

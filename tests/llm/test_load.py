@@ -158,7 +158,7 @@ def config_with(folder: Path, **changes: Any) -> Path:
     [
         (lambda f: shutil.rmtree(f), "no such folder"),
         (lambda f: (f / "config.json").unlink(), "holds no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), "is damaged"),
+        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "model.safetensors").unlink(), "does not load"),
         (lambda f: (f / "model.safetensors").write_bytes(b"12345678901234"), "does not load"),
         (lambda f: (f / "tokenizer.json").unlink(), ""),

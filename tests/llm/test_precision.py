@@ -8,6 +8,7 @@ import pytest
 
 from llm import load as loading
 from llm import tiny
+from llm.int4_checkpoint import Published
 from llm.precision import choose, load
 from llm.quantized import make
 
@@ -75,7 +76,7 @@ def test_a_variant_of_a_model_that_the_kernels_do_not_know_is_left_alone(
 def test_a_model_that_is_published_in_4_bits_is_refused_where_gpus_have_no_bf16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llm.load.published", lambda name: "awq")
+    monkeypatch.setattr("llm.load.published", lambda name: Published("awq", "w4a16"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: TURING)
     with pytest.raises(loading.TextModelError, match=r"in 4 bits \(awq\), which compute capability 7\.5 does not"):
         load("owner/name", "auto", device="cuda", lacks=None)

@@ -175,8 +175,8 @@ def test_the_embedded_model_offers_what_it_was_trained_at() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "cannot be read"),
-        ("[]", "is no sizes.json of version 1"),
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
         ('{"version": 2, "trained": []}', "is no sizes.json of version 1"),
         ('{"version": 1}', "is no sizes.json of version 1"),
         ('{"version": 1, "trained": ["48"]}', "trained must list sizes"),

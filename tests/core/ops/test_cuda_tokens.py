@@ -16,7 +16,8 @@ from core.ops.cuda_tokens import CudaTokenOps, Residual
 from core.ops.reference import TorchOps
 from core.quant.fp8 import Fp8Linear
 from core.quant.int4 import Int4Linear
-from core.quant.linear import Int8Linear
+from core.quant.linear import Int8Linear, quantize
+from core.quant.schemes import SCHEMES
 
 SLACK = 2e-2 if CUDA else 1e-5
 
@@ -62,6 +63,32 @@ def test_few_rows_and_many_compute_the_same(rows: int) -> None:
     close(x_after.x, wanted)
     close(logits, block.head(block.last(wanted)))
     assert logits.dtype == torch.float32 and logits.shape == (rows, 70)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "nvfp4"])
+def test_layers_in_4_bits_are_joined_and_compute_what_they_do_alone(scheme: str) -> None:
+    token, plain = ops(), TorchOps()
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPE)
+    block = Block()
+    inverse = 127 / x.float().abs().amax(0)
+    for name, scales in (("up", inverse), ("gate", inverse), ("down", torch.full((48,), 60.0, device=DEVICE))):
+        setattr(block, name, SCHEMES[scheme].linear.of(getattr(block, name).float(), scales))
+    words = block.up.weight.clone()
+    token.pack("gated", (block.up, block.gate))
+    assert torch.equal(block.up.weight, words)
+    assert block.up.weight.untyped_storage().data_ptr() == block.gate.weight.untyped_storage().data_ptr()
+    a = quantize(x, block.up.inverse) if scheme == "w4a8" else (x * block.up.inverse).to(DTYPE)
+    sums = token.linear(a, block.up, block.gate)
+    assert isinstance(sums, SplitSums)
+    close(sums.whole(), torch.cat([block.up(x), block.gate(x)], dim=-1))
+    b = token.gated(a, block.up, block.gate, act="silu", to=block.down)
+    wanted = plain.gated(x, block.up, block.gate, act="silu", to=block.down)
+    whole = block.down.read(wanted)
+    assert b.dtype == whole.dtype and (b.float() - whole.float()).abs().max() <= (1 if scheme == "w4a8" else SLACK)
+    stream = Residual(x.clone())
+    token.linear(b, block.down, residual=stream)
+    assert stream.sums is not None
+    close(stream.sums.whole(), block.down(wanted).float())
 
 
 def test_only_picked_rows_reach_the_head() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from core.quant.fp4_layouts import Fp4Layout
 from core.quant.int4_layouts import Layout
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -21,6 +22,27 @@ def packed(levels: Tensor, dim: int, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5,
             words[:, column] |= levels[:, 8 * column + place] << (4 * i)
     words = torch.where(words >= 2**31, words - 2**32, words).int()
     return (words if dim == 1 else words.t()).contiguous()
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def draw_fp4(layout: Fp4Layout, n: int, k: int, *, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The parts of a random layer in NVFP4, and its weight fp32 [N, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n, k), generator=generator)
+    scales = (torch.rand(n, k // 16, generator=generator) * 448).to(torch.float8_e4m3fn)
+    total = torch.tensor(1 / 4096 / k**0.5)
+    weight = torch.empty(n, k)
+    for column in range(k):
+        numbers = torch.tensor([E2M1[code % 8] * (-1) ** (code // 8) for code in codes[:, column].tolist()])
+        weight[:, column] = numbers * scales[:, column // 16].float() * total
+    words = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    if layout.method == "compressed-tensors":
+        return {"weight_packed": words, "weight_scale": scales, "weight_global_scale": (1 / total).reshape(1),
+                "input_global_scale": torch.ones(1)}, weight  # fmt: skip
+    parts = {"weight": words, "weight_scale": scales, "weight_scale_2": total, "input_scale": torch.tensor(1.0)}
+    return parts, weight
 
 
 def draw(

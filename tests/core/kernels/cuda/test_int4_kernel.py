@@ -10,25 +10,43 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, draw, normal
 
 # isort: split
 from core.kernels.cuda import int4_kernel
-from core.kernels.cuda.int4_kernel import QUARTER, Int4Tile, Int4Weight, choose, gated, packed, product, stream
+from core.kernels.cuda.int4_kernel import (
+    QUARTER,
+    Int4Tile,
+    Int4Weight,
+    choose,
+    gated,
+    packed,
+    packed_fp4,
+    packed_w4a8,
+    product,
+    stream,
+)
+from core.quant.fp4 import Fp4Linear
 from core.quant.int4 import BLOCK, Int4Linear
+from core.quant.w4a8 import W4A8Linear
 
 SLACK = 2e-2 if CUDA else 1e-5
 
 COMPILE = """
-from core.kernels.cuda.int4_kernel import _int4
-types = {"x": "*bf16", "words": "*i16", "scale": "*i32", "rows": "i32"}
-shape = {"N": 4096, "K": 4096, "BLOCKS": 16, "HALF": True, "PACKED": True, "WHOLE": True}
-few = {**shape, "STEPS": 2, "GATED": False, "GELU": False, "BM": 16, "BN": 64, "EARLY": 1}
-# Unpacked operands go to the tensor cores from registers.
-made(_int4, {**types, "out": "*fp32"}, few, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 ", num_warps=4,
-     num_stages=3, launch_pdl=True)
-made(_int4, {**types, "zero": "*i32", "inverse": "*fp32", "out": "*bf16"},
-     {**shape, "N": 14336, "STEPS": 16, "GATED": True, "GELU": True, "BM": 64, "BN": 64, "EARLY": 0}, "ldmatrix",
-     num_warps=4, num_stages=3)
-made(_int4, {**types, "residual": "*bf16", "out": "*bf16"},
-     {**shape, "STEPS": 16, "GATED": False, "GELU": False, "BM": 128, "BN": 128, "EARLY": 0}, "ldmatrix", stack=8,
-     num_warps=8, num_stages=3)
+from core.kernels.cuda.int4_kernel import _product
+shape = {"N": 4096, "K": 4096, "BLOCKS": 16, "HALF": True, "PACKED": True, "WHOLE": True, "AHEAD": 4}
+few = {**shape, "STEPS": 2, "GATED": False, "GELU": False, "BM": 8, "BN": 64, "EARLY": 1}
+gate = {**shape, "N": 14336, "STEPS": 16, "GATED": True, "GELU": True, "BM": 64, "BN": 64, "EARLY": 0}
+many = {**shape, "STEPS": 16, "GATED": False, "GELU": False, "BM": 128, "BN": 128, "EARLY": 0}
+for kind, x, words, groups, sums, mma in (
+    ("int4", "*bf16", "*i16", "*i32", "*fp32", "m16n8k16.row.col.f32.bf16.bf16"),
+    ("w4a8", "*i8", "*i8", "*i16", "*i32", "m16n8k32.row.col.satfinite.s32.s8.s8"),
+    ("fp4", "*bf16", "*i16", "*u8", "*fp32", "m16n8k16.row.col.f32.bf16.bf16"),
+):
+    types = {"x": x, "words": words, "groups": groups, "rows": "i32"}
+    scale = {} if kind == "int4" else {"scale": "*fp32"}
+    made(_product, {**types, "out": sums}, {**few, "KIND": kind}, mma, num_warps=4, num_stages=3, launch_pdl=True)
+    made(_product, {**types, **scale, "zero" if kind == "int4" else "bias": "*i32" if kind == "int4" else "*fp32",
+         "inverse": "*fp32", "out": "*bf16"}, {**gate, "KIND": kind}, "ldmatrix", num_warps=4, num_stages=3)
+    # Unpacked operands go to the tensor cores from registers.
+    made(_product, {**types, **scale, "residual": "*bf16", "out": "*bf16"}, {**many, "KIND": kind},
+         "wgmma.mma_async.sync.aligned.m64n128", stack=8, num_warps=8, num_stages=3)
 """
 
 
@@ -40,6 +58,18 @@ def weight(seed: int, columns: int, depth: int, scales: torch.dtype, *, zeros: b
     if zeros:
         layer.zero = torch.randint(-8, 9, layer.scale.shape, generator=generator, device=DEVICE).to(torch.int8)
     return packed(layer.weight, layer.scale, layer.zero), layer.dense()
+
+
+def other(kind: str, seed: int, columns: int, depth: int) -> tuple[Int4Weight, Tensor, Tensor]:
+    """A weight, as `weight`, in W4A8 or NVFP4, with what a product's sums are multiplied by."""
+    plain = normal(draw(seed), columns, depth) * torch.logspace(-2, 2, columns, device=DEVICE)[:, None]
+    if kind == "fp4":
+        fp4 = Fp4Linear.of_taps(plain[:, None], None)
+        made = packed_fp4(fp4.weight, fp4.scale, fp4.total)
+        assert made.scale is not None
+        return made, fp4.dense(), made.scale
+    w4a8 = W4A8Linear.of_taps(plain[:, None], None)
+    return packed_w4a8(w4a8.weight, w4a8.group, w4a8.scale), w4a8.dense(), w4a8.scale
 
 
 def close(result: Tensor, expected: Tensor) -> None:
@@ -65,13 +95,38 @@ def test_it_is_the_product_with_plain_numbers(
     x, bias = normal(generator, rows, depth).to(DTYPE), normal(generator, columns)
     residual = normal(generator, rows, columns).to(DTYPE)
     sums = stream(x, int4)
-    assert len(sums) == choose(rows, columns, len(int4.scale)).splits and sums.dtype == torch.float32
-    close(sums.sum(0), int4_kernel.product_reference(x, plain).float() if not CUDA else (x.float() @ plain.t()))
+    assert len(sums) == choose(rows, columns, int4.blocks).splits and sums.dtype == torch.float32
+    close(sums.sum(0), int4_kernel.product_reference(x, plain, torch.float32))
     if rows > 3:
-        expected = int4_kernel.product_reference(x, plain, bias, residual)
-        close(product(x, int4, bias), int4_kernel.product_reference(x, plain, bias))
-        assert product(x, int4, bias, residual, out=residual) is residual
+        expected = int4_kernel.product_reference(x, plain, DTYPE, bias, residual)
+        close(product(x, int4, DTYPE, bias), int4_kernel.product_reference(x, plain, DTYPE, bias))
+        assert product(x, int4, DTYPE, bias, residual, out=residual) is residual
         close(residual, expected)
+
+
+@pytest.mark.parametrize("kind", ["w4a8", "fp4"])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 256), (20, 72, 320), (70, 64, 512)])
+def test_so_are_those_of_the_other_kinds(kind: str, rows: int, columns: int, depth: int) -> None:
+    generator = draw(4)
+    made, plain, scale = other(kind, 5, columns, depth)
+    x = normal(generator, rows, depth)
+    x = (30 * x).round().clamp(-127, 127).to(torch.int8) if kind == "w4a8" else x.to(DTYPE)
+    bias, residual = normal(generator, columns), normal(generator, rows, columns).to(DTYPE)
+    sums = stream(x, made)
+    whole = sums.sum(0) * scale
+    if kind == "w4a8":  # exact: INT8 weights times INT8 inputs
+        levels = (plain / scale[:, None]).round()
+        assert torch.equal(sums.sum(0).double(), x.double() @ levels.double().t())
+    close(whole, int4_kernel.product_reference(x, plain, torch.float32))
+    if rows > 1:
+        expected = int4_kernel.product_reference(x, plain, DTYPE, bias, residual)
+        close(product(x, made, DTYPE, bias, residual), expected)
+    if rows == 20:
+        inverse, half = 1 + normal(generator, columns // 2).abs(), plain * 1e-3
+        made = made._replace(scale=scale * 1e-3)
+        for out in (DTYPE, torch.int8):
+            expected = int4_kernel.gated_reference(x, half, bias, inverse, out)
+            close(gated(x, made, bias, inverse, out).float(), expected.float())
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth", "zeros"), [(1, 64, 256, False), (5, 40, 320, True)])
