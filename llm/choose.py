@@ -105,7 +105,7 @@ def _rows(parts: Sequence[ScheduledTokens], logits: Tensor) -> Tensor:
 
 
 def _by_logprobs(parts: Sequence[ScheduledTokens]) -> list[list[ScheduledTokens]]:
-    """Those for which log probabilities are requested, by how many of the most likely tokens."""
+    """Group parts with log probabilities by how many of the most likely tokens are requested."""
     groups: dict[int, list[ScheduledTokens]] = {}
     for part in parts:
         if (count := part.work.parameters.logprobs) is not None:

@@ -20,7 +20,7 @@ class RowLogprobs(NamedTuple):
     ids: Tensor
 
     def read(self, tokens: Sequence[int]) -> list[Logprob]:
-        """Of these tokens [n]. Waits for the device, if they are there."""
+        """The log probabilities of these tokens [n]. Waits for the device, if they are there."""
         ranked = [tuple(zip(i, t, strict=True)) for i, t in zip(self.ids.tolist(), self.top.tolist(), strict=True)]
         return [Logprob(t, log, best) for t, log, best in zip(tokens, self.logs.tolist(), ranked, strict=True)]
 

@@ -265,18 +265,18 @@ class TextRunner:
 
     # -- before and after --------------------------------------------------------------------------------------------
 
-    def record(self) -> None:
-        """Compile and capture what decode needs, on this thread: while other models serve on the lane."""
-        with high_priority(self.model.device):
+    def prepare(self, *, measure_s: float = 0.0, beside_lane: bool = False) -> None:
+        """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs.
+
+        `beside_lane`: on this thread, while other models serve on the lane, and nothing is timed.
+        """
+
+        def compile_steps() -> None:
             for execution in self._model_runner.executions:
                 execution.prepare(self._sequences)
-
-    def prepare(self, *, measure_s: float = 0.0) -> None:
-        """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs."""
 
         def measure() -> None:
-            for execution in self._model_runner.executions:
-                execution.prepare(self._sequences)
+            compile_steps()
             until = time.monotonic() + measure_s
             likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
             widths = sorted(likely & {*range(1, self._max_rows + 1)})
@@ -285,7 +285,11 @@ class TextRunner:
                 self._costs[GROUP].observe(width, seconds)
                 self._forwards[GROUP].observe(width, seconds)
 
-        self._lane.call(measure)
+        if not beside_lane:
+            self._lane.call(measure)
+            return
+        with high_priority(self.model.device):
+            compile_steps()
 
     def release_weights(self) -> None:
         """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""

@@ -341,7 +341,7 @@ def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane)
             with beside(first.model.device):
                 runner = text_runner(settings_of[name], lane, log.info, pages=pages.get(name, 0), beside_lane=True)
                 if runner is not None:
-                    runner.record()  # or its first steps would, and hold up the lane
+                    runner.prepare(beside_lane=True)  # or its first steps would, and hold up the lane
         assert runner is not None, "a model that is named is loaded, or refused"
         pages[name] = runner.pages.capacity
         return ReadFile(runner, runner.model.digest, size_bytes(runner))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.parameters import TextParameters
@@ -17,6 +17,7 @@ VOCABULARY = 8
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 
 
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), TOKENS, st.integers(-2, VOCABULARY - 1)), max_size=12))
 def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int], int]]) -> None:
     """Each event: a row, whether another sequence takes it, its new tokens, and a pending one (-1: NaN, -2: none)."""
