@@ -2,7 +2,8 @@
 
 64 pictures, chosen by rule: the animals of Unicode, U+1F400 to U+1F43F, by their names. Each is drawn in fp32 and in
 another way from the same seed. Figures are of the first 12, which `make test` draws, and of all. `--write` stores them,
-after a change that is meant to change them.
+after a change that is meant to change them. `--linears` tries a scheme of 4 bits on the INT8 denoiser's linear layers,
+and says which of INT8's figures it falls below.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import nn
 
 from contract.image import ImageParameters
 from contract.plan import AUTO
 from core.batching.runner import Lane
+from core.quant.convert import swap_
+from core.quant.int4 import FourBitLinear
+from core.quant.linear import Int8Linear
+from core.quant.schemes import SCHEMES
+from core.quant.w4a8 import in_int8
 from evaluation.clip import Clip
 from pipeline.checkpoints.load import ImageModel, load
 from tests.core.quant.stage import kernels
@@ -101,15 +108,43 @@ def _psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     return 10 * math.log10(255**2 / max(float(((a - b) ** 2).mean()), 1e-3))
 
 
+def in_4_bits(plain: Any, scheme: str) -> Callable[[Any], None]:
+    """Replace the INT8 linear layers of a denoiser by those of `plain`, the same in floats, in this scheme."""
+
+    def change(denoiser: Any) -> None:
+        replacements: dict[str, nn.Module] = {}
+        for name, eight in denoiser.named_modules():
+            if not isinstance(eight, Int8Linear):
+                continue
+            layer, kind = plain.get_submodule(name), SCHEMES[scheme].linear
+            four = kind.of(layer, eight.inverse if kind.ROUNDS else None)
+            replacements[name] = in_int8(four)
+            if isinstance(four, FourBitLinear) and not kind.ROUNDS:  # the CPU's kernels have plain layers for these
+                replacements[name] = floats = nn.Linear(layer.in_features, layer.out_features).requires_grad_(False)
+                floats.weight, floats.bias = nn.Parameter(four.dense(), False), layer.bias
+        swap_(denoiser, replacements)
+
+    return change
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the figures")
     parser.add_argument("--count", type=int, choices=(FEW, len(NAMES)), help="of the first so many alone")
+    parser.add_argument("--linears", choices=("w4a16", "w4a8", "nvfp4"), help="try this scheme, and store nothing")
     options = parser.parse_args()
     counts = [options.count] if options.count else [FEW, len(NAMES)]
     clip, stored = Clip(), json.loads(STORED.read_text("utf-8"))
     for name in STEPS:
-        whole = draw(load(str(ROOT / "models" / name)), max(counts))
+        model = load(str(ROOT / "models" / name))
+        whole = draw(model, max(counts))
+        if options.linears is not None:
+            others = draw_way(name, "int8", max(counts), in_4_bits(model.denoiser, options.linears))
+            for count in counts:
+                found = compare(whole[:count], others[:count], clip)
+                below = [fall.figure for fall in falls(found, stored[str(count)][name]["int8"])]
+                print(name, options.linears, count, found, "below INT8's:", ", ".join(below) or "nothing", flush=True)
+            continue
         for way in ways(name):
             others = draw_way(name, way, max(counts))
             for count in counts:
