@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.cuda.language import tl
-from core.kernels.cuda.launching import enter, fetch, kernel, lines, options
+from core.kernels.cuda.launching import enter, kernel, options
 from core.kernels.cuda.quantize import rounded, to_type
 from core.kernels.cuda.stream_kernel import FEW, activated
 
@@ -113,13 +113,18 @@ def choose(
 
 def _tile(rows: int, columns: int, blocks: int, processors: int, size: int, *, gated: bool) -> Int4Tile:
     if rows > FEW:
-        return Int4Tile(128, 128 if size > 1 else 256, 1, 8, 3)
+        return Int4Tile(128, 128, 1, 8, 3)
     tiles = math.ceil(columns / 64)
     fitting = [n for n in (1, 2, 4, 7, 8) if blocks % n == 0 and tiles * n <= 4 * processors]
     splits = 1 if gated else max(fitting, default=1)
+    if rows <= 8:
+        return Int4Tile(8, 128, splits, 4, 3)
+    int8 = size == 1
     if rows <= 16:
-        return Int4Tile(8, 64, splits, 4, 4) if rows <= 8 else Int4Tile(16, 64, splits, 4, 3)
-    return Int4Tile(32, 128, splits, 4, 3) if rows <= 32 else Int4Tile(64, 64, splits, 4, 3)
+        return Int4Tile(16, 64, splits, 2 if int8 else 4, 3)
+    if rows <= 32:
+        return Int4Tile(32, 128, splits, 4, 3)
+    return Int4Tile(64, 128, splits, 8, 3) if int8 else Int4Tile(64, 64, splits, 4, 3)
 
 
 @kernel()
@@ -284,7 +289,7 @@ def _product(  # type: ignore[no-untyped-def]
     x, words, groups, zero, scale, bias, residual, inverse, out, rows, N: tl.constexpr, K: tl.constexpr,
     BLOCKS: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     KIND: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weights are the left operand, as in `stream_kernel`. A gated tile has gate and up of half as many columns."""
     ROWS: tl.constexpr = 2 * N if GATED else N  # of the weight
@@ -309,8 +314,6 @@ def _product(  # type: ignore[no-untyped-def]
         # Scales are loaded a step ahead: Triton's pipeline holds operands of products only.
         next_pair = tl.load(groups + units, in_columns, other=0)
         next_zeros = next_pair if zero is None else tl.load(zero + units, in_columns, other=0)
-    if EARLY > 0 and AHEAD > 0:
-        fetch(words + within * (BLOCKS * WIDTH) + first * WIDTH, AHEAD)
     enter(EARLY)
     for step in range(0, STEPS):
         word = _words(left, in_columns, WHOLE)
@@ -351,7 +354,7 @@ def _launch(
     _product[(math.ceil(rows / tile.rows), math.ceil(columns / across), tile.splits)](
         x, weight.words, weight.groups, weight.zero, scale, bias, residual, inverse, out, rows, columns, depth, blocks,
         blocks // tile.splits, whole, gated, gelu, weight.kind, weight.half, packs, tile.rows, tile.columns,
-        lines(blocks // tile.splits), early, num_warps=tile.warps, num_stages=tile.stages, **options(early),
+        early, num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
 
 

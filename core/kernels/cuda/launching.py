@@ -44,26 +44,6 @@ def enter(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
 
 
-AHEAD = 4  # lines of each row of weights that a program asks for before it waits
-
-
-def lines(steps: int) -> int:
-    """The lines of 128 bytes that `fetch` asks for in a row that is read in so many steps of one: a power of two."""
-    return 1 << min(AHEAD, steps).bit_length() - 1
-
-
-@kernel()
-def fetch(rows, LINES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for the first lines of 128 bytes of these rows [n], to be in the L2 cache when they are loaded.
-
-    Weights depend on no other kernel: a program that was launched early has them fetched while it waits.
-    """
-    at = rows.to(tl.int64)[:, None] + 128 * tl.arange(0, LINES)[None, :]
-    tl.inline_asm_elementwise(
-        "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 def options(early: int) -> dict[str, Any]:
     """Launch options: only where needed, since the interpreter supports none of them."""
     return {"launch_pdl": True} if early else {}

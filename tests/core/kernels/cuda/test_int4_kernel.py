@@ -30,7 +30,7 @@ SLACK = 2e-2 if CUDA else 1e-5
 
 COMPILE = """
 from core.kernels.cuda.int4_kernel import _product
-shape = {"N": 4096, "K": 4096, "BLOCKS": 16, "HALF": True, "PACKED": True, "WHOLE": True, "AHEAD": 4}
+shape = {"N": 4096, "K": 4096, "BLOCKS": 16, "HALF": True, "PACKED": True, "WHOLE": True}
 few = {**shape, "STEPS": 2, "GATED": False, "GELU": False, "BM": 8, "BN": 64, "EARLY": 1}
 gate = {**shape, "N": 14336, "STEPS": 16, "GATED": True, "GELU": True, "BM": 64, "BN": 64, "EARLY": 0}
 many = {**shape, "STEPS": 16, "GATED": False, "GELU": False, "BM": 128, "BN": 128, "EARLY": 0}
