@@ -88,12 +88,15 @@ class _ChunkWriter(TextWriter):
         if (content := self._content(event)) is None:
             return None
         logprobs = getattr(event, "logprobs", None)
-        return {
+        entry = {
             "index": event.choice,
             **content,
             "logprobs": self._logprobs(event.choice, logprobs) if logprobs else None,
             "finish_reason": event.reason if isinstance(event, Finish) else None,
         }
+        if isinstance(event, Finish) and event.cumulative_logprob is not None:
+            entry["cumulative_logprob"] = event.cumulative_logprob
+        return entry
 
     def _content(self, event: ChoiceEvent) -> Json | None:
         raise NotImplementedError

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -65,7 +66,7 @@ class ScoreRequest:
         """Log probabilities under the forward's logits [L, V]."""
         work, rows, positions = self.work, self.rows, self.positions
         targets = work.tokens[positions.start + 1 : positions.stop + 1]
-        return _logprobs(logits[rows.start : rows.stop], targets, work.parameters.logprobs or 0)
+        return _logprobs(logits[rows.start : rows.stop].log_softmax(-1), targets, work.parameters.logprobs or 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,13 +105,14 @@ def choose(
         request.plain for request in requests
     ):  # most steps of most servers: hundreds of rows without any adjustment
         return [SampledTokens([best[request.first]], []) for request in requests]
-    logprob_rows = _unmodified(logits, requests)
+    told = [i for i, request in enumerate(requests) if request.work.parameters.logprobs is not None]
+    rows = [row for i in told for row in requests[i].rows]
+    logs = logits[rows].log_softmax(-1) if told else None  # of unmodified logits
     adjusted, refused = _adjust_(logits, requests)
     tokens = _greedy(logits, requests, best, adjusted) | _sampled(logits, requests)
-    results = [
-        SampledTokens(tokens[i], _sampled_logprobs(logprob_rows[i], request, tokens[i]) if i in logprob_rows else [])
-        for i, request in enumerate(requests)
-    ]
+    results = [SampledTokens(tokens[i], []) for i in range(len(requests))]
+    if logs is not None:
+        _add_logprobs(logs, [(requests[i], results[i]) for i in told])
     return [refused.get(i, result) for i, result in enumerate(results)]
 
 
@@ -225,21 +227,21 @@ def _constrain_(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, 
     return refused
 
 
-def _unmodified(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Tensor]:
-    """The model's unmodified logits, of requests for log probabilities."""
-    return {
-        i: logits[list(request.rows)]
-        for i, request in enumerate(requests)
-        if request.work.parameters.logprobs is not None
-    }
+def _add_logprobs(logs: Tensor, results: Sequence[tuple[SampleRequest, SampledTokens]]) -> None:
+    """Add log probabilities to results, all of whose rows logs [n, V] has in order: one copy from the device."""
+    # Rows after guesses that were not accepted have no token.
+    padded = [[*result.tokens, *[0] * (len(request.rows) - len(result.tokens))] for request, result in results]
+    counts = [request.work.parameters.logprobs or 0 for request, _ in results]
+    entries = iter(_logprobs(logs, [*chain(*padded)], max(counts)))
+    for (request, result), count in zip(results, counts, strict=True):
+        rows = [*islice(entries, len(request.rows))]
+        result.logprobs += [Logprob(e.token, e.logprob, e.top[:count]) for e in rows[: len(result.tokens)]]
 
 
-def _sampled_logprobs(logits: Tensor, request: SampleRequest, tokens: list[int]) -> list[Logprob]:
-    return _logprobs(logits[: len(tokens)], tokens, request.work.parameters.logprobs or 0)
-
-
-def _logprobs(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
-    """Log probabilities of tokens [n] under logits [n, V], each with those of the `count` most likely."""
-    logs, top, ids = sample.logprobs(logits, torch.tensor(tokens, device=logits.device), count)
-    ranked = [tuple(zip(i, t, strict=True)) for i, t in zip(ids.tolist(), top.tolist(), strict=True)]
-    return [Logprob(t, log, best) for t, log, best in zip(tokens, logs.tolist(), ranked, strict=True)]
+def _logprobs(logs: Tensor, tokens: list[int], count: int) -> list[Logprob]:
+    """The entries of logs [n, V] for tokens [n], each with the `count` largest of its row."""
+    own, top, ids = sample.ranked(logs, on_device(torch.tensor(tokens), logs.device), count)
+    numbers = torch.cat((own[:, None], top, ids.int().view(torch.float32)), 1).cpu()
+    ranked = zip(numbers[:, 1 + count :].view(torch.int32).tolist(), numbers[:, 1 : 1 + count].tolist(), strict=True)
+    tops = [tuple(zip(i, t, strict=True)) for i, t in ranked]
+    return [Logprob(t, log, best) for t, log, best in zip(tokens, numbers[:, 0].tolist(), tops, strict=True)]

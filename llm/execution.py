@@ -119,8 +119,8 @@ class TextExecution:
 
         A row whose token is -1 takes its sequence's `latest` one.
         """
+        self.cache.settle()
         if self._fused is not None:
-            self.cache.settle()
             return self._fused(step)
         device = self.model.device
         if bool((step.tokens < 0).any()):
@@ -128,7 +128,6 @@ class TextExecution:
             step = replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
         if self._programs is not None:
             return self._programs(step)
-        self.cache.settle()
         step = step.to(device)
         with torch.inference_mode(), self._read_states(step.state_rows):
             output = self.model.network(

@@ -83,6 +83,13 @@ class PageAllocator:
         holding.shared = holding.published = len(holding.pages)
         self.hits += holding.room
 
+    def share(self, holding: SequencePages, count: int) -> SequencePages:
+        """Return another holding of the first `count` pages, all full, which nobody may write to from now on."""
+        holding.shared = max(holding.shared, count)
+        for page in holding.pages[:count]:
+            self._holders[page] += 1
+        return SequencePages(holding.pages[:count], count, holding.published, holding.key)
+
     def extend(self, holding: SequencePages, tokens: int) -> bool:
         """Allocate pages for so many tokens in all. False if there are too few pages: then nothing is allocated."""
         count = -(-tokens // PAGE) - len(holding.pages)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
-from contract.errors import UNSUPPORTED, Invalid
+from contract.errors import CONTEXT_LENGTH, UNSUPPORTED, Invalid
 from contract.text import EMBEDS_ONLY, NO_EMBEDDINGS
 from contract.tools import TOOLS
 from core.batching.cost import CostTable
@@ -19,6 +20,7 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
+from llm.beam_search import BeamSearch
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
 from llm.execution import FUSED, TextExecution
@@ -28,6 +30,7 @@ from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
 from llm.model_runner import ModelRunner, PartResult, StepResult
 from llm.pages import PAGE, PageAllocator
+from llm.parameters import Logprob, TextDelta
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import MOST, DraftModel
@@ -112,6 +115,8 @@ class TextRunner:
             raise Invalid("model", f"{NO_EMBEDDINGS}: {self.model.pooling.reason}", UNSUPPORTED)
         if text_parameters.max_tokens and not self.model.generates:
             raise Invalid("model", EMBEDS_ONLY, UNSUPPORTED)
+        if text_parameters.beams:
+            self._check_beams(text_parameters)
         if text_parameters.json_schema is not None:
             request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
         if text_parameters.tool_grammar is not None:
@@ -119,6 +124,14 @@ class TextRunner:
                 request.checked = self._grammars.compile_lark(text_parameters.tool_grammar, request.tenant)
             except Invalid as error:
                 raise error.of(TOOLS) from error
+
+    def _check_beams(self, search: parameters.TextParameters) -> None:
+        """Reject a search whose beams cannot all be in the cache, or in one forward."""
+        if search.beams > (most := min(self._sequences, self._max_rows)):
+            raise Invalid("n", f"{search.beams} beams are more than the {most} sequences that run at once here")
+        pages = -(-len(search.prompt) // PAGE) + search.beams * (2 + -(-search.max_tokens // PAGE))
+        if pages > self.pages.capacity:
+            raise Invalid("max_tokens", f"{search.beams} beams of so many tokens do not fit the cache", CONTEXT_LENGTH)
 
     def resources(self, request: Request) -> frozenset[str]:
         return frozenset()
@@ -138,12 +151,19 @@ class TextRunner:
         request.work = None
 
     def preempt(self, request: Request) -> None:
-        request.work.pending = None  # it will be drawn again, the same
-        self._allocator.free(request.work)
+        work: SequenceState = request.work
+        work.pending = None  # it will be drawn again, the same
+        self._allocator.free(work)
+        if work.beams is not None and work.beams.running:  # what they have in common is read again first, as a prompt
+            work.tokens = [*request.parameters.prompt, *work.beams.common]
+            work.prompt = len(work.tokens)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
         for request in requests:
             work: SequenceState = request.work
+            beams = work.beams
+            if beams is not None and not self._allocator.grow_beams(beams, self._beam_rows(beams)):
+                return False
             tokens = work.computed + (0 if work.complete else self.rows(request))
             if tokens > work.holding.room and not self._allocator.grow(work, tokens):
                 return False
@@ -157,10 +177,17 @@ class TextRunner:
 
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
+        if work.beams is not None and work.beams.states:
+            return len(work.beams.states) * self._beam_rows(work.beams)
         if request.phase == DECODE:
             return 1 + work.guess_count
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
+
+    def _beam_rows(self, beams: BeamSearch) -> int:
+        """The tokens of each running beam in the next iteration: one, or more that a preempted search reads again."""
+        unread = max((state.unread for state in beams.states), default=0)
+        return min(unread, max(1, self._planner.chunk // beams.width)) or 1
 
     def iterations(self, request: Request) -> int:
         work: SequenceState = request.work
@@ -187,15 +214,19 @@ class TextRunner:
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         waiting = self._waiting_for_masks(requests)
         requests = [request for request in requests if request.id not in waiting]
-        parts = [self._part(request) for request in requests]
+        shares = [self._parts(request) for request in requests]
+        parts = [part for share in shares for part in share]
 
         def commit(step: StepResult) -> dict[str, Outcome]:
             started = time.perf_counter()
             for rows, seconds, masks_s in step.timings:
                 self.guessing.observe(rows, seconds - masks_s)
+            results = zip(parts, step.parts, strict=True)
             outcomes = {
-                request.id: self._commit(part, result)
-                for request, part, result in zip(requests, parts, step.parts, strict=True)
+                request.id: self._commit(*next(results))
+                if request.work.beams is None
+                else self._commit_beams(request.work, [*islice(results, len(share))])
+                for request, share in zip(requests, shares, strict=True)
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
@@ -216,12 +247,16 @@ class TextRunner:
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
 
-    def _part(self, request: Request) -> ScheduledTokens:
+    def _parts(self, request: Request) -> list[ScheduledTokens]:
+        """The request's share of an iteration: one part, or one of each of its beams."""
         work: SequenceState = request.work
+        if work.beams is not None and work.beams.states:
+            count = self._beam_rows(work.beams)
+            return [ScheduledTokens(s, s.computed, count, not s.unread) for s in work.beams.states]
         if request.phase == DECODE:
-            return ScheduledTokens(work, work.computed, 0 if work.complete else 1, not work.complete)
+            return [ScheduledTokens(work, work.computed, 0 if work.complete else 1, not work.complete)]
         count = self.rows(request)
-        return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
+        return [ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))]
 
     def _commit(self, part: ScheduledTokens, result: PartResult) -> Outcome:
         outcome, guess = result.outcome, result.guess
@@ -251,13 +286,43 @@ class TextRunner:
         progress = (0 if outcome is None else work.answered, total)
         return Outcome(progress, token=news, result=text, finished=text is not None)
 
+    def _commit_beams(self, work: SequenceState, results: Sequence[tuple[ScheduledTokens, PartResult]]) -> Outcome:
+        """Let beams go on, by the results of their parts; or begin, by that of what they have in common."""
+        beams, candidates = work.beams, list[Logprob]()
+        assert beams is not None
+        for part, result in results:
+            if isinstance(result.outcome, BaseException):
+                return Outcome(error=result.outcome)
+            if self.guessing.active:
+                self.guessing.settle(part, result.guess, 0)
+            part.work.computed = computed = part.start + part.count
+            self._allocator.publish(part.work, computed if self.guessing.draft is None else part.work.drafted)
+            if result.outcome is not None:
+                candidates += result.outcome.logprobs
+        total = beams.width * beams.parameters.max_tokens
+        if len(candidates) < len(results):  # more is to be read
+            return Outcome((beams.width * beams.length, total))
+        resumed = beams.length > 0 and not beams.states
+        parents = [0] * len(beams.running) if resumed else beams.advance(candidates)
+        news, text = TextDelta("", tuple(beam.tokens[-1] for beam in beams.running)), None
+        if parents:
+            beams.states = beams.states or [work]
+            self._allocator.fork(beams, parents)
+            for state, beam in zip(beams.states, beams.running, strict=True):
+                state.tokens, state.prompt = [*beams.parameters.prompt, *beam.tokens], len(beams.parameters.prompt)
+        else:
+            text = beams.result(self.model.tokenizer, work.cached)
+        progress = (beams.width * beams.length, total)
+        return Outcome(progress, token=news, result=text, finished=text is not None)
+
     def _sequence(self, request: Request) -> SequenceState:
         parameters, grammar = request.parameters, request.checked
         matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(
             parameters, self.model.tokenizer, self.model.vocabulary, matcher,
-            lookup=self.guessing.lookup and not parameters.embed,
+            lookup=self.guessing.lookup and not (parameters.embed or parameters.beams),
             pooling=self.model.pooling if parameters.embed else None,
+            beams=BeamSearch(parameters, self.model.ends, self.model.vocabulary) if parameters.beams else None,
         )  # fmt: skip
 
     # -- before and after --------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llm import sample
+from llm.beam_search import BeamSearch
 from llm.constrain import GrammarMatcher
 from llm.detokenizer import Detokenizer
 from llm.pages import SequencePages
@@ -60,9 +63,9 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index", "logprobs",
-        "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling", "prompt",
-        "prompt_logprobs", "row", "seen", "settings", "tokens", "writer",
+        "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index",
+        "logprobs", "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling",
+        "prompt", "prompt_logprobs", "row", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -74,8 +77,12 @@ class SequenceState:
         *,
         lookup: bool,
         pooling: Pooling | None = None,
+        beams: BeamSearch | None = None,
     ) -> None:
-        """`pooling` is the model's, of a prompt that is embedded."""
+        """`pooling` is the model's, of a prompt that is embedded. `beams` is the search that this is the prompt of."""
+        self.beams = beams
+        if beams is not None:
+            parameters = replace(parameters, logprobs=beams.candidates)
         self.parameters = parameters
         self.pooling = pooling
         self.pooled = PooledStates()
@@ -114,7 +121,9 @@ class SequenceState:
 
     @property
     def decoding(self) -> bool:
-        """Return whether only the last token is left to process."""
+        """Return whether only the last token is left to process: of a beam search that of each beam."""
+        if self.beams is not None:
+            return any(state.unread == 0 for state in self.beams.states)
         return self.pending is not None or (self.answered > 0 and self.computed >= len(self.tokens) - 1)
 
     @property
@@ -153,6 +162,12 @@ class SequenceState:
         """
         unknown = self.scored or self.unpooled
         return self.tokens[: unknown.start + 1] if unknown else self.tokens
+
+    def fork(self) -> SequenceState:
+        """Return a sequence like this one that has nothing in the cache."""
+        other = copy.copy(self)
+        other.holding, other.row, other.computed, other.drafted = SequencePages(), -1, 0, -1
+        return other
 
     @property
     def modifies_logits(self) -> bool:

@@ -103,6 +103,7 @@ class KVCache:
             self.value_scales = torch.ones_like(self.key_scales)
         self.table = torch.zeros(sequences, -(-context // PAGE), dtype=torch.int32, device=device)
         self._placed: deque[tuple[int, int, list[int]]] = deque()
+        self._copies: deque[tuple[int, int]] = deque()
         if companion is not None:
             self.table, self._placed = companion.table, companion._placed
         self.dtype = dtype
@@ -133,8 +134,18 @@ class KVCache:
             return
         self.table[sequence, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of all layers at the next `settle`, before which nothing is written to it."""
+        self._copies.append((source, target))
+
     def settle(self) -> None:
-        """Write the placed pages into the table, in order, on the current stream."""
+        """Copy pages, and write the placed ones into the table, in order, on the current stream."""
+        targets: dict[int, int] = {}
+        while self._copies:
+            source, target = self._copies.popleft()
+            targets[target] = source
+        if targets:
+            self._copy(on_device(torch.tensor([[*targets.values()], [*targets]]), self.table.device))
         width = self.table.shape[1]
         counts: dict[int, int] = {}
         while self._placed:
@@ -143,6 +154,14 @@ class KVCache:
         if counts:
             both = on_device(torch.from_numpy(np.array([[*counts], [*counts.values()]], np.int32)), self.table.device)
             self.table.view(-1)[both[0].long()] = both[1]
+
+    @torch.inference_mode()
+    def _copy(self, pages: Tensor) -> None:
+        """Copy pages [2, n]: sources, which are all read first, and targets."""
+        plain = torch.uint8 if self.keys.itemsize == 1 else self.keys.dtype  # indexing does not support E4M3
+        for held in (self.keys.view(plain), self.values.view(plain), self.key_scales, self.value_scales):
+            if held is not None:
+                held[:, pages[1]] = held[:, pages[0]]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:
         """Write keys and values [T, kv_heads, d] of a step's tokens into their pages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,6 +135,26 @@ def serving(model: TextModel, **options: Any) -> Iterator[tuple[Engine, TextRunn
 def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedText]:
     futures = [engine.submit(Request(f"{i}", "text", one)) for i, one in enumerate(wanted)]
     return [future.result(timeout=300) for future in futures]
+
+
+def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> GeneratedText:
+    """The text of a request that runs alone, without an engine, and is preempted before these iterations."""
+    request = Request("0", "text", parameters)
+    runner.check(request)
+    for iteration in itertools.count():
+        if iteration in (0, *at):
+            if iteration:
+                runner.preempt(request)
+            assert runner.admit(request) is None
+        assert runner.reserve([request])
+        outcome = runner.launch([request]).outcome()[request.id]
+        assert outcome.error is None
+        if outcome.finished:
+            break
+    runner.release(request)
+    assert runner.held() == 0
+    text: GeneratedText = outcome.result
+    return text
 
 
 def greedy(prompt: tuple[int, ...], most: int = 32, **options: Any) -> TextParameters:
