@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,9 @@ from core.kernels.cuda import decode_kernel, driver
 from core.kernels.cuda.chunk_kernel import tiles
 from core.kernels.device import HOPPER, TRITON
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch, on_device
+from core.ops.branches import LowRank, PackedAdapter
 from core.ops.cuda_tokens import FusedBatch
+from llm.adapters import AdaptedModules, TorchAdapter
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
@@ -60,6 +62,7 @@ class TextExecution:
             kind=kv, companion=companion,
         )  # fmt: skip
         self._states: Tensor | None = None  # by torch
+        self._adapted: AdaptedModules | None = None  # by torch
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
         # Each sequence's latest token, for rows whose token is -1; the last one is of padding rows.
@@ -114,6 +117,17 @@ class TextExecution:
         if self._programs is not None:
             self._programs.release()
 
+    def pack(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
+        """An adapter for rows of steps, by the layers' names. On any thread.
+
+        Raises ValueError, naming the layer, for a factor that does not fit it.
+        """
+        if self._programs is not None:
+            return self._programs.pack(factors)
+        if self._fused is not None:
+            return self._fused.pack(factors)
+        return TorchAdapter(factors, self.model.device, self.model.dtype)
+
     def __call__(self, step: TokenBatch) -> Tensor:
         """Logits [L, V] in fp32 of the step's picked rows, overwritten by the next call.
 
@@ -129,6 +143,10 @@ class TextExecution:
         if self._programs is not None:
             return self._programs(step)
         step = step.to(device)
+        if step.adapters is not None and self._adapted is None:
+            self._adapted = AdaptedModules(self.model.network)
+        if self._adapted is not None:
+            self._adapted.begin(step.adapters, device)
         with torch.inference_mode(), self._read_states(step.state_rows):
             output = self.model.network(
                 step.tokens.long()[None],

@@ -39,7 +39,7 @@ class KVAllocator:
         rows = self._rows.take(width)
         if rows is None:
             return False
-        self._pages.find(work.holding, work.known_tokens)
+        self._pages.find(work.holding, work.known_tokens, 0 if work.adapter is None else work.adapter.key)
         # Each beam may need a copy of its last page, and its next one.
         other_rows = self._rows.taken - width + 2 * (width - 1)
         # A page for each of the others to grow into, or the last one admitted would be preempted at once.

@@ -41,7 +41,7 @@ class TextParameters:
     `logit_bias` is OpenAI's: values added to the logits of these tokens; -100 excludes a token, and 100 excludes all
     others. `json_schema` is a schema as text, or "{}" for any JSON. `stop` strings are left out of the text, and so are
     the tokens that end it. `seed` None is random. `beams` n > 0 is a beam search of this width, greedy, whose best
-    `answers` are returned; `length_penalty` and `early_stopping` are transformers'.
+    `answers` are returned; `length_penalty` and `early_stopping` are transformers'. `adapter` names a LoRA.
     """
 
     prompt: tuple[int, ...]
@@ -66,6 +66,7 @@ class TextParameters:
     answers: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
+    adapter: str = ""
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 
     @property

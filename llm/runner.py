@@ -20,6 +20,7 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
+from llm.adapters import AdapterSource
 from llm.beam_search import BeamSearch
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
@@ -38,6 +39,7 @@ from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 
 GROUP = "text"
+_ADAPTERS = "text adapters"  # a resource
 _GUESS_S = 0.005  # of an iteration, before anything was measured
 _ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of one prompt in it
 
@@ -72,6 +74,7 @@ class TextRunner:
         are known, see `ModelRunner`; default: on a GPU, without speculation. Raises `TextModelError`.
         """
         self.model = model
+        self.adapters: AdapterSource | None = None  # of this model
         self.context = min(context or model.context, model.context)
         self.patience_s, self.pace_s = patience_s, pace_s
         self.pages = PageAllocator(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
@@ -115,6 +118,10 @@ class TextRunner:
             raise Invalid("model", f"{NO_EMBEDDINGS}: {self.model.pooling.reason}", UNSUPPORTED)
         if text_parameters.max_tokens and not self.model.generates:
             raise Invalid("model", EMBEDS_ONLY, UNSUPPORTED)
+        if text_parameters.adapter:
+            if self.adapters is None:
+                raise Invalid("model", "has no adapters", UNSUPPORTED)
+            self.adapters.check(text_parameters.adapter)
         if text_parameters.beams:
             self._check_beams(text_parameters)
         if text_parameters.json_schema is not None:
@@ -134,13 +141,19 @@ class TextRunner:
             raise Invalid("max_tokens", f"{search.beams} beams of so many tokens do not fit the cache", CONTEXT_LENGTH)
 
     def resources(self, request: Request) -> frozenset[str]:
-        return frozenset()
+        return frozenset([_ADAPTERS] if getattr(request.parameters, "adapter", "") else ())
 
     def admit(self, request: Request) -> NotYet | None:
         if self._allocator.full:
             return NotYet()
         work: SequenceState = request.work or self._sequence(request)
+        if request.parameters.adapter and work.adapter is None:
+            assert self.adapters is not None
+            work.adapter = self.adapters.acquire(request.parameters.adapter, wait=self._allocator.held > 0)
+            if work.adapter is None:
+                return NotYet(_ADAPTERS)
         if not self._allocator.allocate(work):
+            self._release_adapter(work)
             return NotYet()
         request.work = work
         self._planner.plan(request)
@@ -150,10 +163,16 @@ class TextRunner:
         self.preempt(request)
         request.work = None
 
+    def _release_adapter(self, work: SequenceState) -> None:
+        if work.adapter is not None and self.adapters is not None:
+            self.adapters.release(work.adapter)
+            work.adapter = None
+
     def preempt(self, request: Request) -> None:
         work: SequenceState = request.work
         work.pending = None  # it will be drawn again, the same
         self._allocator.free(work)
+        self._release_adapter(work)
         if work.beams is not None and work.beams.running:  # what they have in common is read again first, as a prompt
             work.tokens = [*request.parameters.prompt, *work.beams.common]
             work.prompt = len(work.tokens)

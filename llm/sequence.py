@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llm import sample
+from llm.adapters import TextAdapter
 from llm.beam_search import BeamSearch
 from llm.constrain import GrammarMatcher
 from llm.detokenizer import Detokenizer
@@ -63,8 +64,8 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index",
-        "logprobs", "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling",
+        "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding",
+        "index", "logprobs", "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling",
         "prompt", "prompt_logprobs", "row", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
@@ -81,6 +82,7 @@ class SequenceState:
     ) -> None:
         """`pooling` is the model's, of a prompt that is embedded. `beams` is the search that this is the prompt of."""
         self.beams = beams
+        self.adapter: TextAdapter | None = None
         if beams is not None:
             parameters = replace(parameters, logprobs=beams.candidates)
         self.parameters = parameters

@@ -113,10 +113,13 @@ class Admission:
         return True
 
     def _peers(self, request: Request) -> list[Request]:
-        """Return the running requests that need the same resources: others give back nothing that it could use."""
+        """Return the running requests that need the same resources, or some of these alone: others give back nothing
+        that it could use.
+        """
         resources = self._runners[request.modality].resources
         needed = resources(request)
-        return [peer for peer in self.running[request.modality].values() if resources(peer) == needed]
+        others = self.running[request.modality].values()
+        return [peer for peer in others if (theirs := resources(peer)) <= needed or needed <= theirs]
 
     def _preempt(self, runner: PreemptibleRunner, request: Request) -> None:
         """Preempt the request: it waits again."""

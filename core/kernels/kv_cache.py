@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class TokenBatch:
     sequences: Tensor  # int32 [T], rows of the cache's table
     output_rows: Tensor  # int32 [L]: the rows whose logits are wanted
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
+    adapters: Sequence[Any] | None = None  # of each row, None for none, as packed for what runs them; None: of no row
 
     @classmethod
     def of(
@@ -46,8 +48,9 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
-        columns: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in columns.items() if x is not None})
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
