@@ -89,9 +89,11 @@ async def _answer(
     await enforce_rate_limit(request, service, caller)
     read = partial(text_drafts.read, endpoint, ignore_unknown=service.ignore_unknown)
     text_request = await body.read_as(request, caller.id, read)
-    card = await served(service, model or text_request.fields.model, TextCard, caller.id)
+    name = model or text_request.fields.model
+    card = await served(service, name, TextCard, caller.id)
+    adapter = service.cards.seen_by(caller.id).adapter(card, name)
     with errors_at(text_request.fields.FIELD_NAMES):
-        draft = text_drafts.draft(text_request, card, caller.id)
+        draft = text_drafts.draft(text_request, card, caller.id, adapter)
         costs = caller.limits.job_costs(card.name, tokens=draft.tokens)
         job, _ = await create(service, draft, request, costs, keyless=not caller.id)
         if text_request.fields.stream:

@@ -25,8 +25,8 @@ class TextWriter:
     def __init__(self, job: Job, *, usage: bool = False) -> None:
         """`usage`: a stream of chunks tells the numbers of tokens."""
         self._id = job.id.removeprefix("job_")
-        self._created, self._model = int(job.created), job.model
         self._request = TextJob.read(job.parameters)
+        self._created, self._model = int(job.created), self._request.adapter or job.model
         self._with_usage = usage
 
     def whole(self, events: Iterable[Event]) -> Json:

@@ -379,13 +379,14 @@ class TextCard(_Card):
     """The card of a text model. `capacity_per_s`: answers of 64 tokens per second.
 
     `expansion_instruction` is the system message with which the model was trained to expand prompts; "": it was not
-    trained for that.
+    trained for that. `adapters` are names of LoRAs, which requests may name in place of the model.
     """
 
     modality: Literal["text"] = "text"
     limits: TextOffer
     costs: TextCosts
     expansion_instruction: StrictStr = ""
+    adapters: tuple[StrictStr, ...] = ()
 
 
 ModelCard = ImageCard | TextCard

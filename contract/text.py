@@ -81,7 +81,8 @@ class TextJob:
     probabilities (`scores_prompts`), else by the API. `tools` are those that an answer may call, or must if
     `tools_required`; calls are written in `tool_format`, of `contract.tools`. `warnings` are for people. `embedding`,
     an encoding of OpenAI's API, requests the prompts' embeddings, of so many `dimensions`, in place of answers. None
-    leaves a value to the worker. `best_of` is the width of a beam search, if it is not `n`.
+    leaves a value to the worker. `best_of` is the width of a beam search, if it is not `n`;
+    `adapter` is the model's LoRA.
     """
 
     expand_prompt: ClassVar[bool] = False  # options of images
@@ -118,6 +119,7 @@ class TextJob:
     logprobs: int | None = None
     json_schema: str | None = None
     echo: bool | None = None
+    adapter: str | None = None
     tools: list[dict[str, Any]] | None = None
     tools_required: bool | None = None
     tool_format: str | None = None

@@ -32,6 +32,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class AdapterSource(Protocol):
     """The adapters that requests of one model may name."""
 
+    def asset_names(self) -> list[str]:
+        """The names that requests may use now."""
+        ...
+
     def check(self, name: str) -> None:
         """Read an adapter if it is not in memory. Raises `Invalid`, naming the field, for one that cannot be used."""
         ...

@@ -106,6 +106,7 @@ class TextJobHandler:
             capacity_per_s=1 / token_s / _USUAL,
             expansion_instruction=self.expansion_instruction,
             load_s=self._load_s(),
+            adapters=() if runner.adapters is None else tuple(runner.adapters.asset_names()),
         )
 
     def read(self, parameters: Mapping[str, Any], key_action: str = "") -> TextJob:
@@ -154,8 +155,8 @@ class TextJobHandler:
         job.check(self._offer)
         encode = self._tokenizer.encode  # with the special tokens that the tokenizer adds to a text
         requests = [
-            TextParameters(tuple(prompt) if isinstance(prompt, list) else tuple(encode(prompt).ids), 0, embed=True)
-            for prompt in job.prompts or []
+            TextParameters(tuple(ids), 0, embed=True, adapter=job.adapter or "")
+            for ids in (prompt if isinstance(prompt, list) else encode(prompt).ids for prompt in job.prompts or [])
         ]
         tokens = sum(len(request.prompt) for request in requests)
         if tokens > MAX_INPUT_TOKENS:
