@@ -20,13 +20,14 @@ from core.kernels.cuda.chunk_kernel import tiles
 from core.kernels.device import HOPPER, TRITON
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch, on_device
 from core.ops.branches import LowRank, PackedAdapter
+from core.ops.cuda_branches import CudaRowBranches
 from core.ops.cuda_tokens import FusedBatch
 from llm.adapters import AdaptedModules, TorchAdapter
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
-from llm.step_graphs import StepGraphs, StepInputs, rung
+from llm.step_graphs import BUCKETS, StepGraphs, StepInputs, mixed_buckets, rung
 
 log = logging.getLogger(__name__)
 
@@ -221,6 +222,7 @@ class FusedTextExecution:
     def __init__(self, model: CudaDecoder, cache: KVCache, sequences: int, context: int, rows: int) -> None:
         self.model = model
         self._device = cache.table.device
+        model.ops.branches = CudaRowBranches(max(mixed_buckets(rows)[-1], BUCKETS[-1]))
         self.graphs = StepGraphs(model, sequences, context, rows, self._device)
         self.best: Tensor | None = None
 
@@ -229,9 +231,21 @@ class FusedTextExecution:
         """Prepare like `TextExecution`."""
         self.graphs.prepare(sequences)
 
+    def pack(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
+        """An adapter; see `TextExecution`."""
+        return self.model.pack(factors)
+
     @torch.inference_mode()
     def __call__(self, batch: TokenBatch) -> Tensor:
         """Compute one step; see `TextExecution`."""
+        branches = self.model.ops.branches
+        if batch.adapters is None or branches is None:
+            return self._run(batch)
+        uses = [[] if adapter is None else [(adapter, 1.0)] for adapter in batch.adapters]
+        with branches.adapted(uses, self._device):
+            return self._run(batch)
+
+    def _run(self, batch: TokenBatch) -> Tensor:
         step = self._step(batch)
         logits = self.graphs(step) if batch.state_rows is None else None
         if logits is None:
