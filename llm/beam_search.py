@@ -6,6 +6,7 @@ finished; finished ones are ranked by the sum of their log probabilities over le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -89,14 +90,13 @@ class BeamSearch:
         return parents if self.running else []
 
     def _score(self, total: float) -> float:
-        return total / float(self.length) ** self.parameters.length_penalty
+        return total / math.pow(self.length, self.parameters.length_penalty)
 
     def _continued(self, parent: int, top: Sequence[tuple[int, float]], k: int, total: float) -> Beam:
         """A running beam, continued by the k-th of the likeliest tokens."""
-        beam, (token, value), logprobs = self.running[parent], top[k], ()
-        if (count := self.parameters.logprobs) is not None:
-            logprobs = (*beam.logprobs, Logprob(token, value, tuple(top[:count])))
-        return Beam((*beam.tokens, token), total, logprobs)
+        beam, (token, value), count = self.running[parent], top[k], self.parameters.logprobs
+        entry = () if count is None else (Logprob(token, value, tuple(top[:count])),)
+        return Beam((*beam.tokens, token), total, (*beam.logprobs, *entry))
 
     def result(self, tokenizer: Any, cached: int) -> GeneratedText:
         """The best answer, with the next best ones as its alternatives, once the search has ended."""

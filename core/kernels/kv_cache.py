@@ -43,13 +43,14 @@ class TokenBatch:
         output_rows: list[int],
         state_rows: list[int] | None = None,
     ) -> TokenBatch:
-        columns = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
-        return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
+        columns: list[Any] = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
+        columns = [torch.from_numpy(np.asarray(column, np.int32)) for column in columns]
+        return cls(*columns)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
 
