@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from llm.detokenizer import Detokenizer
 from llm.pages import SequencePages
 from llm.parameters import Finish, GeneratedText, Logprob, TextParameters
 
-if TYPE_CHECKING:
-    from llm.sequence import SequenceState
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +29,7 @@ class Beam:
     logprobs: tuple[Logprob, ...] = ()  # where they were requested
 
 
-class BeamSearch:
+class BeamSearch(Generic[S]):
     """The beams of one request, and the places in the KV cache of those that run.
 
     `running` are best first; `states` are their sequences, none while what all have in common is read.
@@ -47,8 +46,8 @@ class BeamSearch:
         self.running = [Beam()]
         self._finished: list[tuple[float, Beam]] = []  # by score, at most `width`
         self.length = 0  # tokens of each running beam
-        self.states: list[SequenceState] = []
-        self.idle: list[SequenceState] = []  # sequences without pages, for beams to come
+        self.states: list[S] = []
+        self.idle: list[S] = []  # sequences without pages, for beams to come
         self.spare = SequencePages()  # pages for copies of those that are not full
 
     @property

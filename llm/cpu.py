@@ -16,6 +16,7 @@ from torch import Tensor
 from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
 from core.ops.branches import LowRank, PackedBranches, RowBranches
+from core.ops.cpu import adapt
 from core.ops.cpu_arrays import Array
 from core.ops.cpu_tokens import CpuTokenOps
 from core.ops.ops import Walk, bind
@@ -102,11 +103,11 @@ class CpuDecoder:
         if adapters is None:
             if bound is not None:
                 del self._bound[count]
-                trunk.ops.adapt(None)
+                adapt(trunk.ops, None)
             return
         branches = RowBranches([[] if adapter is None else [(adapter, 1.0)] for adapter in adapters])
         if bound is None or bound[0].key != branches.key:
-            self._bound[count] = branches, trunk.ops.adapt(branches)
+            self._bound[count] = branches, adapt(trunk.ops, branches)
 
     def release(self) -> None:
         """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""

@@ -74,13 +74,13 @@ class KVAllocator:
         if computed >= (work.holding.published + 1) * PAGE:
             self._pages.publish(work.holding, work.tokens, computed)
 
-    def grow_beams(self, beams: BeamSearch, count: int) -> bool:
+    def grow_beams(self, beams: BeamSearch[SequenceState], count: int) -> bool:
         """Have pages for `count` more tokens of each running beam, and for `fork`. False: there are too few."""
         if not all(self.grow(state, state.computed + count) for state in beams.states):
             return False
         return self._pages.extend(beams.spare, (beams.width - 1) * PAGE)
 
-    def fork(self, beams: BeamSearch, parents: Sequence[int]) -> None:
+    def fork(self, beams: BeamSearch[SequenceState], parents: Sequence[int]) -> None:
         """Give each beam that runs now a sequence: that of the one that it continues, or a copy of it.
 
         Full pages are shared; of one that is not a copy is made, on a spare page.

@@ -203,7 +203,7 @@ class TextRunner:
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
 
-    def _beam_rows(self, beams: BeamSearch) -> int:
+    def _beam_rows(self, beams: BeamSearch[SequenceState]) -> int:
         """The tokens of each running beam in the next iteration: one, or more that a preempted search reads again."""
         unread = max((state.unread for state in beams.states), default=0)
         return min(unread, max(1, self._planner.chunk // beams.width)) or 1

@@ -78,7 +78,7 @@ class SequenceState:
         *,
         lookup: bool,
         pooling: Pooling | None = None,
-        beams: BeamSearch | None = None,
+        beams: BeamSearch[SequenceState] | None = None,
     ) -> None:
         """`pooling` is the model's, of a prompt that is embedded. `beams` is the search that this is the prompt of."""
         self.beams = beams

@@ -50,7 +50,8 @@ class TokenBatch:
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
         return replace(self, **moved)
 
 

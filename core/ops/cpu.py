@@ -173,16 +173,6 @@ class CpuOps:
             return Array(self.program.buffer(*shape, dtype=torch.int32), shape, self.program)
         return self._own(self.program.buffer(math.prod(shape[:-1]), shape[-1]), shape[:-1])
 
-    def adapt(self, branches: RowBranches | None) -> list[Any]:
-        """Point each product at its branches; returns what is to be kept as long as they are. None: without any."""
-        kept = []
-        for call, layer in self.products:
-            addresses = None if branches is None else branches.addresses(layer)
-            call.branches = None if addresses is None else ctypes.addressof(addresses)
-            call.rows = None if addresses is None or branches is None else branches.table.address
-            kept.append(addresses)
-        return kept
-
     def run_watched(self, watch: Watch) -> None:
         """Run the program, and stop before each layer to call `watch`."""
         done = 0
@@ -225,6 +215,17 @@ class CpuOps:
         self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=out.x, out=out.x)
         self.products.append((self.program.last, second))
         return out
+
+
+def adapt(ops: CpuOps, branches: RowBranches | None) -> list[Any]:
+    """Point each product at its branches; returns what is to be kept as long as they are. None: without any."""
+    kept = []
+    for call, layer in ops.products:
+        addresses = None if branches is None else branches.addresses(layer)
+        call.branches = None if addresses is None else ctypes.addressof(addresses)
+        call.rows = None if addresses is None or branches is None else branches.table.address
+        kept.append(addresses)
+    return kept
 
 
 def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
@@ -288,7 +289,7 @@ class _Written:
         images = self._inputs[0].shape[0]
         if branches is not None and branches.table.images != images:
             raise ValueError(f"adapters of {branches.table.images} rows do not fit a batch of {images}")
-        self._addresses = self.ops.adapt(branches)
+        self._addresses = adapt(self.ops, branches)
         self._adapted = None if branches is None else ref(branches)
 
     def _bind(self, bound: Bound, tensor: Tensor, lengths: Tensor | None) -> None:
