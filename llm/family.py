@@ -58,7 +58,7 @@ def temper_(network: Any) -> None:
 def temperatures(module: Any, positions: Tensor) -> Tensor:
     """What the queries of a tempered layer at these positions are multiplied by (Nakanishi, 2025)."""
     steps = torch.floor((positions.float() + 1) / module.floor_scale)
-    return torch.log1p(steps) * module.attn_scale + 1
+    return torch.log1p(steps) * float(module.attn_scale) + 1
 
 
 def check_attention(network: Any) -> None:
