@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,13 +158,6 @@ def test_other_adapters_are_refused_by_name(
     with pytest.raises(Invalid, match=reason) as refused:
         refusing(tmp_path)
     assert refused.value.field == "model"
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[TextRunner]:
-    runner = TextRunner(stage.small(), kernels=stage.kernels(), max_requests=2)
-    yield runner
-    runner.close()
 
 
 def refusing(path: Path, name: str = "other") -> None:
