@@ -53,7 +53,9 @@ class BatchLineHandler:
         request = text_drafts.read(batch.endpoint, line["body"], ignore_unknown=self._service.ignore_unknown)
         if request.fields.stream:
             raise invalid_field("stream", "must not be true in a batch")
-        draft = text_drafts.draft(request, self._card(batch, request.fields.model, TextCard), batch.owner)
+        card = self._card(batch, name := request.fields.model, TextCard)
+        adapter = self._service.cards.seen_by(batch.owner).adapter(card, name)
+        draft = text_drafts.draft(request, card, batch.owner, adapter)
         return draft if request.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
     def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:

@@ -97,10 +97,12 @@ class RegistrySnapshot:
     def model(self, name: str | None, kind: type[C]) -> C | None:
         """The model of this name and kind; without a name, the first of a worker that is live, or else any.
 
-        The name may be another one of the model.
+        The name may be another one of the model, or that of an adapter of a text model.
         """
         name = self.served_name(name)
-        candidates = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
+        every = [model for model in self.models if isinstance(model, kind)]
+        candidates = [model for model in every if name in (None, model.name)]
+        candidates = candidates or [model for model in every if _adapter(model, name)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         ready = [worker for worker in reversed(self.workers) if worker.state == "ready"]
@@ -117,7 +119,13 @@ class RegistrySnapshot:
     def named(self, name: str) -> ModelCard | None:
         """The model of any kind that is served under this name."""
         served = self.served_name(name)
-        return next((model for model in self.models if model.name == served), None)
+        named = [model for model in self.models if model.name == served]
+        return next(iter(named), None) or (None if served is None else self.model(served, TextCard))
+
+    def adapter(self, card: TextCard, name: str | None) -> str | None:
+        """Return the adapter of a text model that this name, by which it is asked for, stands for; None: none."""
+        served = self.served_name(name)
+        return served if served != card.name and _adapter(card, served) else None
 
     def served_name(self, name: str | None) -> str | None:
         """Return the name of the model that is served under this name; other names are returned as they are. None: the
@@ -159,6 +167,11 @@ class RegistrySnapshot:
         backlog = self.model_backlogs.get(model) if model else self.backlogs.get(queue)
         work_ms = 0 if backlog is None else backlog.queued_ms + backlog.running_ms
         return work_ms / 1000 / max(1, self.ready(queue)) / jobs
+
+
+def _adapter(card: ModelCard, name: str | None) -> bool:
+    """Return whether this is the name of an adapter of a text model."""
+    return isinstance(card, TextCard) and name in card.adapters
 
 
 def _with_drafts(card: ModelCard, allowed: Set[str]) -> ModelCard:

@@ -29,7 +29,7 @@ def answer(job: Job, result: Mapping[str, Any]) -> dict[str, Any]:
             {"object": "embedding", "index": index, "embedding": encode(vector)}
             for index, vector in enumerate(result["embeddings"])
         ],
-        "model": job.model,
+        "model": request.adapter or job.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
     return {**body, "warnings": request.warnings} if request.warnings else body

@@ -15,7 +15,7 @@ from api.errors import ApiError
 from api.routers import new_router
 from api.service import Given, Service
 from contract.bounds import MAX_EXACT
-from contract.card import ImageCard, ModelCard
+from contract.card import ImageCard, ModelCard, TextCard
 from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from core.jobs.registry import READY
@@ -27,11 +27,11 @@ _HEARD_S = 2.0  # cards are polled once a second
 
 @router.get("/v1/models", summary="List models")
 async def models(service: Given, caller: By) -> Response:
-    """List every model that a worker ever announced, and then their aliases; `diptych.live` says whether one serves it
-    now.
+    """List every model that a worker ever announced, text models with their adapters, and then their aliases;
+    `diptych.live` says whether one serves it now.
     """
     now = service.cards.seen_by(caller.id)
-    names = [card.name for card in now.models] + [
+    names = [name for card in now.models for name in (card.name, *_adapters(card))] + [
         alias for alias in now.names.aliases if now.served_name(alias) != alias
     ]
     data = [model_object(card, service, name, caller) for name in names if (card := now.named(name)) is not None]
@@ -87,6 +87,10 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
             after = page.after
 
 
+def _adapters(card: ModelCard) -> tuple[str, ...]:
+    return card.adapters if isinstance(card, TextCard) else ()
+
+
 def started(card: ModelCard, service: Service) -> float:
     """When the first of the workers that serve the model started; 0 without any."""
     return min((worker.started for worker, _ in _serving(card, service)), default=0.0)
@@ -109,7 +113,8 @@ def model_object(card: ModelCard, service: Service, name: str, caller: Caller) -
     if isinstance(card, ImageCard):
         side = fields.pop("native")
         fields |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
-    if name != card.name:
+    adapter = isinstance(card, TextCard) and service.cards.seen_by(caller.id).adapter(card, name) is not None
+    if name != card.name and not adapter:
         fields["alias_of"] = card.name
     if key_limits := caller.limits.of_model(card.name):
         fields["key_limits"] = key_limits
@@ -118,5 +123,6 @@ def model_object(card: ModelCard, service: Service, name: str, caller: Caller) -
         "object": "model",
         "created": int(started(card, service)),
         "owned_by": "diptych",
+        **({"root": name, "parent": card.name} if adapter else {}),
         "diptych": fields,
     }

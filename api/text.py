@@ -8,13 +8,14 @@ a failed job, and gets the same 400.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 import anyio
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.background import BackgroundTask
 
 from api import body, schemas, text_drafts
 from api.access import By, Caller
@@ -35,6 +36,7 @@ from contract.chat import ChatFields
 from contract.embeddings import EmbeddingFields
 from contract.responses import ResponseFields
 from contract.text import CompletionFields
+from core.jobs.connection import StoreError
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 
@@ -89,9 +91,11 @@ async def _answer(
     await enforce_rate_limit(request, service, caller)
     read = partial(text_drafts.read, endpoint, ignore_unknown=service.ignore_unknown)
     text_request = await body.read_as(request, caller.id, read)
-    card = await served(service, model or text_request.fields.model, TextCard, caller.id)
+    name = model or text_request.fields.model
+    card = await served(service, name, TextCard, caller.id)
+    adapter = service.cards.seen_by(caller.id).adapter(card, name)
     with errors_at(text_request.fields.FIELD_NAMES):
-        draft = text_drafts.draft(text_request, card, caller.id)
+        draft = text_drafts.draft(text_request, card, caller.id, adapter)
         costs = caller.limits.job_costs(card.name, tokens=draft.tokens)
         job, _ = await create(service, draft, request, costs, keyless=not caller.id)
         if text_request.fields.stream:
@@ -106,7 +110,16 @@ async def _answer(
         ended = await finished(service, request, job, stays=False)
         result = ended.result or {}
         size = text_drafts.answer_size(job, result)
-        return await body.run_parser(caller.id, size, lambda: JSONResponse(text_drafts.answer(endpoint, job, result)))
+        answer = await body.run_parser(caller.id, size, lambda: JSONResponse(text_drafts.answer(endpoint, job, result)))
+        if endpoint == text_drafts.EMBEDDINGS:
+            answer.background = BackgroundTask(_forget, service, ended)
+        return answer
+
+
+async def _forget(service: Service, job: Job) -> None:
+    """Erase a job whose result was delivered: embeddings are megabytes in Redis, and nobody asks for them again."""
+    with suppress(StoreError):  # then it is kept as long as any job
+        await service.call(service.store.erase, job.id, job.incarnation)
 
 
 async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenerator[bytes]:

@@ -54,7 +54,7 @@ class TextAnswers:
             if parser is not None:
                 yield from parser.end()
                 reason = "tool_calls" if parser.calls and reason == "stop" else reason
-            yield Finish(index, reason)
+            yield Finish(index, reason, choice.get("cumulative_logprob"))
         prompt = sum(result["prompt_tokens"][:: self._request.n])  # counted once, however many answers it has
         yield Usage(prompt, result.get("cached_tokens", 0), sum(choice["tokens"] for choice in choices))
 

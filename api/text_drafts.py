@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from api import embeddings, schemas
@@ -64,9 +64,11 @@ def read(endpoint: str, body: dict[str, Any], *, ignore_unknown: bool = False) -
         return TextRequest(fields, fields.job())
 
 
-def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
-    """Build the job for this model. Raises `ApiError` (400) naming the field that the model does not offer."""
-    offer, job = card.limits, request.job
+def draft(request: TextRequest, card: TextCard, owner: str, adapter: str | None = None) -> JobDraft[TextJob]:
+    """Build the job for this model, with an adapter. Raises `ApiError` (400) naming the field that the model does not
+    offer.
+    """
+    offer, job = card.limits, replace(request.job, adapter=adapter)
     with invalid_as_api_error():
         job.check(offer)
     job = job.complete(offer)

@@ -51,10 +51,13 @@ class HeldBack(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The last event of a choice. `reason` is OpenAI's: stop, length or tool_calls."""
+    """The last event of a choice. `reason` is OpenAI's: stop, length or tool_calls. `cumulative_logprob` is the sum of
+    its tokens' log probabilities, of a beam search.
+    """
 
     choice: int
     reason: str
+    cumulative_logprob: float | None = None
 
 
 class Usage(NamedTuple):

@@ -25,8 +25,8 @@ class TextWriter:
     def __init__(self, job: Job, *, usage: bool = False) -> None:
         """`usage`: a stream of chunks tells the numbers of tokens."""
         self._id = job.id.removeprefix("job_")
-        self._created, self._model = int(job.created), job.model
         self._request = TextJob.read(job.parameters)
+        self._created, self._model = int(job.created), self._request.adapter or job.model
         self._with_usage = usage
 
     def whole(self, events: Iterable[Event]) -> Json:
@@ -88,12 +88,15 @@ class _ChunkWriter(TextWriter):
         if (content := self._content(event)) is None:
             return None
         logprobs = getattr(event, "logprobs", None)
-        return {
+        entry = {
             "index": event.choice,
             **content,
             "logprobs": self._logprobs(event.choice, logprobs) if logprobs else None,
             "finish_reason": event.reason if isinstance(event, Finish) else None,
         }
+        if isinstance(event, Finish) and event.cumulative_logprob is not None:
+            entry["cumulative_logprob"] = event.cumulative_logprob
+        return entry
 
     def _content(self, event: ChoiceEvent) -> Json | None:
         raise NotImplementedError

@@ -242,7 +242,8 @@ class TextOffer:
 
     `max_prompt_logprobs` bounds the log probabilities of a job's prompts, those of the likeliest tokens included.
     `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced. `embedding_dimensions` is
-    the width of an embedding; 0: the model gives none. `generates`: it answers, and does not only embed.
+    the width of an embedding; 0: the model gives none. `generates`: it answers, and does not only embed. `beam_search`:
+    it also does by beam search; false: not announced.
     """
 
     context: StrictInt = 0
@@ -257,6 +258,7 @@ class TextOffer:
     tool_format: StrictStr = ""
     embedding_dimensions: StrictInt = 0
     generates: StrictBool = True
+    beam_search: StrictBool = False
 
 
 BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
@@ -377,13 +379,14 @@ class TextCard(_Card):
     """The card of a text model. `capacity_per_s`: answers of 64 tokens per second.
 
     `expansion_instruction` is the system message with which the model was trained to expand prompts; "": it was not
-    trained for that.
+    trained for that. `adapters` are names of LoRAs, which requests may name in place of the model.
     """
 
     modality: Literal["text"] = "text"
     limits: TextOffer
     costs: TextCosts
     expansion_instruction: StrictStr = ""
+    adapters: tuple[StrictStr, ...] = ()
 
 
 ModelCard = ImageCard | TextCard

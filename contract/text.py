@@ -32,6 +32,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MAX_REPETITION = 10.0
+MAX_LENGTH_PENALTY = 10.0
 MAX_INPUTS = 2048  # of an embedding request, as in OpenAI's API
 MAX_INPUT_TOKENS = 300_000  # of all inputs, as there
 MAX_EMBEDDED = 2**21  # numbers of all embeddings of a request
@@ -80,7 +81,8 @@ class TextJob:
     probabilities (`scores_prompts`), else by the API. `tools` are those that an answer may call, or must if
     `tools_required`; calls are written in `tool_format`, of `contract.tools`. `warnings` are for people. `embedding`,
     an encoding of OpenAI's API, requests the prompts' embeddings, of so many `dimensions`, in place of answers. None
-    leaves a value to the worker.
+    leaves a value to the worker. `best_of` is the width of a beam search, if it is not `n`;
+    `adapter` is the model's LoRA.
     """
 
     expand_prompt: ClassVar[bool] = False  # options of images
@@ -106,9 +108,18 @@ class TextJob:
         Field(max_length=MAX_BIASED),
         "by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
     ] = None
+    use_beam_search: Annotated[bool | None, "true: the n best answers of a beam search of this width"] = None
+    length_penalty: Annotated[
+        float | None,
+        Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY),
+        "of beams, 1 by default: more for longer ones",
+    ] = None
+    early_stopping: Annotated[bool | None, "true: beams end once as many answers as the width have ended"] = None
+    best_of: int | None = None
     logprobs: int | None = None
     json_schema: str | None = None
     echo: bool | None = None
+    adapter: str | None = None
     tools: list[dict[str, Any]] | None = None
     tools_required: bool | None = None
     tool_format: str | None = None
@@ -131,9 +142,14 @@ class TextJob:
         return set()
 
     @property
+    def beams(self) -> int:
+        """The width of a beam search; 0: there is none."""
+        return (self.best_of or self.n) if self.use_beam_search else 0
+
+    @property
     def count(self) -> int:
-        """The number of answers over all prompts."""
-        return self.n * len(self.prompts or [None])
+        """The number of answers, or beams, over all prompts."""
+        return max(self.n, self.beams) * len(self.prompts or [None])
 
     @property
     def scores_prompts(self) -> bool:
@@ -164,6 +180,8 @@ class TextJob:
             raise Invalid("logit_bias", _OLDER)
         if (self.scores_prompts or self.max_tokens == 0) and not offer.max_prompt_logprobs:
             raise Invalid("echo", _OLDER)
+        if self.beams and not offer.beam_search:
+            raise Invalid("use_beam_search", _OLDER)
         if self.tools and offer.tool_format not in CALLS:
             raise Invalid(TOOLS, _OTHER_CALLS if offer.tool_format else _OLDER, UNSUPPORTED)
 
@@ -274,10 +292,29 @@ class TextFields(TextBody):
         return super()._job(**{"stop": stops or None, "logit_bias": self.logit_bias or None, **values})
 
     @model_validator(mode="after")
+    def _options_of_beams(self) -> TextFields:
+        given = self.given
+        searches = given.get("use_beam_search") or False
+        for name, usual in (_NO_BEAMS if searches else _BEAMS).items():
+            if (value := given.get(name)) and value not in (usual, False):
+                raise field_error(name, _WITH_BEAMS if searches else "needs use_beam_search")
+        return self
+
+    @model_validator(mode="after")
     def _options_of_a_stream(self) -> TextFields:
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "is for streams alone; set stream to true")
         return self
+
+
+_WITH_BEAMS = "does not go with use_beam_search, whose beams are the likeliest as they are"
+_BEAMS = {"length_penalty": 1, "early_stopping": False}
+_NO_BEAMS = {
+    "stream": False, "seed": None, "stop": None, "temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0,
+    "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": None, "response_format": None,
+    "tools": None,
+}  # fmt: skip
+"""Fields that beam search is refused with, and the values that ask for nothing."""
 
 
 def _is_bias(token: Any, value: Any) -> bool:
@@ -326,7 +363,9 @@ class CompletionFields(TextFields):
 
     prompt: Prompts = Field(description=PROMPTS)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
-    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must be n: all are returned")
+    best_of: int | None = Field(
+        default=None, ge=1, le=MAX_CHOICES, description="the width of a beam search, at least n; else n"
+    )
     max_tokens: int | None = Field(
         default=None, ge=0, description="of the answer, at most; 16 by default; 0, only with echo: the prompt alone"
     )
@@ -337,8 +376,15 @@ class CompletionFields(TextFields):
 
     @model_validator(mode="after")
     def _all_of_them(self) -> CompletionFields:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise field_error("best_of", "must be equal to n")
+        searches = self.given.get("use_beam_search")
+        if (
+            self.best_of is not None
+            and (self.best_of < (self.n or 1) or not searches)
+            and self.best_of != (self.n or 1)
+        ):
+            raise field_error("best_of", "must be at least n" if searches else "must be equal to n")
+        if searches and self.echo and self.logprobs is not None:
+            raise field_error("echo", "with logprobs " + _WITH_BEAMS)
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "must be at least 1 without echo")
         if self.echo and self.logprobs is None and not all(isinstance(prompt, str) for prompt in self.prompts):
@@ -353,7 +399,9 @@ class CompletionFields(TextFields):
         """The job of this request. Raises `Invalid`."""
         check_prompts("prompt", self.prompts)
         limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._job(prompts=self.prompts, max_tokens=limit, logprobs=self.logprobs, echo=self.echo or None)
+        return self._job(
+            prompts=self.prompts, max_tokens=limit, logprobs=self.logprobs, echo=self.echo or None, best_of=self.best_of
+        )
 
 
 def _tokens(value: Any) -> bool:

@@ -211,6 +211,10 @@ class Settings(BaseSettings):
         ge=0,
         description="that these models may take in memory, each with its keys and values; 0: all of them stay",
     )
+    text_loras: str = Field(
+        default="", description="where the text models' LoRAs lie that requests may name as model; empty: none may"
+    )
+    text_loras_mib: int = Field(default=1024, ge=1, description="that the LoRAs of each text model may take, once read")
     text_precision: Choice = Field(
         default="auto",
         description="auto: int8 or fp8 where the model has such a variant and the kernels run, else fp32 or bf16",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core.kernels.cuda import decode_kernel
 from core.kernels.kv_cache import KVCache, TokenBatch
+from llm import family
 
 NAME = "diptych"
 
@@ -71,23 +72,26 @@ def attention(
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] of a step's tokens, to [1, T, heads, d]."""
     layer = module.layer_idx
     paged.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.step)
-    out = paged_attention(query[0].transpose(0, 1), paged, layer, scaling, sliding_window or 0, softcap or 0.0)
+    if getattr(module, "tempered", False):
+        query = (query * family.temperatures(module, paged.step.positions)[:, None]).to(query.dtype)
+    chunk = family.chunk(module.config, layer)
+    out = paged_attention(query[0].transpose(0, 1), paged, layer, scaling, sliding_window or 0, softcap or 0.0, chunk)
     return out[None], None
 
 
 def paged_attention(
-    query: Tensor, paged: PagedContext, layer: int, scale: float, window: int = 0, cap: float = 0.0
+    query: Tensor, paged: PagedContext, layer: int, scale: float, window: int = 0, cap: float = 0.0, chunk: int = 0
 ) -> Tensor:
     """query [T, heads, d] on the pages of its rows' sequences, each up to its own position, to [T, heads, d].
 
     Query heads that share a key head are stacked as queries of one head, so that keys are read once. `window` and `cap`
-    as in `core.ops.ops.TokenOps.attend_paged`.
+    as in `core.ops.ops.TokenOps.attend_paged`; `chunk` as in `family.chunk`.
     """
     step, cache = paged.step, paged.cache
     kv_heads = cache.kv_heads
     packed = query.unflatten(1, (kv_heads, -1))  # [T, kv_heads, g, d]
     out = torch.empty_like(packed)
-    if query.is_cuda and len(paged.singles) and decode_kernel.unsupported_reason(cache) is None:
+    if query.is_cuda and not chunk and len(paged.singles) and decode_kernel.unsupported_reason(cache) is None:
         key_scales = None if cache.key_scales is None else cache.key_scales[layer]
         value_scales = None if cache.value_scales is None else cache.value_scales[layer]
         attended = decode_kernel.decode(
@@ -98,7 +102,7 @@ def paged_attention(
     elif len(paged.singles):
         positions = step.positions[paged.singles]
         keys, values = cache.read(layer, step.sequences[paged.singles], int(positions.max()) + 1)
-        seen = _seen(keys, positions, window)
+        seen = _seen(keys, positions, window, chunk)
         out[paged.singles] = _attend(packed[paged.singles], keys, values, seen[:, None, None], scale, cap)
     for first, count in paged.runs:
         rows = slice(first, first + count)
@@ -106,16 +110,18 @@ def paged_attention(
         keys, values = cache.read(layer, step.sequences[first : first + 1], int(positions[-1]) + 1)
         group = packed.shape[2]
         stacked = packed[rows].permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, kv_heads, g · count, d]
-        seen = _seen(keys, positions, window).repeat(group, 1)
+        seen = _seen(keys, positions, window, chunk).repeat(group, 1)
         attended = _attend(stacked, keys, values, seen, scale, cap)[0]
         out[rows] = attended.unflatten(1, (group, count)).permute(2, 0, 1, 3)
     return out.flatten(1, 2)
 
 
-def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
+def _seen(keys: Tensor, positions: Tensor, window: int, chunk: int) -> Tensor:
     """Which of L keys [..., L, d] rows at these positions [T] attend to: bool [T, L]."""
     places = torch.arange(keys.shape[2], device=positions.device)
     seen = places <= positions[:, None]
+    if chunk:
+        seen &= places >= (positions // chunk * chunk)[:, None]
     return seen & (places > positions[:, None] - window) if window else seen
 
 

@@ -5,6 +5,7 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -57,18 +58,17 @@ def choose(
     best = greedy_tokens(logits, parts) if best is None else best
     if all(part.plain for part in parts):  # most steps of most servers: hundreds of rows without any adjustment
         return [SampledTokens([best[part.first]]) for part in parts]
-    unmodified = {
-        i: logits[part.rows.start : part.rows.stop].clone()
-        for i, part in enumerate(parts)
-        if part.work.parameters.logprobs is not None
-    }
+    told = [i for i, part in enumerate(parts) if part.work.parameters.logprobs is not None]
+    rows = [row for i in told for row in parts[i].rows]
+    logs = logits[rows].log_softmax(-1) if told else None  # of unmodified logits
     _adjust_(logits, parts, counts)
     refused = _constrain_(logits, parts)
     tokens = _greedy(logits, parts, best) | _sampled(logits, parts)
-    results = [
-        SampledTokens(tokens[i], _sampled_logprobs(unmodified[i], part, tokens[i]) if i in unmodified else ())
-        for i, part in enumerate(parts)
-    ]
+    results = [SampledTokens(tokens[i]) for i in range(len(parts))]
+    if logs is not None:
+        entries = _sampled_logprobs(logs, [(parts[i], tokens[i]) for i in told])
+        for i, logprobs in zip(told, entries, strict=True):
+            results[i] = SampledTokens(tokens[i], logprobs)
     return [refused.get(i, result) for i, result in enumerate(results)]
 
 
@@ -94,7 +94,7 @@ def draw_on_device(
     logprobs = []
     for group, original in unmodified:
         its_tokens = tokens[_rows(group, logits)].clamp_(min=0)
-        numbers = sample.logprobs(original, its_tokens, group[0].work.parameters.logprobs or 0)
+        numbers = sample.ranked(original.log_softmax(-1), its_tokens, group[0].work.parameters.logprobs or 0)
         logprobs.append(RowLogprobs([part.first for part in group], *numbers))
     return PendingTokens(tokens, logprobs)
 
@@ -205,14 +205,27 @@ def _constrain_(logits: Tensor, parts: Sequence[ScheduledTokens]) -> dict[int, I
 def prompt_logprobs(logits: Tensor, part: ScheduledTokens) -> list[Logprob]:
     """Log probabilities of a part's tokens of a prompt, under the logits [n, V] that precede them."""
     targets = part.work.tokens[part.scored.start + 1 : part.scored.stop + 1]
-    return _logprobs(logits, targets, part.work.parameters.logprobs or 0)
+    return _logprobs(logits.log_softmax(-1), targets, part.work.parameters.logprobs or 0)
 
 
-def _sampled_logprobs(logits: Tensor, part: ScheduledTokens, tokens: list[int]) -> list[Logprob]:
-    return _logprobs(logits[: len(tokens)], tokens, part.work.parameters.logprobs or 0)
+def _sampled_logprobs(logs: Tensor, chosen: Sequence[tuple[ScheduledTokens, list[int]]]) -> list[list[Logprob]]:
+    """The log probabilities of each part's tokens, all of whose rows logs [n, V] has in order: one copy from the
+    device.
+    """
+    # Rows after guesses that were not accepted have no token.
+    padded = [[*tokens, *[0] * (len(part.rows) - len(tokens))] for part, tokens in chosen]
+    counts = [part.work.parameters.logprobs or 0 for part, _ in chosen]
+    entries = iter(_logprobs(logs, [*chain(*padded)], max(counts)))
+    results = []
+    for (part, tokens), count in zip(chosen, counts, strict=True):
+        rows = [*islice(entries, len(part.rows))][: len(tokens)]
+        results.append([Logprob(e.token, e.logprob, e.top[:count]) for e in rows])
+    return results
 
 
-def _logprobs(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
-    """Log probabilities of tokens [n] under logits [n, V], each with those of the `count` most likely."""
-    numbers = sample.logprobs(logits, torch.tensor(tokens, device=logits.device), count)
-    return RowLogprobs(range(len(tokens)), *numbers).read(tokens)
+def _logprobs(logs: Tensor, tokens: list[int], count: int) -> list[Logprob]:
+    """The entries of logs [n, V] for tokens [n], each with the `count` largest of its row."""
+    own, top, ids = sample.ranked(logs, on_device(torch.tensor(tokens), logs.device), count)
+    numbers = torch.cat((own[:, None], top, ids.int().view(torch.float32)), 1).cpu()
+    columns = numbers[:, 0], numbers[:, 1 : 1 + count], numbers[:, 1 + count :].view(torch.int32)
+    return RowLogprobs(range(len(tokens)), *columns).read(tokens)

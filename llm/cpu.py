@@ -6,6 +6,7 @@ A row's bits depend neither on the other rows, nor on their number, nor on which
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
+from core.ops.branches import LowRank, PackedBranches, RowBranches
+from core.ops.cpu import adapt
 from core.ops.cpu_arrays import Array
 from core.ops.cpu_tokens import CpuTokenOps
 from core.ops.ops import Walk, bind
@@ -59,6 +62,7 @@ class CpuDecoder:
         self._ops = partial(CpuTokenOps, library, self._layers, cache, angles)
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[tuple[Walk, int], _Head] = {}
+        self._bound: dict[int, tuple[RowBranches, list[Any]]] = {}  # adapters of programs, by their numbers of tokens
         self.states: Tensor | None = None  # fp32 [S, C] of the last step's `state_rows`
         self._trunk(1)  # packs all layers, and finds any that are unsupported
         self._head(logits, 1)
@@ -70,6 +74,7 @@ class CpuDecoder:
         trunk.tokens.x.copy_(step.tokens)
         trunk.rows.positions.copy_(step.positions)
         trunk.rows.sequences.copy_(step.sequences)
+        self._adapt(trunk, step.adapters)
         trunk.ops.program.run()
         x = torch.index_select(trunk.x.x, 0, step.output_rows)  # copies: programs share their memory
         self.states = None
@@ -86,6 +91,23 @@ class CpuDecoder:
         head.x.x.copy_(x)
         head.ops.program.run()
         return head.out.x
+
+    def pack(self, factors: Mapping[str, LowRank]) -> PackedBranches:
+        """An adapter for steps. On any thread. Raises ValueError, naming the layer, for a factor that does not fit."""
+        return PackedBranches(self._layers.library, self._layers.all, factors)
+
+    def _adapt(self, trunk: _Trunk, adapters: Sequence[PackedBranches | None] | None) -> None:
+        """Give the rows of a program their adapters; without any its bits are the model's own."""
+        count = len(trunk.tokens.x)
+        bound = self._bound.get(count)
+        if adapters is None:
+            if bound is not None:
+                del self._bound[count]
+                adapt(trunk.ops, None)
+            return
+        branches = RowBranches([[] if adapter is None else [(adapter, 1.0)] for adapter in adapters])
+        if bound is None or bound[0].key != branches.key:
+            self._bound[count] = branches, adapt(trunk.ops, branches)
 
     def release(self) -> None:
         """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""

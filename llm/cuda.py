@@ -4,6 +4,7 @@ joined ones, so that they are stored once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from core.kernels.cuda import decode_kernel
 from core.kernels.kv_cache import PAGE, KVCache
+from core.ops.branches import LowRank
+from core.ops.cuda_branches import CudaBranches
 from core.ops.cuda_tokens import CudaTokenOps, FusedBatch, Residual
 from core.ops.ops import bind
 from core.ops.trace import TraceOps
@@ -41,10 +44,15 @@ class CudaDecoder:
         self.vocabulary = len(network.lm_head.weight)
         angles = family.angles(network, cache.table.shape[1] * PAGE, embeddings.device)
         self.ops = CudaTokenOps(self.dtype, cache, angles)
+        self._network = network
         followed = TraceOps()
         self._logits(followed, self._trunk(followed, (1,), None))
         for call in followed.calls:  # joined weights exist before anything is recorded
             self.ops.pack(call.operation, call.layers)
+
+    def pack(self, factors: Mapping[str, LowRank]) -> CudaBranches:
+        """An adapter for rows. On any thread. Raises ValueError, naming the layer, for a factor that does not fit."""
+        return self.ops.pack_branches(factors, self._network)
 
     @torch.inference_mode()
     def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,15 @@ from core.kernels.cuda import decode_kernel, driver
 from core.kernels.cuda.chunk_kernel import tiles
 from core.kernels.device import HOPPER, TRITON
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch, on_device
+from core.ops.branches import LowRank, PackedAdapter
+from core.ops.cuda_branches import CudaRowBranches
 from core.ops.cuda_tokens import FusedBatch
+from llm.adapters import AdaptedModules, TorchAdapter
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
-from llm.step_graphs import StepGraphs, StepInputs, rung
+from llm.step_graphs import BUCKETS, StepGraphs, StepInputs, mixed_buckets, rung
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class TextExecution:
             kind=kv, companion=companion,
         )  # fmt: skip
         self._states: Tensor | None = None  # by torch
+        self._adapted: AdaptedModules | None = None  # by torch
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
         if PRECISIONS[model.precision].emulated:
@@ -118,13 +122,24 @@ class TextExecution:
         if self._programs is not None:
             self._programs.release()
 
+    def pack(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
+        """An adapter for rows of steps, by the layers' names. On any thread.
+
+        Raises ValueError, naming the layer, for a factor that does not fit it.
+        """
+        if self._programs is not None:
+            return self._programs.pack(factors)
+        if self._fused is not None:
+            return self._fused.pack(factors)
+        return TorchAdapter(factors, self.model.device, self.model.dtype)
+
     def __call__(self, step: TokenBatch) -> Tensor:
         """Logits [L, V] in fp32 of the step's picked rows, overwritten by the next call.
 
         A row whose token is -1 takes its sequence's `latest` one.
         """
+        self.cache.settle()
         if self._fused is not None:
-            self.cache.settle()
             return self._fused(step)
         device = self.model.device
         if bool((step.tokens < 0).any()):
@@ -132,9 +147,11 @@ class TextExecution:
             step = replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
         if self._programs is not None:
             return self._programs(step)
-        self.cache.settle()
         step = step.to(device)
-        with torch.inference_mode(), self._read_states(step.state_rows):
+        if step.adapters is not None and self._adapted is None:
+            self._adapted = AdaptedModules(self.model.network)
+        adapted = nullcontext() if self._adapted is None else self._adapted.rows(step.adapters, device)
+        with torch.inference_mode(), adapted, self._read_states(step.state_rows):
             output = self.model.network(
                 step.tokens.long()[None],
                 position_ids=step.positions.long()[None],
@@ -208,6 +225,7 @@ class FusedTextExecution:
     def __init__(self, model: CudaDecoder, cache: KVCache, sequences: int, context: int, rows: int) -> None:
         self.model = model
         self._device = cache.table.device
+        model.ops.branches = CudaRowBranches(max(mixed_buckets(rows)[-1], BUCKETS[-1]))
         self.graphs = StepGraphs(model, sequences, context, rows, self._device)
         self.best: Tensor | None = None
 
@@ -216,9 +234,21 @@ class FusedTextExecution:
         """Prepare like `TextExecution`."""
         self.graphs.prepare(sequences)
 
+    def pack(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
+        """An adapter; see `TextExecution`."""
+        return self.model.pack(factors)
+
     @torch.inference_mode()
     def __call__(self, batch: TokenBatch) -> Tensor:
         """Compute one step; see `TextExecution`."""
+        branches = self.model.ops.branches
+        if batch.adapters is None or branches is None:
+            return self._run(batch)
+        uses = [[] if adapter is None else [(adapter, 1.0)] for adapter in batch.adapters]
+        with branches.adapted(uses, self._device):
+            return self._run(batch)
+
+    def _run(self, batch: TokenBatch) -> Tensor:
         step = self._step(batch)
         logits = self.graphs(step) if batch.state_rows is None else None
         if logits is None:

@@ -14,7 +14,8 @@ MIXTURES = ("mixtral", "qwen3_moe")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES, *GEMMA)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position only
 _ACTS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LLAMA4 = "llama4_text"
 # Whose attention passes the window of each layer on, which has been compared with transformers'.
 _WINDOWED = (
     *MODEL_TYPES, "cohere2", "ministral", "olmo3", "phi3", "starcoder2",
@@ -34,11 +35,31 @@ def windows(config: Any) -> tuple[int, ...]:
         raise ValueError(f"has a sliding window of {str(window)[:40]} tokens, which is none")
     if kinds is None:  # the window of all layers
         kinds = [_SLIDING if window else _FULL] * config.num_hidden_layers
-    if unknown := sorted({*kinds} - {_FULL, _SLIDING}):
+    known = {_FULL, _SLIDING, *([_CHUNKED] if config.model_type == LLAMA4 else [])}
+    if unknown := sorted({*kinds} - known):
         raise ValueError(f"has layers of {unknown[0].replace('_', ' ')}, which the cache does not know")
     if _SLIDING in kinds and config.model_type not in _WINDOWED:
         raise ValueError(f"has sliding windows, which are not known of {config.model_type}")
     return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+
+
+def chunk(config: Any, layer: int) -> int:
+    """Return the tokens of a chunk, outside of which tokens of a layer attend to none (Llama 4); 0: all."""
+    chunked = config.model_type == LLAMA4 and config.layer_types[layer] == _CHUNKED
+    return int(config.attention_chunk_size) if chunked else 0
+
+
+def temper_(network: Any) -> None:
+    """Leave the temperatures of Llama 4's queries to our attention: transformers takes rows for positions."""
+    for module in network.modules():
+        if network.config.model_type == LLAMA4 and getattr(module, "attn_temperature_tuning", False):
+            module.attn_temperature_tuning, module.tempered = False, not module.use_rope
+
+
+def temperatures(module: Any, positions: Tensor) -> Tensor:
+    """What the queries of a tempered layer at these positions are multiplied by (Nakanishi, 2025)."""
+    steps = torch.floor((positions.float() + 1) / module.floor_scale)
+    return torch.log1p(steps) * float(module.attn_scale) + 1
 
 
 def check_attention(network: Any) -> None:

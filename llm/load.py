@@ -255,6 +255,7 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
 
     try:
         family.check_attention(network)
+        family.temper_(network)
     except ValueError as error:
         raise TextModelError(f"{name}: {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

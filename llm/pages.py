@@ -65,13 +65,15 @@ class PageAllocator:
     def held(self) -> int:
         return len(self._holders)
 
-    def find(self, holding: SequencePages, tokens: Sequence[int]) -> None:
+    def find(self, holding: SequencePages, tokens: Sequence[int], adapter: int = 0) -> None:
         """Start a holding with the cached pages of the longest known prefix of these tokens.
 
-        Never includes the last token: its forward is needed to compute what follows.
+        Never includes the last token: its forward is needed to compute what follows. `adapter` is the key, negative, of
+        the weights that compute them beside the model's own.
         """
         if holding.pages:
             raise IntegrityError("a holding that has pages cannot begin with others")
+        holding.key = adapter
         for start in range(0, (len(tokens) - 1) // PAGE * PAGE, PAGE):
             entry = self._found.get((holding.key, tuple(tokens[start : start + PAGE])))
             if entry is None:
@@ -82,6 +84,13 @@ class PageAllocator:
             holding.pages.append(page)
         holding.shared = holding.published = len(holding.pages)
         self.hits += holding.room
+
+    def share(self, holding: SequencePages, count: int) -> SequencePages:
+        """Return another holding of the first `count` pages, all full, which nobody may write to from now on."""
+        holding.shared = max(holding.shared, count)
+        for page in holding.pages[:count]:
+            self._holders[page] += 1
+        return SequencePages(holding.pages[:count], count, holding.published, holding.key)
 
     def extend(self, holding: SequencePages, tokens: int) -> bool:
         """Allocate pages for so many tokens in all. False if there are too few pages: then nothing is allocated."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from contract.bodies import check_bounds
-from contract.bounds import MAX_SEED, check_number, check_text, check_whole, short
+from contract.bounds import MAX_SEED, check_flag, check_number, check_text, check_whole, short
+from contract.card import MAX_CHOICES
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import (
     MAX_BIAS,
@@ -20,6 +21,7 @@ from contract.text import (
 MAX_TOP_K = 1 << 20
 _NUMBERS = (
     "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "length_penalty",
 )  # fmt: skip
 
 Finish = Literal["stop", "length"]
@@ -38,7 +40,8 @@ class TextParameters:
     `continues`: the text goes on with the prompt's, with a space between them; else it is a text of its own.
     `logit_bias` is OpenAI's: values added to the logits of these tokens; -100 excludes a token, and 100 excludes all
     others. `json_schema` is a schema as text, or "{}" for any JSON. `stop` strings are left out of the text, and so are
-    the tokens that end it. `seed` None is random.
+    the tokens that end it. `seed` None is random. `beams` n > 0 is a beam search of this width, greedy, whose best
+    `answers` are returned; `length_penalty` and `early_stopping` are transformers'. `adapter` names a LoRA.
     """
 
     prompt: tuple[int, ...]
@@ -59,6 +62,11 @@ class TextParameters:
     logit_bias: tuple[tuple[int, float], ...] = ()
     continues: bool = False
     embed: bool = False
+    beams: int = 0
+    answers: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    adapter: str = ""
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 
     @property
@@ -103,6 +111,8 @@ class GeneratedText:
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()  # of the prompt's tokens but the first
     pooled: bytes = b""
+    cumulative_logprob: float | None = None  # of a beam search
+    alternatives: tuple[GeneratedText, ...] = ()  # and its next best answers
 
 
 def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
@@ -116,6 +126,7 @@ def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
         check_whole("logprobs", parameters.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
     _check_bias(parameters.logit_bias, vocabulary)
     _check_stop(parameters.stop)
+    _check_beams(parameters)
     if parameters.json_schema is not None and not isinstance(parameters.json_schema, str):
         raise Invalid("json_schema", "must be text")
 
@@ -133,6 +144,22 @@ def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> 
         if not parameters.embed:
             field, words = "max_tokens", f"{words} of prompt and {short(parameters.max_tokens)} to come"
         raise Invalid(field, f"{words} are more than the model's context of {context}", CONTEXT_LENGTH)
+
+
+def _check_beams(parameters: TextParameters) -> None:
+    check_whole("n", parameters.beams, 0, MAX_CHOICES)
+    check_flag("early_stopping", parameters.early_stopping)
+    if not parameters.beams:
+        return
+    check_whole("n", parameters.answers, 1, parameters.beams)
+    if not parameters.greedy:
+        raise Invalid("temperature", "must be 0 in a beam search")
+    alone = {name: getattr(parameters, name) for name in ("stop", "logit_bias", "json_schema", "tool_grammar")}
+    alone |= {"prompt_logprobs": parameters.prompt_logprobs, "repetition_penalty": parameters.penalized}
+    if field := next((name for name, value in alone.items() if value), None):
+        raise Invalid(field, "does not go with a beam search")
+    if not parameters.max_tokens:
+        raise Invalid("max_tokens", "must be at least 1 in a beam search")
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from core.kernels.kv_cache import TokenBatch
@@ -119,4 +119,8 @@ def gather_step(parts: Sequence[ScheduledTokens]) -> Step:
             sampled.append(part)
             output_rows += range(len(tokens) - 1 - len(guess), len(tokens))
     step = TokenBatch.of(tokens, positions, sequences, output_rows, state_rows)
+    if any(part.work.adapter is not None for part in parts):
+        packed = [None if part.work.adapter is None else part.work.adapter.packed for part in parts]
+        counts = [part.count + len(part.guess.tokens) for part in parts]
+        step = replace(step, adapters=[own for own, count in zip(packed, counts, strict=True) for _ in range(count)])
     return Step(step, sampled, scored, pooled)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-from contract.errors import UNSUPPORTED, Invalid
+from contract.errors import CONTEXT_LENGTH, UNSUPPORTED, Invalid
 from contract.text import EMBEDS_ONLY, NO_EMBEDDINGS
 from contract.tools import TOOLS
 from core.batching.cost import CostTable
@@ -19,6 +19,8 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
+from llm.adapters import AdapterSource
+from llm.beam_search import BeamSearch
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
 from llm.execution import FUSED, TextExecution
@@ -28,6 +30,7 @@ from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
 from llm.model_runner import ModelRunner, Timing
 from llm.pages import PAGE, PageAllocator
+from llm.parameters import Logprob, TextDelta
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import MOST, DraftModel
@@ -35,6 +38,7 @@ from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 
 GROUP = "text"
+_ADAPTERS = "text adapters"  # a resource
 _GUESS_S = 0.005  # of an iteration, before anything was measured
 _ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of one prompt in it
 
@@ -69,6 +73,7 @@ class TextRunner:
         are known, see `ModelRunner`; default: on a GPU, without speculation. Raises `TextModelError`.
         """
         self.model = model
+        self.adapters: AdapterSource | None = None  # of this model
         self.context = min(context or model.context, model.context)
         self.patience_s, self.pace_s = patience_s, pace_s
         self.pages = PageAllocator(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
@@ -112,6 +117,12 @@ class TextRunner:
             raise Invalid("model", f"{NO_EMBEDDINGS}: {self.model.pooling.reason}", UNSUPPORTED)
         if text_parameters.max_tokens and not self.model.generates:
             raise Invalid("model", EMBEDS_ONLY, UNSUPPORTED)
+        if text_parameters.adapter:
+            if self.adapters is None:
+                raise Invalid("model", "has no adapters", UNSUPPORTED)
+            self.adapters.check(text_parameters.adapter)
+        if text_parameters.beams:
+            self._check_beams(text_parameters)
         if text_parameters.json_schema is not None:
             request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
         if text_parameters.tool_grammar is not None:
@@ -120,14 +131,28 @@ class TextRunner:
             except Invalid as error:
                 raise error.of(TOOLS) from error
 
+    def _check_beams(self, search: parameters.TextParameters) -> None:
+        """Reject a search whose beams cannot all be in the cache, or in one forward."""
+        if search.beams > (most := min(self._sequences, self._max_rows)):
+            raise Invalid("n", f"{search.beams} beams are more than the {most} sequences that run at once here")
+        pages = -(-len(search.prompt) // PAGE) + search.beams * (2 + -(-search.max_tokens // PAGE))
+        if pages > self.pages.capacity:
+            raise Invalid("max_tokens", f"{search.beams} beams of so many tokens do not fit the cache", CONTEXT_LENGTH)
+
     def resources(self, request: Request) -> frozenset[str]:
-        return frozenset()
+        return frozenset([_ADAPTERS] if getattr(request.parameters, "adapter", "") else ())
 
     def admit(self, request: Request) -> NotYet | None:
         if self._allocator.full:
             return NotYet()
         work: SequenceState = request.work or self._sequence(request)
+        if request.parameters.adapter and work.adapter is None:
+            assert self.adapters is not None
+            work.adapter = self.adapters.acquire(request.parameters.adapter, wait=self._allocator.held > 0)
+            if work.adapter is None:
+                return NotYet(_ADAPTERS)
         if not self._allocator.allocate(work):
+            self._release_adapter(work)
             return NotYet()
         request.work = work
         self._planner.plan(request)
@@ -137,13 +162,28 @@ class TextRunner:
         self.preempt(request)
         request.work = None
 
+    def _release_adapter(self, work: SequenceState) -> None:
+        if work.adapter is not None and self.adapters is not None:
+            self.adapters.release(work.adapter)
+            work.adapter = None
+
     def preempt(self, request: Request) -> None:
-        request.work.pending = None  # it will be drawn again, the same
-        self._allocator.free(request.work)
+        work: SequenceState = request.work
+        work.pending = None  # it will be drawn again, the same
+        self._allocator.free(work)
+        self._release_adapter(work)
+        if work.beams is not None and work.beams.running:  # what they have in common is read again first, as a prompt
+            work.tokens = [*request.parameters.prompt, *work.beams.common]
+            work.prompt = len(work.tokens)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
         for request in requests:
             work: SequenceState = request.work
+            if (beams := work.beams) is not None:
+                if not self._allocator.grow_beams(beams, self._beam_rows(beams)):
+                    return False
+                if beams.states:  # they have all pages that they need
+                    continue
             room = len(work.holding.pages) * PAGE - work.computed
             # Of one that decodes, as most of hundreds do, one row, unless it has guesses.
             rows = 1 if request.phase == DECODE and not work.guesses else self.rows(request)
@@ -159,10 +199,17 @@ class TextRunner:
 
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
+        if work.beams is not None and work.beams.states:
+            return len(work.beams.states) * self._beam_rows(work.beams)
         if request.phase == DECODE:
             return 1 + (work.guess_count if work.guesses else 0)
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
+
+    def _beam_rows(self, beams: BeamSearch[SequenceState]) -> int:
+        """The tokens of each running beam in the next iteration: one, or more that a preempted search reads again."""
+        unread = max((state.unread for state in beams.states), default=0)
+        return min(unread, max(1, self._planner.chunk // beams.width)) or 1
 
     def iterations(self, request: Request) -> int:
         work: SequenceState = request.work
@@ -189,13 +236,19 @@ class TextRunner:
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         waiting = self._waiting_for_masks(requests)
         requests = [request for request in requests if request.id not in waiting] if waiting else requests
-        parts = [self._part(request) for request in requests]
+        shares = [self._parts(request) for request in requests]
+        parts = [part for share in shares for part in share]
 
         def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
             started = time.perf_counter()
             for rows, seconds, masks_s in timings:
                 self.guessing.observe(rows, seconds - masks_s)
-            outcomes = {request.id: self._commit(part) for request, part in zip(requests, parts, strict=True)}
+            outcomes = {
+                request.id: self._commit(share[0])
+                if request.work.beams is None
+                else self._commit_beams(request.work, share)
+                for request, share in zip(requests, shares, strict=True)
+            }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
             host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
@@ -215,13 +268,17 @@ class TextRunner:
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
 
-    def _part(self, request: Request) -> ScheduledTokens:
+    def _parts(self, request: Request) -> list[ScheduledTokens]:
+        """The request's share of an iteration: one part, or one of each of its beams."""
         work: SequenceState = request.work
+        if work.beams is not None and work.beams.states:
+            count = self._beam_rows(work.beams)
+            return [ScheduledTokens(s, s.computed, count, not s.unread) for s in work.beams.states]
         if request.phase == DECODE:
             complete = work.pending is not None and work.complete
-            return ScheduledTokens(work, work.computed, 0 if complete else 1, not complete)
+            return [ScheduledTokens(work, work.computed, 0 if complete else 1, not complete)]
         count = self.rows(request)
-        return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
+        return [ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))]
 
     def _commit(self, part: ScheduledTokens) -> Outcome:
         if part.error is not None:
@@ -254,13 +311,42 @@ class TextRunner:
         progress = (0 if tokens is None else work.answered, total)
         return Outcome(progress, None, news, text, None, text is not None)
 
+    def _commit_beams(self, work: SequenceState, parts: Sequence[ScheduledTokens]) -> Outcome:
+        """Let beams go on, by the results of their parts; or begin, by that of what they have in common."""
+        beams, candidates = work.beams, list[Logprob]()
+        assert beams is not None
+        for part in parts:
+            if part.error is not None:
+                return Outcome(error=part.error)
+            if self.guessing.active:
+                self.guessing.settle(part, 0)
+            part.work.computed = computed = part.start + part.count
+            self._allocator.publish(part.work, computed if self.guessing.draft is None else part.work.drafted)
+            candidates += part.logprobs
+        total = beams.width * beams.parameters.max_tokens
+        if len(candidates) < len(parts):  # more is to be read
+            return Outcome((beams.width * beams.length, total))
+        resumed = beams.length > 0 and not beams.states
+        parents = [0] * len(beams.running) if resumed else beams.advance(candidates)
+        news, text = TextDelta("", tuple(beam.tokens[-1] for beam in beams.running)), None
+        if parents:
+            beams.states = beams.states or [work]
+            self._allocator.fork(beams, parents)
+            for state, beam in zip(beams.states, beams.running, strict=True):
+                state.tokens, state.prompt = [*beams.parameters.prompt, *beam.tokens], len(beams.parameters.prompt)
+        else:
+            text = beams.result(self.model.tokenizer, work.cached)
+        progress = (beams.width * beams.length, total)
+        return Outcome(progress, token=news, result=text, finished=text is not None)
+
     def _sequence(self, request: Request) -> SequenceState:
         parameters, grammar = request.parameters, request.checked
         matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(
             parameters, self.model.tokenizer, self.model.vocabulary, matcher,
-            lookup=self.guessing.lookup and not parameters.embed,
+            lookup=self.guessing.lookup and not (parameters.embed or parameters.beams),
             pooling=self.model.pooling if parameters.embed else None,
+            beams=BeamSearch(parameters, self.model.ends, self.model.vocabulary) if parameters.beams else None,
         )  # fmt: skip
 
     # -- before and after --------------------------------------------------------------------------------------------

@@ -181,10 +181,9 @@ def bias_(logits: Tensor, rows: Sequence[int], biases: Sequence[LogitBias]) -> N
     logits.view(-1)[at] = biased
 
 
-def logprobs(logits: Tensor, tokens: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities of tokens [n] under logits [n, V], and the `limit` most likely: [n], [n, most], ids [n,
-    most].
+def ranked(logs: Tensor, tokens: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of tokens [n] among logs [n, V], and the `limit` most likely: [n], [n, limit], ids [n,
+    limit].
     """
-    logs = logits.float().log_softmax(-1)
     top, ids = logs.topk(limit, dim=-1) if limit else (logs[:, :0], logs[:, :0].long())
     return logs.gather(1, tokens[:, None])[:, 0], top, ids

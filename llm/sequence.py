@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llm import sample
+from llm.adapters import TextAdapter
+from llm.beam_search import BeamSearch
 from llm.constrain import GrammarMatcher
 from llm.detokenizer import Detokenizer
 from llm.pages import SequencePages
@@ -20,9 +24,9 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index", "logprobs",
-        "lookup", "matcher", "modifies_logits", "pace", "parameters", "pending", "pending_row", "plain", "pooled",
-        "pooling", "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
+        "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding",
+        "index", "logprobs", "lookup", "matcher", "modifies_logits", "pace", "parameters", "pending", "pending_row",
+        "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -34,8 +38,13 @@ class SequenceState:
         *,
         lookup: bool,
         pooling: Pooling | None = None,
+        beams: BeamSearch[SequenceState] | None = None,
     ) -> None:
-        """`pooling` is the model's, of a prompt that is embedded."""
+        """`pooling` is the model's, of a prompt that is embedded. `beams` is the search that this is the prompt of."""
+        self.beams = beams
+        self.adapter: TextAdapter | None = None
+        if beams is not None:
+            parameters = replace(parameters, logprobs=beams.candidates)
         self.parameters = parameters
         self.pooling = pooling
         self.pooled = PooledStates()
@@ -63,8 +72,10 @@ class SequenceState:
         self.modifies_logits = parameters.penalized or matcher is not None or self.bias is not None
         # Whether its tokens are the most likely ones of the model's logits, and nothing else is requested of these.
         self.plain = parameters.greedy and parameters.logprobs is None and not self.modifies_logits
-        # Whether the device alone can draw its tokens; one that has none to choose from is told so by the host.
-        self.drawn_on_device = matcher is None and not (self.bias is not None and self.bias.excludes_all(vocabulary))
+        # Whether the device alone can draw its tokens; one that has none to choose from is told so by the host, which
+        # also ranks beams.
+        excluded = self.bias is not None and self.bias.excludes_all(vocabulary)
+        self.drawn_on_device = matcher is None and beams is None and not excluded
 
     @property
     def answered(self) -> int:
@@ -73,7 +84,9 @@ class SequenceState:
 
     @property
     def decoding(self) -> bool:
-        """Return whether only the last token is left to process."""
+        """Return whether only the last token is left to process: of a beam search that of each beam."""
+        if self.beams is not None:
+            return any(state.unread == 0 for state in self.beams.states)
         return self.pending is not None or (self.answered > 0 and self.computed >= len(self.tokens) - 1)
 
     @property
@@ -112,6 +125,12 @@ class SequenceState:
         """
         unknown = self.scored or self.unpooled
         return self.tokens[: unknown.start + 1] if unknown else self.tokens
+
+    def fork(self) -> SequenceState:
+        """Return a sequence like this one that has nothing in the cache."""
+        other = copy.copy(self)
+        other.holding, other.row, other.computed, other.drafted = SequencePages(), -1, 0, -1
+        return other
 
     @property
     def guess_count(self) -> int:

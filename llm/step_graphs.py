@@ -22,6 +22,7 @@ from core.cuda_graphs import CudaRecorder
 from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
 from core.kernels.cuda.decode_kernel import PARTS, part_count
 from core.kernels.kv_cache import on_device
+from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
 from llm.sample import likeliest
@@ -51,11 +52,12 @@ class StepInputs(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a graph is captured for; `mixed` steps read prompts."""
+    """What a graph is captured for; `mixed` steps read prompts, and rows may have adapters of the shape `branches`."""
 
     rows: int
     mixed: bool
     parts: int
+    branches: BranchShape | None = None
 
 
 def bucket(rows: int) -> int | None:
@@ -148,12 +150,18 @@ class StepGraphs:
     def _shape(self, step: StepInputs) -> Shape | None:
         rows, parts = step.columns.shape[1], rung(step.parts)
         if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
-            return Shape(size, False, parts)
+            return Shape(size, False, parts, self._branches)
         width = next((size for size in self._mixed if size >= rows), None)
         if width is None or max(len(step.output_rows), len(step.singles)) > self._most:
             return None
         padding = -(-(width - rows) // tokens_per_tile(self._model.group))
-        return Shape(width, True, parts) if len(step.tiles) + padding <= self._tiles(width) else None
+        return Shape(width, True, parts, self._branches) if len(step.tiles) + padding <= self._tiles(width) else None
+
+    @property
+    def _branches(self) -> BranchShape | None:
+        """The shape of the adapters of the step under way; None: no row has any."""
+        branches = self._model.ops.branches
+        return None if branches is None else branches.shape
 
     def _tiles(self, rows: int) -> int:
         return rows // tokens_per_tile(self._model.group) + self._most

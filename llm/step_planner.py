@@ -27,7 +27,7 @@ class StepPlanner:
         """Set the phase and the guesses of a request's next iteration."""
         work: SequenceState = request.work
         request.phase = DECODE if work.decoding else PREFILL
-        if work.decoding:
+        if work.decoding and work.beams is None:
             self._guessing.plan(work, lengths)
         else:
             work.guesses = 0

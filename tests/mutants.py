@@ -61,7 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "llm/sample.py": ("tests/llm/test_sample.py", "tests/llm/test_choose.py"),
 }
 _PYTEST = (  # plugins may be among what was imported beforehand
-    "-x", "-q", "--no-header", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning",
+    "-x", "-q", "--no-header", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
 _LEAST_S = 30.0  # that a mutant's tests may take, however quick they are on the code
 _PATIENCE = 5.0  # times what they take on the code

@@ -51,6 +51,7 @@ from workers.variants import Count, Say
 if TYPE_CHECKING:
     import torch
 
+    from llm.adapters import AdapterSource
     from llm.load import TextModel
     from llm.runner import TextRunner
     from workers.text_pool import TextPool
@@ -317,9 +318,21 @@ def text_runner(
         log.warning("text generation is off: the embedded model does not load: %s", error)
         return None
     runner.release_weights()
+    runner.adapters = _text_loras(settings, runner)
     cache = runner.execution.cache
     say(f"{runner.model.name}: {runner.pages.tokens} tokens of keys and values in {cache.size_bytes / 2**20:.0f} MiB")
     return runner
+
+
+def _text_loras(settings: Settings, runner: TextRunner) -> AdapterSource | None:
+    """The adapters that requests of this model may name: those of its own folder, if it has one."""
+    from workers.text_loras import TextLoraFolder
+
+    if not settings.text_loras:
+        return None
+    folder = Path(settings.text_loras).expanduser()
+    own = folder / runner.model.name
+    return TextLoraFolder(own if own.is_dir() else folder, runner.execution, settings.text_loras_mib * 2**20)
 
 
 def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane) -> TextPool:

@@ -75,6 +75,7 @@ class TextJobHandler:
             tool_format=self._tool_format,
             embedding_dimensions=0 if model.pooling.reason else int(model.config.hidden_size),
             generates=model.generates,
+            beam_search=model.generates,
         )
         self._card = None if resident is None else self._card_of(runner)
 
@@ -105,6 +106,7 @@ class TextJobHandler:
             capacity_per_s=1 / token_s / _USUAL,
             expansion_instruction=self.expansion_instruction,
             load_s=self._load_s(),
+            adapters=() if runner.adapters is None else tuple(runner.adapters.asset_names()),
         )
 
     def read(self, parameters: Mapping[str, Any], key_action: str = "") -> TextJob:
@@ -125,6 +127,8 @@ class TextJobHandler:
             raise Invalid("n", f"must be a whole number; n times the number of prompts must be at most {MAX_CHOICES}")
         check_bounds(TextJob, {"seed": job.seed})
         values = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
+        if job.beams:
+            values.update(temperature=0.0, answers=job.n)
         bias = _bias(job.logit_bias or {})
         grammar = self._tool_grammar(job)
         if job.scores_prompts:
@@ -143,7 +147,7 @@ class TextJobHandler:
                 **values,
             )
             for prompt in prompts
-            for k in range(job.n)
+            for k in range(1 if job.beams else job.n)
         ]
 
     def _embedding_requests(self, job: TextJob) -> list[TextParameters]:
@@ -151,8 +155,8 @@ class TextJobHandler:
         job.check(self._offer)
         encode = self._tokenizer.encode  # with the special tokens that the tokenizer adds to a text
         requests = [
-            TextParameters(tuple(prompt) if isinstance(prompt, list) else tuple(encode(prompt).ids), 0, embed=True)
-            for prompt in job.prompts or []
+            TextParameters(tuple(ids), 0, embed=True, adapter=job.adapter or "")
+            for ids in (prompt if isinstance(prompt, list) else encode(prompt).ids for prompt in job.prompts or [])
         ]
         tokens = sum(len(request.prompt) for request in requests)
         if tokens > MAX_INPUT_TOKENS:
@@ -167,7 +171,8 @@ class TextJobHandler:
     def tally(self, requests: Sequence[TextParameters]) -> TextJobProgress:
         # Log probabilities of prompts come with the whole text, at the end: they are too many for the engine's thread.
         hidden = any(request.prompt_logprobs for request in requests)
-        return TextJobProgress(self, [request.max_tokens or 1 for request in requests], hidden=hidden)
+        limits = [(request.max_tokens or 1) * max(1, request.beams) for request in requests]
+        return TextJobProgress(self, limits, hidden=hidden)
 
     def build_result(
         self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
@@ -175,6 +180,7 @@ class TextJobHandler:
     ) -> dict[str, Any]:  # fmt: skip
         if job.embedding is not None:
             return self._embeddings(job, outputs)
+        outputs = [answer for text in outputs for answer in (text, *text.alternatives)]
         prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
         choices = [
             {
@@ -182,6 +188,7 @@ class TextJobHandler:
                 "finish_reason": text.finish,
                 "tokens": len(text.tokens),
                 "logprobs": self.logprobs(text.logprobs),
+                **({} if text.cumulative_logprob is None else {"cumulative_logprob": text.cumulative_logprob}),
             }
             for text in outputs
         ]
@@ -239,6 +246,11 @@ class TextJobHandler:
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
         room = self._most_tokens - len(prompt)
+        if job.beams:  # each with pages of its own, and two to come
+            from llm.pages import PAGE
+
+            pages = (self._offer.cache_tokens - len(prompt)) // PAGE // job.beams
+            room = min(room, (pages - 2) * PAGE)
         if room < 1:
             field = "prompt" if job.messages is None else "messages"
             words = f"{len(prompt)} tokens are more than the model's context of {self._context}"

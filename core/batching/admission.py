@@ -84,7 +84,7 @@ class Admission:
         """The runner's answer, once as many others as may be preempted for the request were."""
         runner, growing = self._runners[name], self._growing.get(name)
         while (refusal := runner.admit(request)) is not None and not refusal.pending and growing is not None:
-            peers = {peer.id: peer for peer in self._peers(request)}
+            peers = {peer.id: peer for peer in self._peers(request, refusal.resource)}
             victim = self.shares.preemption_victim(request, peers)
             if victim is None:
                 break
@@ -112,11 +112,16 @@ class Admission:
             self._preempt(runner, last)
         return True
 
-    def _peers(self, request: Request) -> list[Request]:
-        """Return the running requests that need the same resources: others give back nothing that it could use."""
+    def _peers(self, request: Request, resource: str = "") -> list[Request]:
+        """Return the running requests that hold what a request wants: the resource, or else what all share that need
+        the same resources as it, or some of these alone.
+        """
         resources = self._runners[request.modality].resources
         needed = resources(request)
-        return [peer for peer in self.running[request.modality].values() if resources(peer) == needed]
+        others = [(peer, resources(peer)) for peer in self.running[request.modality].values()]
+        if resource:
+            return [peer for peer, theirs in others if resource in theirs]
+        return [peer for peer, theirs in others if theirs <= needed or needed <= theirs]
 
     def _preempt(self, runner: PreemptibleRunner, request: Request) -> None:
         """Preempt the request: it waits again."""

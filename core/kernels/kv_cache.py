@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class TokenBatch:
     sequences: Tensor  # int32 [T], rows of the cache's table
     output_rows: Tensor  # int32 [L]: the rows whose logits are wanted
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
+    adapters: Sequence[Any] | None = None  # of each row, None for none, as packed for what runs them; None: of no row
 
     @classmethod
     def of(
@@ -41,13 +43,16 @@ class TokenBatch:
         output_rows: list[int],
         state_rows: list[int] | None = None,
     ) -> TokenBatch:
-        columns = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
-        return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
+        columns: list[Any] = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
+        columns = [torch.from_numpy(np.asarray(column, np.int32)) for column in columns]
+        return cls(*columns)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
-        columns: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in columns.items() if x is not None})
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        return replace(self, **moved)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
@@ -103,6 +108,7 @@ class KVCache:
             self.value_scales = torch.ones_like(self.key_scales)
         self.table = torch.zeros(sequences, -(-context // PAGE), dtype=torch.int32, device=device)
         self._placed: deque[tuple[int, int, list[int]]] = deque()
+        self._copies: deque[tuple[int, int]] = deque()
         if companion is not None:
             self.table, self._placed = companion.table, companion._placed
         self.dtype = dtype
@@ -133,8 +139,18 @@ class KVCache:
             return
         self.table[sequence, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of all layers at the next `settle`, before which nothing is written to it."""
+        self._copies.append((source, target))
+
     def settle(self) -> None:
-        """Write the placed pages into the table, in order, on the current stream."""
+        """Copy pages, and write the placed ones into the table, in order, on the current stream."""
+        targets: dict[int, int] = {}
+        while self._copies:
+            source, target = self._copies.popleft()
+            targets[target] = source
+        if targets:
+            self._copy(on_device(torch.tensor([[*targets.values()], [*targets]]), self.table.device))
         width = self.table.shape[1]
         counts: dict[int, int] = {}
         while self._placed:
@@ -143,6 +159,14 @@ class KVCache:
         if counts:
             both = on_device(torch.from_numpy(np.array([[*counts], [*counts.values()]], np.int32)), self.table.device)
             self.table.view(-1)[both[0].long()] = both[1]
+
+    @torch.inference_mode()
+    def _copy(self, pages: Tensor) -> None:
+        """Copy pages [2, n]: sources, which are all read first, and targets."""
+        plain = torch.uint8 if self.keys.itemsize == 1 else self.keys.dtype  # indexing does not support E4M3
+        for held in (self.keys.view(plain), self.values.view(plain), self.key_scales, self.value_scales):
+            if held is not None:
+                held[:, pages[1]] = held[:, pages[0]]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:
         """Write keys and values [T, kv_heads, d] of a step's tokens into their pages."""

@@ -217,6 +217,17 @@ class CpuOps:
         return out
 
 
+def adapt(ops: CpuOps, branches: RowBranches | None) -> list[Any]:
+    """Point each product at its branches; returns what is to be kept as long as they are. None: without any."""
+    kept = []
+    for call, layer in ops.products:
+        addresses = None if branches is None else branches.addresses(layer)
+        call.branches = None if addresses is None else ctypes.addressof(addresses)
+        call.rows = None if addresses is None or branches is None else branches.table.address
+        kept.append(addresses)
+    return kept
+
+
 def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
     """The RMSNorms of queries' and keys' heads as arguments of a program's rotations."""
     if norms is None:
@@ -278,12 +289,7 @@ class _Written:
         images = self._inputs[0].shape[0]
         if branches is not None and branches.table.images != images:
             raise ValueError(f"adapters of {branches.table.images} rows do not fit a batch of {images}")
-        self._addresses = []
-        for call, layer in self.ops.products:
-            addresses = None if branches is None else branches.addresses(layer)
-            call.branches = None if addresses is None else ctypes.addressof(addresses)
-            call.rows = None if addresses is None or branches is None else branches.table.address
-            self._addresses.append(addresses)
+        self._addresses = adapt(self.ops, branches)
         self._adapted = None if branches is None else ref(branches)
 
     def _bind(self, bound: Bound, tensor: Tensor, lengths: Tensor | None) -> None:

@@ -6,7 +6,8 @@ inline; beyond, the 8-bit kernel for many rows is used. Nothing here waits for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,12 @@ from core.kernels.cuda import decode_kernel, driver, grouped_kernel, int4_kernel
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
+from core.kernels.cuda.low_rank import BranchShares, Window
 from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.tiles import Tile
 from core.kernels.kv_cache import KVCache
+from core.ops.branches import LowRank
+from core.ops.cuda_branches import AdaptableLayers, CudaBranches, CudaRowBranches
 from core.ops.fused import Linear, Reader, biases, joined
 from core.ops.mixture import Mixture
 from core.ops.ops import Layer, rms_eps
@@ -27,6 +31,8 @@ from core.quant.fp4 import Fp4Linear
 from core.quant.int4 import FourBitLinear
 from core.quant.linear import ScaledWeights
 from core.quant.w4a8 import W4A8Linear
+
+_PIXEL = Window(1, 1, (1, 1))  # to low-rank kernels a row is an image of one pixel
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +72,15 @@ class TokenLinear(Linear):
         return SplitSums(parts, self.scale, self.bias)
 
     def few_gated(
-        self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False
-    ) -> Tensor:
+        self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False,
+        shares: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """silu(gate) · up, or GELU, times `inverse`, as `dtype`, of at most `MOST_ROWS` rows; the gate's weights come
-        first.
+        first. `shares` [T, 2N] are added to both.
         """
+        if shares is not None:
+            arguments = x, self.weight, self.scale, self.bias, inverse, dtype
+            return stream_kernel.gated(*arguments, gelu=gelu, shares=shares, early=early)
         if self.scale is not None and stream.unsupported_reason(x, self.weight, gated=True) is None:
             return stream.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=bool(early))
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
@@ -165,6 +175,15 @@ class TokenExperts:
         return int(self._router.nbytes) + stacks * self._mixture.top // self._mixture.experts
 
 
+def _added(sums: SplitSums, shares: BranchShares) -> SplitSums:
+    """The sums with shares. Rows without any keep their bits."""
+    parts, added = sums.parts, shares.alone(sums.parts.shape[-1]).float()
+    if parts.dtype == torch.int32:  # exact in any order
+        parts = parts.sum(0, keepdim=True, dtype=torch.int32).float()
+    parts[0] += added if sums.scale is None else added / sums.scale
+    return SplitSums(parts, sums.scale, sums.bias)
+
+
 def _tile(x: Tensor, columns: int) -> Tile | None:
     """The tile for the next power of two of rows: each distinct tile is another compiled kernel."""
     if driver.unsupported_reason(x.device) is not None:
@@ -209,6 +228,9 @@ class CudaTokenOps:
         self._experts: dict[Mixture, TokenExperts] = {}
         self._readers: dict[tuple[Layer, ...], tuple[Tensor | None, torch.dtype]] = {}
         self._norms: dict[Layer, tuple[Tensor, float]] = {}
+        self.branches: CudaRowBranches | None = None  # of rows, where adapters are used
+        self._adaptable: AdaptableLayers | None = None
+        self._lock = threading.Lock()  # adapters are packed on any thread
 
     def embed(self, tokens: Tensor, embedding: Layer, *, scale: float = 1.0) -> Residual:
         if scale != 1:
@@ -241,12 +263,13 @@ class CudaTokenOps:
 
     def linear(self, x: Tensor, *layers: Layer, residual: Residual | None = None) -> SplitSums | Residual:
         product = self._product(layers)
+        shares = self._shares(product, x)
         if len(x) > MOST_ROWS:
-            if residual is None:
-                return SplitSums(product.many(x)[None])
-            product.many(x, residual.x)
-            return residual
+            y = product.many(x, None if residual is None else residual.x)
+            y = y if shares is None else shares.add(y)
+            return SplitSums(y[None]) if residual is None else residual
         sums = product.few(x, self.early)
+        sums = sums if shares is None else _added(sums, shares)
         if residual is None:
             return sums
         residual.sums = sums
@@ -256,9 +279,15 @@ class CudaTokenOps:
         assert act in ("silu", "gelu_tanh")
         product, gelu = self._product(layers[::-1]), act == "gelu_tanh"
         inverse, dtype = self._reader((to,))
+        shares = self._shares(product, x)
         if len(x) > MOST_ROWS:
-            return gate(product.many(x), inverse, dtype, gelu=gelu)
-        return product.few_gated(x, inverse, dtype, self.early, gelu=gelu)
+            y = product.many(x)
+            return gate(y if shares is None else shares.add(y), inverse, dtype, gelu=gelu)
+        if shares is None:
+            return product.few_gated(x, inverse, dtype, self.early, gelu=gelu)
+        assert isinstance(product, TokenLinear)
+        added = shares.alone(len(product.weight))
+        return product.few_gated(x, inverse, dtype, self.early, gelu=gelu, shares=added)
 
     def mixture(self, x: Tensor, mixture: Mixture, *, act: str, residual: Residual) -> Residual:
         assert act in ("silu", "gelu_tanh")
@@ -301,6 +330,27 @@ class CudaTokenOps:
             if sums.data_ptr() != to.data_ptr() or product.scale is not None or product.bias is not None:
                 to.copy_(SplitSums(sums, product.scale, product.bias).whole())
         return logits
+
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def pack_branches(self, factors: Mapping[str, LowRank], model: nn.Module) -> CudaBranches:
+        """An adapter of these layers of a model, whose walks have been packed. On any thread.
+
+        Raises ValueError, naming the layer, for a factor that does not fit it.
+        """
+        with self._lock:
+            if self._adaptable is None:
+                layers = [product for product in self._products.values() if isinstance(product, TokenLinear)]
+                for number, layer in enumerate(layers):
+                    layer.number = number
+                self._adaptable = AdaptableLayers(layers, model)
+        return self._adaptable.pack(factors)
+
+    def _shares(self, product: TokenLinear | Int4TokenLinear, x: Tensor) -> BranchShares | None:
+        """What the adapters of rows x [T, K] add to a product; None if no row has any in it."""
+        if self.branches is None or self.branches.shape is None or not isinstance(product, TokenLinear):
+            return None
+        return self.branches.shares(product, x[:, None, None], _PIXEL)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from deployment.redis import RedisServer
 from llm import tiny
 from llm.pooling import Pooling
 from tests.api.test_text_batches import done, whole
-from tests.api.world import PATIENCE_S, Api, check_error, settings_of
+from tests.api.world import PATIENCE_S, Api, check_error, eventually, settings_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
@@ -48,6 +48,13 @@ def api(worker: tuple[Api, TextWorker]) -> Api:
 def client(api: Api) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
+
+
+def test_a_job_is_erased_once_its_embeddings_are_delivered(api: Api) -> None:
+    jobs = {job["id"] for job in api.client.get("/v1/jobs").json()["data"]}
+    answer = api.post(EMBEDDINGS, input=TEXTS)
+    assert answer.status_code == 200 and len(answer.json()["data"]) == len(TEXTS)
+    eventually(lambda: {job["id"] for job in api.client.get("/v1/jobs").json()["data"]} <= jobs, "it is kept")
 
 
 def expected(text: str | list[int]) -> np.ndarray[Any, Any]:

@@ -34,7 +34,9 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "a cat"}], "max_
 @pytest.fixture(scope="module")
 def writing(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, TextWorker]]:
     settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with TextWorker(settings, stage.small(), kernels=stage.kernels()) as worker, Api(settings) as api:
+    loras = tmp_path_factory.mktemp("loras")
+    stage.save_lora(loras / "poet", stage.small())
+    with TextWorker(settings, stage.small(), kernels=stage.kernels(), loras=loras) as worker, Api(settings) as api:
         yield api, worker
 
 
@@ -113,6 +115,44 @@ def test_openais_client_completes(client: openai.OpenAI) -> None:
         model=stage.small().name, prompt=ids, max_tokens=6, seed=3, stop="\n", stream=True
     )
     assert "".join(chunk.choices[0].text for chunk in streamed) == same.choices[0].text
+
+
+BEAMS: dict[str, Any] = {"use_beam_search": True, "max_tokens": 6}
+
+
+def test_beams_are_choices_best_first(client: openai.OpenAI, writing: tuple[Api, TextWorker]) -> None:
+    prompts, body = ["one", "two"], {**BEAMS, "length_penalty": 0.0, "early_stopping": True}
+    made = client.completions.create(
+        model=stage.small().name, prompt=prompts, n=2, best_of=4, logprobs=2, extra_body=body, max_tokens=6
+    )
+    requests = [
+        stage.greedy(stage.plain(stage.small(), prompt), 6, beams=4, answers=2, length_penalty=0.0, early_stopping=True)
+        for prompt in prompts
+    ]
+    texts = [each for text in stage.answers(writing[1].engine, requests) for each in (text, *text.alternatives)]
+    assert [choice.text for choice in made.choices] == [text.text.removeprefix(" ") for text in texts]
+    totals = [choice.model_extra["cumulative_logprob"] for choice in made.choices if choice.model_extra]
+    assert totals == [text.cumulative_logprob for text in texts]
+    assert totals[0] >= totals[1] and totals[2] >= totals[3]
+    assert made.choices[0].logprobs is not None and made.choices[0].logprobs.token_logprobs is not None
+    assert sum(made.choices[0].logprobs.token_logprobs) == pytest.approx(totals[0], abs=1e-4)
+    assert made.usage is not None and made.usage.completion_tokens == sum(len(text.tokens) for text in texts)
+    chat = client.chat.completions.create(
+        model=stage.small().name, messages=[{"role": "user", "content": "a cat"}], n=3, extra_body=BEAMS
+    )
+    assert len({choice.message.content for choice in chat.choices}) == 3
+
+
+def test_a_lora_is_named_as_a_model_with_a_parent(client: openai.OpenAI, api: Api) -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert listed["poet"].model_extra is not None and listed["poet"].model_extra["parent"] == stage.small().name
+    assert client.models.retrieve("poet").id == "poet"
+    asked: dict[str, Any] = {"prompt": "one", "max_tokens": 6, "temperature": 0}
+    plain, poet = (client.completions.create(model=name, **asked) for name in (stage.small().name, "poet"))
+    assert poet.model == "poet" and plain.model == stage.small().name and poet.choices[0].text != plain.choices[0].text
+    vectors = [client.embeddings.create(model=name, input="one").data[0] for name in (stage.small().name, "poet")]
+    assert vectors[0].embedding != vectors[1].embedding
+    check_error(api.post(COMPLETE, prompt="one", model="nobody"), 404, "model", "model_not_found")
 
 
 class Animal(BaseModel):
@@ -284,6 +324,15 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     (COMPLETE, {"prompt": "a", "echo": "yes"}, "echo", "invalid_type"),
     (COMPLETE, {"prompt": "a", "suffix": "b"}, "suffix", None),
     (COMPLETE, {"prompt": "a", "best_of": 3}, "best_of", None),
+    (COMPLETE, {"prompt": "a", **BEAMS, "n": 3, "best_of": 2}, "best_of", None),
+    (COMPLETE, {"prompt": "a", **BEAMS, "echo": True, "logprobs": 1}, "echo", None),
+    (COMPLETE, {"prompt": ["a"] * 5, **BEAMS, "best_of": 4}, "n", None),
+    (COMPLETE, {"prompt": "a", "length_penalty": 2.0}, "length_penalty", None),
+    (COMPLETE, {"prompt": "a", **BEAMS, "temperature": 0.5}, "temperature", None),
+    (COMPLETE, {"prompt": "a", **BEAMS, "presence_penalty": 0.5}, "presence_penalty", None),
+    (CHAT, {**ASK, **BEAMS}, "seed", None),
+    (CHAT, {**ASK, **BEAMS, "seed": None, "stop": "x"}, "stop", None),
+    (CHAT, {**ASK, **BEAMS, "seed": None, "early_stopping": "never"}, "early_stopping", "invalid_type"),
     (COMPLETE, {"prompt": ["a"] * 20}, "n", None),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 200}]}, "messages", "context_length_exceeded"),
     (COMPLETE, {"prompt": "word " * 200}, None, "context_length_exceeded"),
@@ -294,7 +343,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_input_is_a_400_that_names_the_field(api: Api, number: int, stream: bool) -> None:
     path, fields, param, code = BAD[number]
-    if "stream_options" not in fields:
+    if not {"stream_options", "use_beam_search"} & {*fields}:
         fields = {**fields, "stream": stream}
     error = check_error(api.post(path, **fields), 400, param, code)
     assert "word word" not in error["message"] and "wizard" not in error["message"]

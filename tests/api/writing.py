@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Self
 
 import redis
@@ -26,6 +27,7 @@ from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
 from workers.text_handler import TextJobHandler
+from workers.text_loras import TextLoraFolder
 
 NAME = "worker-of-texts"
 
@@ -33,9 +35,13 @@ NAME = "worker-of-texts"
 class TextWorker:
     """Serves the text queue with one model until it is left."""
 
-    def __init__(self, settings: Settings, model: TextModel, *, name: str = NAME, **options: Any) -> None:
+    def __init__(
+        self, settings: Settings, model: TextModel, *, name: str = NAME, loras: Path | None = None, **options: Any
+    ) -> None:
         self.name = name
         self.runner = TextRunner(model, **options)
+        if loras is not None:
+            self.runner.adapters = TextLoraFolder(loras, self.runner.execution, 2**26)
         self.engine = Engine([self.runner])
         self.handler = TextJobHandler(self.runner)
         self._store, self._registry = JobStore.of(settings), Registry.of(settings)

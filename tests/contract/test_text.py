@@ -37,7 +37,7 @@ def test_a_record_carries_every_field() -> None:
     job = TextJob(*range(1, 1 + len(dataclasses.fields(TextJob))))  # type: ignore[arg-type]
     assert TextJob.read({**json.loads(json.dumps(job.to_dict())), "newer": 1}) == job
     assert {one.name for one in dataclasses.fields(TextParameters)} - set(TextJob.__slots__) == {
-        "prompt", "ignore_end", "prompt_logprobs", "tool_grammar", "continues", "embed",
+        "prompt", "ignore_end", "prompt_logprobs", "tool_grammar", "continues", "embed", "beams", "answers",
     }  # fmt: skip
 
 

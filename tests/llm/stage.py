@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from core.batching.engine import Engine
 from core.batching.request import Request
 from llm import tiny
+from llm.adapters import CONFIG, WEIGHTS
 from llm.attention import cacheless
 from llm.load import TextModel, load
 from llm.parameters import GeneratedText, TextParameters
@@ -137,6 +142,40 @@ def serving(model: TextModel, **options: Any) -> Iterator[tuple[Engine, TextRunn
 def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedText]:
     futures = [engine.submit(Request(f"{i}", "text", one)) for i, one in enumerate(wanted)]
     return [future.result(timeout=300) for future in futures]
+
+
+def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> GeneratedText:
+    """The text of a request that runs alone, without an engine, and is preempted before these iterations."""
+    request = Request("0", "text", parameters)
+    runner.check(request)
+    for iteration in itertools.count():
+        if iteration in (0, *at):
+            if iteration:
+                runner.preempt(request)
+            assert runner.admit(request) is None
+        assert runner.reserve([request])
+        outcome = runner.launch([request]).outcome()[request.id]
+        assert outcome.error is None
+        if outcome.finished:
+            break
+    runner.release(request)
+    assert runner.held() == 0
+    text: GeneratedText = outcome.result
+    return text
+
+
+def save_lora(folder: Path, model: TextModel, *, rank: int = 4, seed: int = 0) -> None:
+    """Write an adapter of a model's queries and gates, as PEFT does."""
+    state, generator = {}, torch.Generator().manual_seed(seed)
+    for layer in range(model.layers):
+        for name in ("self_attn.q_proj", "mlp.gate_proj"):
+            module = model.network.get_submodule(f"model.layers.{layer}.{name}")
+            for matrix, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                key = f"base_model.model.model.layers.{layer}.{name}.lora_{matrix}.weight"
+                state[key] = torch.randn(shape, generator=generator) * 0.3
+    folder.mkdir(parents=True)
+    save_file(state, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))
 
 
 def greedy(prompt: tuple[int, ...], most: int = 32, **options: Any) -> TextParameters:

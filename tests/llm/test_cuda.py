@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from core.kernels.cuda.fused_kernels import (
 from core.kernels.cuda.quantize import to_levels
 from core.kernels.cuda.stream_kernel import choose, gated, gated_reference, stream, stream_reference
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
+from core.ops.branches import LowRank
 from llm import tiny
 from llm.cuda import CudaDecoder
 from llm.execution import FusedTextExecution
@@ -395,6 +398,49 @@ def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
         assert int(run.graphs.latest[step.sequences[step.output_rows[-1]]]) == int(run.best[-1])
     for ours, theirs in zip(run.model.cache.layer(0), plain.model.cache.layer(0), strict=True):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])] if CUDA else ["plain"])
+def test_rows_with_adapters_are_those_of_merged_weights(kind: str) -> None:
+    """With two adapters and without, in one step: rows without any have the bits of a batch without."""
+    model, (one, two) = model_of(kind), (factors(model_of("plain"), seed) for seed in range(2))
+    run, plain = fused(model), fused(model_of(kind))
+    adapters = [None, run.pack(one), run.pack(two), None]
+    chunk = TokenBatch.of([1, 40, 41] * 4, [0, 1, 2] * 4, [s for s in range(4) for _ in range(3)], [2, 5, 8, 11])
+    steps = [chunk] if CUDA else []  # which the interpreter takes long for
+    steps += [
+        TokenBatch.of([t] * 4, [len(steps) * 3 + k] * 4, [0, 1, 2, 3], [0, 1, 2, 3]) for k, t in enumerate([7, 8])
+    ]
+    tokens = [1, 40, 41, 7, 8] if CUDA else [7, 8]
+    expected = [merged_logits(model_of("plain"), own, tokens) for own in (one, two)]
+    for step in steps:
+        mixed = replace(step, adapters=[adapters[s] for s in step.sequences.tolist()])
+        found, without = run(mixed).clone(), plain(step).clone()
+        assert torch.equal(found[[0, 3]], without[[0, 3]])
+        for row in (1, 2):
+            own = expected[row - 1][int(step.positions[-1])]
+            assert cosine(found[row], own) > (0.999 if kind == "plain" else 0.95) > cosine(without[row], own)
+
+
+def factors(model: TextModel, seed: int) -> dict[str, LowRank]:
+    """A branch of each of a model's linear layers, of rank 9 in some and 4 in others."""
+    draw = torch.Generator().manual_seed(seed)
+    names = [n for n, m in model.network.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    made = {}
+    for k, name in enumerate(names):
+        width, rank = model.network.get_submodule(name).weight.shape, 9 if k % 2 else 4
+        pair = (torch.randn(s, generator=draw) * 0.15 for s in ((rank, width[1]), (width[0], rank)))
+        made[name] = LowRank(*pair, 1.5)
+    return made
+
+
+def merged_logits(model: TextModel, own: dict[str, LowRank], tokens: list[int]) -> Tensor:
+    network = copy.deepcopy(model.network)
+    with torch.no_grad():
+        for name, pair in own.items():
+            weight = network.get_submodule(name).weight
+            weight += ((pair.up @ pair.down) * pair.scale).to(weight)
+    return stage.logits(replace(model, network=network), tokens)
 
 
 def test_steps_that_no_graph_fits_run_without() -> None:

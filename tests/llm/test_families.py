@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from llm import tiny
-from llm.execution import KERNELS, TextExecution
+from llm.execution import KERNELS, TORCH, TextExecution
 from llm.load import TextModel, load
 from llm.quantized import quantize
 from tests.llm import stage
 from tests.llm.test_exact import check, watch
-from tests.llm.test_load import logits
+from tests.llm.test_load import logits, saved
 
 MOST = 16
 # Windows of 12 tokens, in all layers, or in some beside full ones, and mixtures of experts.
@@ -83,6 +85,28 @@ def test_quantized_models_are_torchs(name: str) -> None:
     errors = (found - expected).abs().mean(-1)
     assert (errors < 1e-4 * expected.abs().mean()).float().mean() > 0.5 and errors.max() < 0.1
     assert (expected - stage.logits(model, prompts[5])).abs().mean() > 1e-3 * expected.abs().mean()
+
+
+def test_llama_4_on_torch(tmp_path: Path) -> None:
+    """Chunks of 13 tokens, layers without positions whose queries are tempered, routed experts beside a shared one."""
+    config = Llama4TextConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, intermediate_size_mlp=96, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, attention_chunk_size=13,
+        num_local_experts=4, num_experts_per_tok=1, moe_layers=[1, 3], floor_scale=7, attn_scale=0.5,
+        no_rope_layers=[1, 1, 0, 1], eos_token_id=2, bos_token_id=1, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    folder = saved(tmp_path / "llama4", config)
+    model, own = load(str(folder)), Llama4ForCausalLM.from_pretrained(str(folder)).eval()
+    reference = replace(model, network=own.requires_grad_(False))
+    prompts = stage.prompts(small_prompts := load(tiny.TINY), 12)
+    assert small_prompts.vocabulary <= 300 and max(map(len, prompts)) > 26
+    expected = stage.generated(reference, prompts, MOST)
+    assert len({*expected}) > 8
+    for options in ({}, {"pages": 14, "chunk": 7}):
+        with stage.serving(model, max_requests=8, **options) as (engine, runner):
+            texts = stage.answers(engine, [stage.greedy(prompt, MOST) for prompt in prompts])
+        assert runner.execution.kind == TORCH
+        assert len(check([text.tokens for text in texts], expected, prompts, reference)) <= 1
 
 
 def test_a_row_has_the_same_bits_whatever_is_behind_its_window() -> None:

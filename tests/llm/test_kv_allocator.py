@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from core.kernels.kv_cache import KVCache
+import pytest
+import torch
+
+from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm.kv_allocator import KVAllocator
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import TextParameters
@@ -35,6 +38,26 @@ def test_a_newcomer_leaves_each_of_the_others_a_page_to_grow_into() -> None:
     assert allocator.allocate(one)
     assert not allocator.allocate(other), "the last page is what the first one grows into"
     assert allocator.grow(one, PAGE + 1) and not allocator.grow(one, 2 * PAGE + 1)
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "fp8"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_copied_page_has_the_keys_and_values_of_its_source(kind: Kind, turned: bool) -> None:
+    cache = KVCache(
+        layers=2, kv_heads=2, head_dim=8, pages=4, sequences=2, context=2 * PAGE, kind=kind, turned=turned
+    )  # fmt: skip
+    cache.place(0, [1])
+    cache.place(1, [3])
+    step = TokenBatch.of([0] * 5, [*range(5)], [0] * 5, [])
+    for layer in range(2):
+        keys, values = torch.randn(2, 5, 2, 8, generator=torch.Generator().manual_seed(layer))
+        cache.write(layer, keys, values, step)
+    cache.copy_page(2, 3)
+    cache.copy_page(1, 3)  # the last one counts
+    cache.settle()
+    for layer in range(2):
+        for both in cache.read(layer, torch.tensor([0, 1]), 5):
+            assert torch.equal(both[0], both[1]) and bool((both[0, :, :5] != 0).any())
 
 
 def test_all_rows_taken_is_full_until_one_is_freed() -> None:

@@ -77,22 +77,9 @@ def test_a_preempted_prompt_goes_on_where_it_was(pooling: Pooling) -> None:
     found: set[bytes] = set()
     for chunk, after in itertools.product((20, 33), range(4)):
         runner = TextRunner(model, kernels=stage.kernels(), chunk=chunk)
-        request = Request("0", "text", embed(prompt))
-        runner.check(request)
-        for iteration in itertools.count():
-            if iteration in (0, after, after + 2):
-                if iteration:
-                    runner.preempt(request)
-                assert runner.admit(request) is None
-            assert runner.reserve([request])
-            outcome = runner.launch([request]).outcome()[request.id]
-            assert outcome.error is None
-            if outcome.finished:
-                break
-        runner.release(request)
-        assert runner.held() == 0
-        found.add(outcome.result.pooled)
-        assert_transformers_own(model, prompt, outcome.result)
+        text = stage.preempted(runner, embed(prompt), after, after + 2)
+        found.add(text.pooled)
+        assert_transformers_own(model, prompt, text)
         runner.close()
     assert len(found) == 1
 

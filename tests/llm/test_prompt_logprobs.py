@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from contract.errors import Invalid
-from core.batching.request import Request
 from llm import tiny
 from llm.load import TextModel, load
 from llm.model_runner import ModelRunner
@@ -71,21 +70,7 @@ def test_a_preempted_prompt_goes_on_where_it_was(draft: Any) -> None:
     prompts = [tuple(itertools.islice(itertools.cycle(p), 75)) for p in stage.prompts(model, 2)]
     runner = TextRunner(model, kernels=stage.kernels(), chunk=20, draft=draft)
     for prompt, after in itertools.product(prompts, range(1, 8)):
-        request = Request(f"{after}", "text", scored(prompt, 6))
-        runner.check(request)
-        text: GeneratedText
-        for iteration in itertools.count():
-            if iteration in (0, after, after + 2):
-                if iteration:
-                    runner.preempt(request)
-                assert runner.admit(request) is None
-            assert runner.reserve([request])
-            outcome = runner.launch([request]).outcome()[request.id]
-            assert outcome.error is None
-            if outcome.finished:
-                text = outcome.result
-                break
-        runner.release(request)
+        text = stage.preempted(runner, scored(prompt, 6), after, after + 2)
         assert_transformers_own(model, prompt, text.prompt_logprobs, 3)
         assert text.tokens == stage.generated(model, [prompt], 6)[0]
     runner.close()

@@ -187,11 +187,10 @@ def test_presence_and_frequency_are_openais() -> None:
     torch.testing.assert_close(sample.penalize(logits, given_), wanted)
 
 
-def test_logprobs() -> None:
-    logits, tokens = normal(4, 3, 12), torch.tensor([5, 0, 11])
-    own, top, ids = sample.logprobs(logits, tokens, 4)
-    logs = logits.log_softmax(-1)
+def test_log_probabilities_are_ranked() -> None:
+    logs, tokens = normal(4, 3, 12).log_softmax(-1), torch.tensor([5, 0, 11])
+    own, top, ids = sample.ranked(logs, tokens, 4)
     torch.testing.assert_close(own, logs[torch.arange(3), tokens])
     torch.testing.assert_close(top, logs.sort(descending=True).values[:, :4])
     assert torch.equal(logs.gather(1, ids), top)
-    assert sample.logprobs(logits, tokens, 0)[1].shape == (3, 0)
+    assert sample.ranked(logs, tokens, 0)[1].shape == (3, 0)

@@ -17,7 +17,6 @@ import pytest
 
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from core.batching.engine import Engine, Tick
 from core.batching.request import Request
 from core.batching.runner import Lane, OutOfMemory
 from pipeline.backends.torch_backend import TorchBackend
@@ -27,6 +26,7 @@ from pipeline.memory_ledger import RequestCapacity
 from pipeline.model_pool import ModelPool
 from pipeline.runner import ImageRunner
 from tests.pipeline.worlds import model, solo
+from tests.pools import PoolStage, stages_of
 
 KINDS = {"first": "plain", "second": "two-resnets", "third": "v-prediction", "fourth": "many-heads"}
 UNIT = 100  # bytes that each model counts
@@ -36,7 +36,7 @@ def wanted(seed: int, **fields: Any) -> ImageParameters:
     return ImageParameters("a red cat", seed, 32, 32, **{"steps": 4, "deterministic": True, **fields})
 
 
-class Stage:
+class Stage(PoolStage):
     """An engine over a pool of the models of `KINDS`, with room for so many at once."""
 
     def __init__(
@@ -55,15 +55,10 @@ class Stage:
         self.copies = copies  # of the weights, each time that a model is loaded
         self.attempts: Counter[str] = Counter()
         self.now = 0.0  # seconds that the pool's clock is ahead
-        self.ticks: list[Tick] = []
         self._before = before
-        self._number = 0
-        self.pool = ModelPool([*KINDS], self.load, room * UNIT, clock=lambda: time.monotonic() + self.now, **options)
-        self.first = self.pool.start()
-        for name in served:
-            self.pool.load(name)
-        self.engine = Engine([self.pool], on_tick=self.ticks.append)
-        self.pool.retry_admission = self.engine.retry_admission
+        pool = ModelPool([*KINDS], self.load, room * UNIT, clock=lambda: time.monotonic() + self.now, **options)
+        self.first = pool.start()
+        super().__init__(self.lane, pool, served)
 
     def load(self, name: str) -> ReadFile[ImageRunner]:
         self.attempts[name] += 1
@@ -74,26 +69,12 @@ class Stage:
         return ReadFile(runner, own.digest, self.sizes.get(name, UNIT), name)
 
     def submit(self, name: str, seed: int, **fields: Any) -> Future[Any]:
-        self._number += 1
-        return self.engine.submit(Request(f"{self._number}", "image", wanted(seed, **fields), model=name))
-
-    def close(self) -> None:
-        self.engine.close()
-        self.pool.close()
-        self.lane.close()
+        return self.add(wanted(seed, **fields), name)
 
 
 @pytest.fixture
 def stages() -> Iterator[Callable[..., Stage]]:
-    made: list[Stage] = []
-
-    def make(room: int, **options: Any) -> Stage:
-        made.append(Stage(room, **options))
-        return made[-1]
-
-    yield make
-    for stage in made:
-        stage.close()
+    yield from stages_of(Stage)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from contract.errors import Invalid
-from core.batching.engine import Engine, Tick
 from core.batching.request import Request
 from core.batching.runner import Lane
 from llm import tiny
@@ -25,6 +24,7 @@ from llm.runner import TextRunner
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions.asset_cache import ReadFile
 from tests.llm import stage
+from tests.pools import PoolStage, stages_of
 from workers.text_pool import TextPool, size_bytes
 
 SCHEMA = (
@@ -43,7 +43,7 @@ def parameters(name: str, seed: int, **fields: Any) -> TextParameters:
     )
 
 
-class Stage:
+class Stage(PoolStage):
     """An engine over a pool of `MODELS`, with room for so many at once."""
 
     def __init__(self, room: int, *, pages: int = 64, first: int = 1) -> None:
@@ -51,14 +51,9 @@ class Stage:
         self.lane, self.pages, self.first = Lane("text"), pages, first
         self.loads: Counter[str] = Counter()
         self.broken: set[str] = set()
-        self.ticks: list[Tick] = []
-        self._number = 0
-        self.pool = TextPool([*NAMES], self._load, room)
-        self.pool.start()
-        for name in NAMES[1:]:
-            self.pool.load(name)
-        self.engine = Engine([self.pool], on_tick=self.ticks.append)
-        self.pool.retry_admission = self.engine.retry_admission
+        pool = TextPool([*NAMES], self._load, room)
+        pool.start()
+        super().__init__(self.lane, pool, NAMES[1:])
 
     def _load(self, name: str) -> ReadFile[TextRunner]:
         self.loads[name] += 1
@@ -69,27 +64,12 @@ class Stage:
         return ReadFile(runner, name, self.first if name == "first" else 1)
 
     def submit(self, name: str, seed: int, tenant: str = "", **fields: Any) -> Future[GeneratedText]:
-        self._number += 1
-        request = Request(f"{self._number}", "text", parameters(name, seed, **fields), model=name, tenant=tenant)
-        return self.engine.submit(request)
-
-    def close(self) -> None:
-        self.engine.close()
-        self.pool.close()
-        self.lane.close()
+        return self.add(parameters(name, seed, **fields), name, tenant)
 
 
 @pytest.fixture
 def stages() -> Iterator[Callable[..., Stage]]:
-    opened: list[Stage] = []
-
-    def make(room: int, **options: Any) -> Stage:
-        opened.append(Stage(room, **options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
+    yield from stages_of(Stage)
 
 
 def alone(name: str, *requests: TextParameters) -> list[GeneratedText]:

@@ -112,7 +112,7 @@ def activated(x, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel("rows")
 def _gated(  # type: ignore[no-untyped-def]
-    x, weight, scale, bias, inverse, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
+    x, weight, scale, bias, inverse, shares, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -158,6 +158,10 @@ def _gated(  # type: ignore[no-untyped-def]
     if bias is not None:
         gs += tl.load(bias + n, in_columns, other=0.0)[:, None]
         us += tl.load(bias + N + n, in_columns, other=0.0)[:, None]
+    if shares is not None:
+        share = shares + m.to(tl.int64)[None, :] * (2 * N) + n[:, None]
+        gs += tl.load(share, valid & in_columns[:, None], other=0.0).to(tl.float32)
+        us += tl.load(share + N, valid & in_columns[:, None], other=0.0).to(tl.float32)
     y = activated(gs, GELU) * us
     to = out + m.to(tl.int64)[None, :] * N + n[:, None]
     if inverse is not None:
@@ -204,18 +208,19 @@ def gated(
     dtype: torch.dtype,
     *,
     gelu: bool = False,
+    shares: Tensor | None = None,
     tile: StreamTile | None = None,
     early: int = 0,
 ) -> Tensor:
     """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`; or GELU, by tanh.
 
-    scale and bias [2N] fp32. With `inverse` [N], times that.
+    scale and bias [2N] fp32. `shares` [T, 2N] are added to gate and up. With `inverse` [N], times that.
     """
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     tile = tile or choose(rows, columns, depth, x.element_size(), gated=True)
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     _gated[(math.ceil(rows / tile.rows), math.ceil(columns / tile.columns))](
-        x, weight, scale, bias, inverse, out, rows, columns, depth, math.ceil(depth / tile.depth),
+        x, weight, scale, bias, inverse, shares, out, rows, columns, depth, math.ceil(depth / tile.depth),
         _whole(tile, columns, depth), x.dtype == torch.int8, tile.rows, tile.columns, tile.depth, gelu, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip

@@ -1,0 +1,158 @@
+"""LoRA adapters of text models: PEFT's folders, read into the low-rank branches of a model's layers (Hu et al., 2021).
+
+Requests with different adapters, and without any, share each forward (S-LoRA; Sheng et al., 2023): `TextExecution.pack`
+prepares an adapter for the kernels that run the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from core.ops.branches import LowRank, PackedAdapter, branch
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TARGETS = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
+_KEY = re.compile(rf"base_model\.model\.((?:[\w]+\.)*(?:{_TARGETS}))\.lora_([AB])\.weight")
+# Fields of adapter_config.json that say of an adapter more than what is read, and the values that say nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,), "fan_in_fan_out": (False,),
+    "modules_to_save": ([],), "trainable_token_indices": ([],), "layer_replication": ([],), "use_qalora": (False,),
+    "target_parameters": ([],), "alora_invocation_tokens": ([],), "init_lora_weights": (True, False, "gaussian", "eva"),
+}  # fmt: skip
+
+
+class AdapterSource(Protocol):
+    """The adapters that requests of one model may name."""
+
+    def asset_names(self) -> list[str]:
+        """The names that requests may use now."""
+        ...
+
+    def check(self, name: str) -> None:
+        """Read an adapter if it is not in memory. Raises `Invalid`, naming the field, for one that cannot be used."""
+        ...
+
+    def acquire(self, name: str, *, wait: bool) -> TextAdapter | None:
+        """Reserve a checked adapter until `release`; None: not yet, as of `AssetCache.take`. Raises `Invalid`."""
+        ...
+
+    def release(self, adapter: TextAdapter) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextAdapter:
+    """An adapter, packed for the kernels that run its model. `key`, negative, identifies its contents: keys and values
+    are shared among requests with equal keys only.
+    """
+
+    packed: PackedAdapter
+    key: int
+    lease: Any = None
+
+
+def factors(config: Any, state: Mapping[str, Tensor], network: Any) -> dict[str, LowRank]:
+    """The branches by the names of a network's layers, of an adapter's configuration and tensors.
+
+    Raises ValueError, naming the field or the tensor, for an adapter of another kind or another model.
+    """
+    if not isinstance(config, dict):
+        raise ValueError(f"{CONFIG} is no object")
+    for field, values in _NEUTRAL.items():
+        if (value := config.get(field)) is not None and value not in values:
+            raise ValueError(f"{CONFIG}: {field} {repr(value)[:60]} is not supported")
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        if (match := _KEY.fullmatch(key)) is None:
+            raise ValueError(f"{key[:200]!a} is of no layer that adapters are supported for ({_TARGETS})")
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    if not pairs:
+        raise ValueError(f"{WEIGHTS} is empty")
+    return {layer: _factor(config, layer, pair, network) for layer, pair in pairs.items()}
+
+
+def _factor(config: Mapping[str, Any], layer: str, pair: Mapping[str, Tensor], network: Any) -> LowRank:
+    try:
+        module = network.get_submodule(layer)
+        sizes = int(module.in_features), int(module.out_features)
+    except AttributeError:
+        raise ValueError(f"the model has no layer {layer}") from None
+    if len(pair) < 2:
+        raise ValueError(f"{layer} has one of its two matrices")
+    down, up = pair["A"], pair["B"]
+    shapes = [*down.shape], [*up.shape]
+    rank = len(down) if down.dim() else 0
+    if not rank or shapes != ([rank, sizes[0]], [sizes[1], rank]) or not down.dtype == up.dtype:
+        raise ValueError(
+            f"{layer} has {shapes[0]} and {shapes[1]}, and reads {sizes[0]} channels and writes {sizes[1]}"
+        )
+    if not (down.is_floating_point() and bool(down.isfinite().all()) and bool(up.isfinite().all())):
+        raise ValueError(f"{layer} holds what is no finite number")
+    alpha = _of_layer(config, "alpha_pattern", layer, config.get("lora_alpha"))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"{CONFIG}: lora_alpha must be a number")
+    if _of_layer(config, "rank_pattern", layer, config.get("r")) != rank:
+        raise ValueError(f"{layer} is of rank {rank}, which is not what {CONFIG} says")
+    return LowRank(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_layer(config: Mapping[str, Any], field: str, layer: str, usual: Any) -> Any:
+    """The value of the first of a field's patterns that fits the end of a layer's name, as PEFT reads them."""
+    patterns = config.get(field) or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{CONFIG}: {field} is no object")
+    for pattern, value in patterns.items():
+        if layer == pattern or layer.endswith(f".{pattern.removeprefix('^').removesuffix('$')}"):
+            return value
+    return usual
+
+
+class TorchAdapter:
+    """An adapter whose branches torch computes behind the layers."""
+
+    def __init__(self, factors: Mapping[str, LowRank], device: torch.device, dtype: torch.dtype) -> None:
+        self.factors = {
+            name: LowRank(pair.down.to(device, dtype), pair.up.to(device, dtype), pair.scale)
+            for name, pair in factors.items()
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(pair.down.nbytes + pair.up.nbytes for pair in self.factors.values())
+
+
+class AdaptedModules:
+    """Adds branches to what a network's layers return, [1, T, C], for rows that have adapters."""
+
+    def __init__(self, network: Any) -> None:
+        self._rows: dict[TorchAdapter, Tensor] = {}  # of the step under way
+        for name, module in network.named_modules():
+            if re.fullmatch(rf".*\.({_TARGETS})", name) and hasattr(module, "in_features"):
+                module.register_forward_hook(partial(self._add, name))
+
+    @contextmanager
+    def rows(self, adapters: Any, device: torch.device) -> Iterator[None]:
+        """Set the adapter of each row of the forwards within; None: no row has any."""
+        rows: dict[TorchAdapter, list[int]] = {}
+        for row, adapter in enumerate(adapters or ()):
+            if adapter is not None:
+                rows.setdefault(adapter, []).append(row)
+        self._rows = {adapter: torch.tensor(its, device=device) for adapter, its in rows.items()}
+        try:
+            yield
+        finally:
+            self._rows = {}
+
+    def _add(self, name: str, module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        (x,) = inputs
+        for adapter, rows in self._rows.items():
+            if (factor := adapter.factors.get(name)) is not None:
+                output[:, rows] += branch(module, x[:, rows], factor, factor.scale)

@@ -1,0 +1,173 @@
+"""Beams are transformers': their answers, order and scores; alone, in flight with other requests, after preemption."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from contract.errors import Invalid
+from core.batching.request import Request
+from llm.load import TextModel
+from llm.pages import PAGE
+from llm.parameters import GeneratedText
+from llm.runner import TextRunner
+from llm.sequence import SequenceState
+from tests.llm import stage
+from tests.llm.test_exact import watch
+
+MOST = 16
+CLOSE = 2e-4  # between two scores: either answer may be the better one
+
+
+@dataclass(frozen=True)
+class Search:
+    width: int
+    length_penalty: float
+    early_stopping: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
+
+
+SEARCHES = [Search(4, 1.0, False), Search(3, 0.6, True), Search(4, 2.0, False)]
+
+
+@functools.cache
+def searched(name: str, search: Search, count: int) -> list[list[tuple[tuple[int, ...], float]]]:
+    """transformers' answers and scores, best first."""
+    model: TextModel = getattr(stage, name)()
+    texts = []
+    with stage.by_transformers(model) as network:
+        for prompt in stage.prompts(model, count):
+            ids = torch.tensor([prompt])
+            output = network.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST, do_sample=False, num_beams=search.width,
+                num_return_sequences=search.width, eos_token_id=sorted(model.ends), return_dict_in_generate=True,
+                output_scores=True, pad_token_id=model.tokenizer.pad_token_id, **search.options,
+            )  # fmt: skip
+            rows = [row[len(prompt) :] for row in output.sequences.tolist()]
+            ends = [next((n for n, token in enumerate(row, 1) if token in model.ends), len(row)) for row in rows]
+            scores = output.sequences_scores.tolist()
+            texts.append([(tuple(row[:end]), score) for row, end, score in zip(rows, ends, scores, strict=True)])
+    return texts
+
+
+def scored(text: GeneratedText) -> list[tuple[tuple[int, ...], float | None]]:
+    return [(answer.tokens, answer.cumulative_logprob) for answer in (text, *text.alternatives)]
+
+
+def check(texts: list[GeneratedText], expected: list[list[tuple[tuple[int, ...], float]]], search: Search) -> int:
+    """Equal in order, or else of scores that are as good; returns how many searches have such ties."""
+    ties = 0
+    for text, best in zip(texts, expected, strict=True):
+        answers = [text, *text.alternatives]
+        scores = [(a.cumulative_logprob or 0) / len(a.tokens) ** search.length_penalty for a in answers]
+        assert scores == pytest.approx([score for _, score in best], abs=CLOSE)
+        ties += [answer.tokens for answer in answers] != [tokens for tokens, _ in best]
+    return ties
+
+
+@pytest.mark.parametrize(("name", "search"), [("emoji", SEARCHES[0]), *(("small", search) for search in SEARCHES)])
+def test_beams_are_transformers(name: str, search: Search) -> None:
+    model, count = getattr(stage, name)(), 6
+    prompts = stage.prompts(model, count)
+    options = {"answers": search.width, "beams": search.width, **search.options}
+    requests = [stage.greedy(prompt, MOST, **options) for prompt in prompts]
+    plain = [stage.greedy(prompt, MOST) for prompt in prompts]
+    with stage.serving(model, kernels=stage.kernels(), max_requests=32) as (engine, _):
+        alone = [stage.answers(engine, [request])[0] for request in requests[:3]]
+        mixed = stage.answers(engine, [each for pair in zip(requests, plain, strict=True) for each in pair])
+        greedy = stage.answers(engine, plain)
+    found = mixed[::2]
+    assert check(found, searched(name, search, count), search) <= 1
+    assert [*map(scored, alone)] == [*map(scored, found[:3])]
+    assert [text.tokens for text in mixed[1::2]] == [text.tokens for text in greedy]
+
+
+@pytest.mark.parametrize("name", ["emoji", "small"])
+def test_beams_after_preemption(name: str) -> None:
+    """Preempted before each iteration: they read again what they have in common, and then each its own tokens."""
+    search, model, count = SEARCHES[0], getattr(stage, name)(), 2
+    runner = TextRunner(model, kernels=stage.kernels(), chunk=9)
+    for prompt, expected in zip(stage.prompts(model, count), searched(name, search, 6)[:count], strict=True):
+        request = stage.greedy(prompt, MOST, beams=4, answers=4)
+        whole = stage.preempted(runner, request)
+        check([whole], [expected], search)
+        for after in range(1, MOST, 3):
+            assert scored(stage.preempted(runner, request, after, after + 2)) == scored(whole)
+    runner.pages.check()
+    runner.close()
+
+
+def test_beams_among_answers_that_take_their_pages() -> None:
+    search, model, count = SEARCHES[0], stage.emoji(), 8
+    prompts = stage.prompts(model, count)
+    older = [stage.greedy(prompt, 100, ignore_end=True) for prompt in prompts]
+    requests = [stage.greedy(prompt, MOST, beams=4, answers=4) for prompt in prompts]
+    with stage.serving(model, kernels=stage.kernels(), max_requests=24, pages=48, chunk=7) as (engine, runner):
+        preempted = watch(runner)
+        found = stage.answers(engine, [*older, *requests])[len(older) :]
+        assert preempted
+    assert check(found, searched("emoji", search, count), search) <= 1
+
+
+def test_beams_share_all_pages_but_the_last() -> None:
+    model = stage.small()
+    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), 5 * PAGE + 3))
+    runner = TextRunner(model, kernels=stage.kernels(), max_requests=8)
+    request = Request("0", "text", stage.greedy(prompt, 40, beams=4, answers=1))
+    assert runner.admit(request) is None
+    most = 0
+    while True:
+        assert runner.reserve([request])
+        outcome = runner.launch([request]).outcome()["0"]
+        if outcome.finished:
+            break
+        beams: list[SequenceState] = request.work.beams.states
+        for one, other in itertools.combinations(beams, 2):
+            full = (one.computed if len(beams) else 0) // PAGE
+            shared = [a == b for a, b in zip(one.holding.pages, other.holding.pages, strict=False)]
+            common = next(
+                (n for n, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), one.computed
+            )
+            assert all(shared[: min(common, one.computed) // PAGE]) and not any(shared[full:])
+        most = max(most, runner.pages.held)
+    assert most < 4 * 6, "each beam has its own last pages alone"
+    runner.release(request)
+    assert runner.held() == 0
+    runner.pages.check()
+    runner.close()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "stop": {"stop": ("x",)}, "logit_bias": {"logit_bias": ((3, 1.0),)}, "json_schema": {"json_schema": "{}"},
+    "repetition_penalty": {"repetition_penalty": 1.1}, "temperature": {"temperature": 1.0}, "n": {"answers": 5},
+    "prompt_logprobs": {"prompt_logprobs": True, "logprobs": 0}, "max_tokens": {"max_tokens": 0},
+ "length_penalty": {"length_penalty": 11.0}, "early_stopping": {"early_stopping": "never"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_no_search_has_is_refused_by_name(field: str) -> None:
+    runner = TextRunner(stage.small(), max_requests=8)
+    parameters = replace(stage.greedy((1, 2, 3), 8, beams=4), **REFUSED[field])
+    with pytest.raises(Invalid) as refused:
+        runner.check(Request("0", "text", parameters))
+    assert refused.value.field == field
+    runner.close()
+
+
+def test_beams_that_cannot_be_in_the_cache_at_once_are_refused() -> None:
+    runner = TextRunner(stage.small(), max_requests=8, pages=20)
+    runner.check(Request("0", "text", stage.greedy((1, 2, 3), 3 * PAGE, beams=3)))
+    with pytest.raises(Invalid, match="9 beams are more than the 8 sequences"):
+        runner.check(Request("0", "text", stage.greedy((1, 2, 3), 3, beams=9)))
+    with pytest.raises(Invalid, match="3 beams of so many tokens do not fit the cache"):
+        runner.check(Request("0", "text", stage.greedy((1, 2, 3), 5 * PAGE, beams=3)))
+    runner.close()

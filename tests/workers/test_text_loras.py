@@ -1,0 +1,184 @@
+"""Requests with LoRAs write what PEFT's merged weights do: in one batch with others and without, after preemption."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.errors import Invalid
+from core.batching.request import Request
+from llm import tiny
+from llm.adapters import CONFIG, WEIGHTS
+from llm.load import TextModel, load
+from llm.parameters import TextParameters
+from llm.runner import TextRunner
+from tests.llm import stage
+from tests.llm.test_exact import check
+from workers.text_loras import TextLoraFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft's
+MOST = 12
+MIB = 2**20
+OPTIONS: dict[str, dict[str, Any]] = {
+    "poet": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "critic": {"r": 9, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"},
+    "clerk": {
+        "r": 8, "lora_alpha": 32, "target_modules": ["k_proj", "o_proj", "up_proj", "gate_proj", "down_proj"],
+        "rank_pattern": {"layers.1.mlp.down_proj": 3}, "alpha_pattern": {"o_proj": 5},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three adapters of the tiny model, as PEFT saves them; their merged models answer in `merged`."""
+    path = tmp_path_factory.mktemp("text-loras")
+    for name in OPTIONS:
+        adapted(name).save_pretrained(str(path / name))
+    return path
+
+
+@functools.cache
+def adapted(name: str, model: str = tiny.TINY) -> Any:
+    peft = pytest.importorskip("peft")
+    network = copy.deepcopy(load(model).network)
+    torch.manual_seed(len(name))
+    adapter = peft.get_peft_model(network, peft.LoraConfig(task_type="CAUSAL_LM", **OPTIONS[name]))
+    with torch.no_grad():
+        for key, parameter in adapter.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(0, 0.3)
+    return adapter.eval()
+
+
+@functools.cache
+def merged(name: str) -> TextModel:
+    model = stage.small()
+    if not name:
+        return model
+    return replace(model, network=copy.deepcopy(adapted(name)).merge_and_unload().eval().requires_grad_(False))
+
+
+@functools.cache
+def answers(name: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(stage.generated(merged(name), stage.prompts(stage.small(), 8), MOST))
+
+
+def adapters(runner: TextRunner, folder: Path, capacity: int = 64 * MIB) -> TextLoraFolder:
+    runner.adapters = made = TextLoraFolder(folder, runner.execution, capacity)
+    return made
+
+
+def requests(names: list[str], most: int = MOST, **options: Any) -> list[TextParameters]:
+    prompts = stage.prompts(stage.small(), 8)
+    return [stage.greedy(prompt, most, adapter=name, **options) for prompt in prompts for name in names]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_answers_of_three_loras_in_one_batch(folder: Path, kernels: bool) -> None:
+    names = ["", *OPTIONS]
+    assert len({answers(name) for name in names}) == 4
+    options: dict[str, Any] = {"kernels": stage.kernels()} if kernels else {}
+    with stage.serving(stage.small(), max_requests=32, chunk=16, **options) as (engine, runner):
+        held = adapters(runner, folder)
+        assert held.asset_names() == sorted(OPTIONS)
+        texts = stage.answers(engine, requests(names, logprobs=3))
+        for at, name in enumerate(names):
+            found, prompts = [text.tokens for text in texts[at :: len(names)]], stage.prompts(stage.small(), 8)
+            assert len(check(found, [*answers(name)], prompts, merged(name))) <= 1
+        if kernels:  # in any company the same bits
+            alone = [stage.answers(engine, [request])[0] for request in requests(names, logprobs=3)[-4:]]
+            assert [text.logprobs for text in alone] == [text.logprobs for text in texts[-4:]]
+    assert all(not asset.pins for asset in map(held.cache.known, OPTIONS))
+
+
+def test_answers_after_preemption_and_beams(folder: Path) -> None:
+    runner = TextRunner(stage.small(), kernels=stage.kernels(), chunk=9)
+    held = adapters(runner, folder)
+    for number, request in enumerate(requests(["critic"])[:2]):
+        expected = answers("critic")[number]
+        assert {stage.preempted(runner, request, n, n + 2).tokens for n in (1, 3, 6)} == {expected}
+        beams = replace(request, beams=3)
+        assert stage.preempted(runner, beams, 2, 5).tokens == stage.preempted(runner, beams).tokens
+    assert not held.cache.known("critic").pins
+    runner.close()
+
+
+def test_pages_are_shared_among_requests_of_one_lora_only(folder: Path) -> None:
+    prompt = tuple(range(40))
+    with stage.serving(stage.small(), kernels=stage.kernels()) as (engine, runner):
+        adapters(runner, folder)
+        names = ["", "poet", "poet", "", "critic"]
+        cached = [stage.answers(engine, [stage.greedy(prompt, 2, adapter=name)])[0].cached for name in names]
+    assert cached == [0, 0, 32, 32, 0]
+
+
+def test_loras_are_read_on_demand_and_evicted_by_last_use(folder: Path) -> None:
+    with stage.serving(stage.small(), kernels=stage.kernels(), max_requests=32) as (engine, runner):
+        held = adapters(runner, folder)
+        sizes = [held.find(name).size_bytes for name in OPTIONS]
+        held = adapters(runner, folder, max(sizes) + min(sizes))
+        texts = stage.answers(engine, requests([*OPTIONS]))
+        assert held.cache.reads > 3 and sum(held.held.values()) <= max(sizes) + min(sizes)
+    for at, name in enumerate(OPTIONS):
+        assert [text.tokens for text in texts[at::3]] == [*answers(name)]
+
+
+def edited(folder: Path, to: Path, **fields: Any) -> None:
+    shutil.copytree(folder / "poet", to / "other")
+    path = to / "other" / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"lora_alpha": "16"}, "lora_alpha must be a number"),
+        ({"r": 5}, "is of rank 4, which is not what adapter_config.json says"),
+        ({"rank_pattern": [3]}, "rank_pattern is no object"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(
+    folder: Path, tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:  # fmt: skip
+    edited(folder, tmp_path, **fields)
+    with pytest.raises(Invalid, match=reason) as refused:
+        refusing(tmp_path)
+    assert refused.value.field == "model"
+
+
+def refusing(path: Path, name: str = "other") -> None:
+    runner = TextRunner(stage.small(), kernels=stage.kernels(), max_requests=2)
+    adapters(runner, path, 40_000)
+    try:
+        runner.check(Request("0", "text", stage.greedy((1, 2, 3), 4, adapter=name)))
+    finally:
+        runner.close()
+
+
+def test_files_that_are_missing_or_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    for name in ("../poet", "nobody"):
+        with pytest.raises(Invalid, match="there is no"):
+            refusing(tmp_path, name)
+    with pytest.raises(Invalid, match=r"needs \d+ bytes, and there is room for 40000"):
+        refusing(folder, "critic")
+    edited(folder, tmp_path)
+    (tmp_path / "other" / WEIGHTS).write_bytes(b"no tensors")
+    with pytest.raises(Invalid, match="damaged"):
+        refusing(tmp_path)
+    (tmp_path / "other" / WEIGHTS).unlink()
+    with pytest.raises(Invalid, match="there is no"):
+        refusing(tmp_path)
