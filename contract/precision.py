@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-ImageScheme = Literal["int8", "fp8", "int8-dynamic"]
+ImageScheme = Literal["int8", "fp8", "int8-dynamic", "int8-sparse"]
 Scheme = Literal[ImageScheme, "w4a16"]
 """w4a16, INT4 weights in groups and inputs in floating point, is for language models."""
 Name = Literal["fp32", "bf16", "fp16", Scheme]
@@ -46,12 +46,13 @@ PRECISIONS: dict[str, Precision] = {
         Precision("int8", scheme="int8", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
         Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False, cpu_kernels=True),
+        Precision("int8-sparse", scheme="int8-sparse", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("w4a16", scheme="w4a16", gpu_kernels=(8, 0)),
     )
 }
 CHOICES: tuple[str, ...] = get_args(EngineChoice)
 SCHEMES: tuple[str, ...] = get_args(Scheme)
-GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16")
+GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "int8-sparse", "w4a16")
 """Those whose weights GPTQ rounds."""
 IMAGE_SCHEMES: tuple[str, ...] = get_args(ImageScheme)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cuda import decode_kernel, driver, int4_kernel, stream_kernel, tiles
+from core.kernels.cuda import decode_kernel, driver, int4_kernel, sparse_gemm, stream_kernel, tiles
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
@@ -56,6 +56,8 @@ class TokenLinear(Linear):
 
     def few(self, x: Tensor, early: int) -> SplitSums:
         """x of the input's type, at most `MOST_ROWS` rows."""
+        if self.metadata is not None:
+            return SplitSums(sparse_gemm.sums(x, self.sparse), self.scale, self.bias)
         return SplitSums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
 
     def few_gated(
@@ -64,15 +66,21 @@ class TokenLinear(Linear):
         """silu(gate) · up, or GELU, times `inverse`, as `dtype`, of at most `MOST_ROWS` rows; the gate's weights come
         first.
         """
+        if self.metadata is not None:
+            if inverse is None or dtype != torch.int8 or gelu:
+                return gate(self.many(x), inverse, dtype, gelu=gelu)
+            assert self.scale is not None
+            return sparse_gemm.gated(x, self.sparse, self.scale, self.bias, inverse, silu=True, gate_first=True)
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
 
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, N] in the base type, which takes the place of `residual`."""
-        return self(x, residual, residual, None if self.kind is None else _tile(x, len(self.weight)))
+        tiled = self.kind is not None and self.metadata is None
+        return self(x, residual, residual, _tile(x, len(self.weight)) if tiled else None)
 
     @property
     def weight_bytes(self) -> int:
-        return self.weight.nbytes
+        return self.weight.nbytes if self.metadata is None else self.sparse.nbytes
 
 
 class Int4TokenLinear:
