@@ -2,8 +2,9 @@
 
 `products`: those of Llama-3.1-8B and SDXL, sparse (every tile near the default) beside our dense INT8 kernels and
 cuSPARSELt; each agrees bit for bit with the dense kernel on the pruned weights first. `step`: one token of 1 and 64
-users on seeded weights of 8B's shape. `quality`: the perplexity of `--text-models`, folders of `training.prune`, in INT8
-on `--captions`, and their size. `--device cpu --tiny` rehearses `step`, whose weights are then expanded, and `quality`.
+users on seeded weights of 8B's shape. `quality`: the perplexity of `--text-models` (folders that `training.prune`
+writes, and what they were made of) in INT8 on `--captions`, and their size. `--device cpu --tiny` rehearses `step`, whose
+weights are then expanded, and `quality`.
 """
 
 from __future__ import annotations
@@ -165,7 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record.progress(f"{figures}")
         if "step" in parts:
             measured["steps"] = [
-                *weights.steps(options.device, small=options.tiny, precisions=("int8", "int8-sparse"), counts=(1, 64))
+                *weights.steps(
+                    options.device,
+                    small=options.tiny,
+                    precisions=("int8", "int8-sparse"),
+                    counts=(1, 2) if options.tiny else (1, 64),
+                )
             ]
         if "quality" in parts:
             calibrated, count = (4, 4) if options.tiny else (512, 1000)
