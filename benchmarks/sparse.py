@@ -3,8 +3,8 @@
 `products`: those of Llama-3.1-8B and SDXL, sparse (every tile near the default) beside our dense INT8 kernels and
 cuSPARSELt; each agrees bit for bit with the dense kernel on the pruned weights first. `step`: one token of 1 and 64
 users on seeded weights of 8B's shape. `quality`: the perplexity of `--text-models` (folders that `training.prune`
-writes, and what they were made of) in INT8 on `--captions`, and their size. `--device cpu --tiny` rehearses `step`, whose
-weights are then expanded, and `quality`.
+writes, and what they were made of) in INT8 on `--captions`, and their size. `--device cpu --tiny` rehearses `step`,
+whose weights are then expanded, and `quality`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import weights
 from benchmarks.harness import command, record
 from benchmarks.harness.timing import Clocks, milliseconds
-from core.kernels.cuda import sparse_gemm, stream_kernel
+from core.kernels.cuda import sparse_gemm, stream, stream_kernel
 from core.kernels.cuda.linear import linear_geglu_int8, linear_int8
 from core.kernels.cuda.sparse_gemm import SparseTile, SparseWeight
 from core.quant import sparse
@@ -73,11 +73,11 @@ def _product(columns: int, depth: int, gated: bool, rows: int) -> dict[str, Any]
         runs["dense"] = lambda i: linear_int8(x, denses[i], scale)
     equal = torch.equal(runs["dense"](0), runs["sparse"](0))
     if few and gated:
-        runs["dense, few"] = lambda i: stream_kernel.gated(x, denses[i], scale, None, inverse, torch.int8)
+        runs["dense, few"] = lambda i: stream.gated(x, denses[i], scale, None, inverse, torch.int8)
     elif few:
-        runs["dense, few"] = lambda i: stream_kernel.stream(x, denses[i])
+        runs["dense, few"] = lambda i: stream.stream(x, denses[i])
         runs["sparse, few"] = lambda i: sparse_gemm.sums(x, sparses[i])
-        equal &= torch.equal(stream_kernel.stream(x, dense).sum(0), sparse_gemm.sums(x, weight).sum(0))
+        equal &= torch.equal(stream.stream(x, dense), sparse_gemm.sums(x, weight).sum(0).int())
     else:
         runs |= {f"sparse {tile.tokens},{tile.cluster}": partial(sparse_run, tile=tile) for tile in TILES}
     runs["cuSPARSELt"] = _cusparselt(dense, x)

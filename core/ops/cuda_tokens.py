@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cuda import decode_kernel, driver, int4_kernel, sparse_gemm, stream_kernel, tiles
+from core.kernels.cuda import decode_kernel, driver, int4_kernel, sparse_gemm, stream, stream_kernel, tiles
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
@@ -57,8 +57,12 @@ class TokenLinear(Linear):
     def few(self, x: Tensor, early: int) -> SplitSums:
         """x of the input's type, at most `MOST_ROWS` rows."""
         if self.metadata is not None:
-            return SplitSums(sparse_gemm.sums(x, self.sparse), self.scale, self.bias)
-        return SplitSums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
+            parts = sparse_gemm.sums(x, self.sparse)
+        elif stream.unsupported_reason(x, self.weight) is None:
+            parts = stream.stream(x, self.weight, early=bool(early))[None]
+        else:
+            parts = stream_kernel.stream(x, self.weight, early=early)
+        return SplitSums(parts, self.scale, self.bias)
 
     def few_gated(
         self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False
@@ -71,6 +75,8 @@ class TokenLinear(Linear):
                 return gate(self.many(x), inverse, dtype, gelu=gelu)
             assert self.scale is not None
             return sparse_gemm.gated(x, self.sparse, self.scale, self.bias, inverse, silu=True, gate_first=True)
+        if self.scale is not None and stream.unsupported_reason(x, self.weight, gated=True) is None:
+            return stream.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=bool(early))
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
 
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
