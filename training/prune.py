@@ -6,7 +6,8 @@ stay. With `--start` a kind is written as it is before training. Resumable, like
 
     python -m training.prune --data DATA --work WORK --models MODELS --kind small --minutes 20
 
-WORK needs `tokens/lm`, from the stage `tokens` or `start --text`.
+WORK needs `tokens/lm`, from the stage `tokens` or `start --text`. `--judge NAME…` judges models under `--models`
+instead, as `training.judge` does emoji-lm.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import record
 from core.quant.gptq import round_weight
 from core.quant.samples import Samples
 from core.quant.sparse import mask, scores
 from core.quant.statistics import Statistics
-from training import lm, loop, tokens
+from training import judge_text, lm, loop, tokens
 from training.run import TrainingRun, from_options, parser
 from training.shapes import TrainedLlamaShape
 
@@ -179,13 +182,29 @@ def export(run: TrainingRun, kind: str, *, trained: bool = True) -> None:
     tokens.lm_tokenizer(run).save_pretrained(folder)
 
 
+def judge(run: TrainingRun, names: Sequence[str], expansions: int, results: Path) -> None:
+    """Write `pruned.json`: each model's perplexities and the shares of its expansions that keep what was asked."""
+    figures: dict[str, Any] = {}
+    for name in names:
+        figures[name] = judge_text.judge_lm(run, expansions, name)
+        figures[name]["parameters"] = judge_text.CaptionModel(run, name).model.num_parameters()
+        print(name, figures[name], flush=True)
+    record.publish("pruned", figures, results)
+
+
 def main() -> None:
-    """`python -m training.prune --kind KIND [--start]`."""
+    """`python -m training.prune --kind KIND [--start] | --judge NAME …`."""
     options = parser(__doc__ or "")
-    options.add_argument("--kind", choices=(SMALL, *SPARSE), required=True)
+    options.add_argument("--kind", choices=(SMALL, *SPARSE), default=SMALL)
     options.add_argument("--start", action="store_true", help="write the model as it is before training")
+    options.add_argument("--judge", nargs="+", default=[], metavar="NAME", help="judge these models, and train none")
+    options.add_argument("--expansions", type=int, default=300, help="chats of each kind that are judged")
+    options.add_argument("--results", type=Path, default=record.RESULTS, help="folder for pruned.json of --judge")
     arguments = options.parse_args()
     run = from_options(arguments)
+    if arguments.judge:
+        judge(run, arguments.judge, arguments.expansions, arguments.results)
+        return
     if not arguments.start:
         outcome = train(run, arguments.kind)
         print(outcome)

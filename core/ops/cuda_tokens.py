@@ -57,7 +57,7 @@ class TokenLinear(Linear):
     def few(self, x: Tensor, early: int) -> SplitSums:
         """x of the input's type, at most `MOST_ROWS` rows."""
         if self.metadata is not None:
-            parts = sparse_gemm.sums(x, self.sparse)
+            parts = sparse_gemm.sums(x, self.sparse, early=bool(early))
         elif stream.unsupported_reason(x, self.weight) is None:
             parts = stream.stream(x, self.weight, early=bool(early))[None]
         else:
@@ -74,7 +74,8 @@ class TokenLinear(Linear):
             if inverse is None or dtype != torch.int8 or gelu:
                 return gate(self.many(x), inverse, dtype, gelu=gelu)
             assert self.scale is not None
-            return sparse_gemm.gated(x, self.sparse, self.scale, self.bias, inverse, silu=True, gate_first=True)
+            arguments = (x, self.sparse, self.scale, self.bias, inverse)
+            return sparse_gemm.gated(*arguments, silu=True, gate_first=True, early=bool(early))
         if self.scale is not None and stream.unsupported_reason(x, self.weight, gated=True) is None:
             return stream.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=bool(early))
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)

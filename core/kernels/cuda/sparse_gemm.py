@@ -123,11 +123,15 @@ def product(
     return out
 
 
-def sums(x: Tensor, weight: SparseWeight, *, tile: SparseTile | None = None) -> Tensor:
-    """Sums over parts of the depth of x int8 [T, K], few rows: int32 [splits, T, N], as `stream_kernel.stream`."""
+def sums(x: Tensor, weight: SparseWeight, *, tile: SparseTile | None = None, early: bool = False) -> Tensor:
+    """Sums over parts of the depth of x int8 [T, K], few rows: int32 [splits, T, N], as `stream_kernel.stream`.
+
+    `early`: by programmatic dependent launch: the weights must not be written by a kernel that may still run.
+    """
     tile = tile or _choose(x, weight, split=True)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.int32, device=x.device)
-    _launch(x, weight, SparseArguments(out=out.data_ptr(), columns=len(weight)), tile, SparseVariant(0, sums=True))
+    arguments = SparseArguments(out=out.data_ptr(), columns=len(weight))
+    _launch(x, weight, arguments, tile, SparseVariant(0, sums=True), early=early)
     return out
 
 
@@ -141,10 +145,11 @@ def gated(
     silu: bool = False,
     gate_first: bool = False,
     tile: SparseTile | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Hidden times its activated gate, as `linear.linear_geglu_int8` of the expanded weight [2N, K]: int8 [T, N].
 
-    `gate_first`: the gate's rows of weights come first, not hidden's.
+    `gate_first`: the gate's rows of weights come first, not hidden's. `early` is as for `sums`.
     """
     columns = len(weight) // 2
     out = torch.empty(len(x), columns, dtype=torch.int8, device=x.device)
@@ -152,7 +157,8 @@ def gated(
         out=out.data_ptr(), scale=scale.data_ptr(), bias=_pointer(bias), inverse=inverse.data_ptr(), columns=columns,
         out_stride=columns, inverse_step=per_channel(inverse, columns),
     )  # fmt: skip
-    _launch(x, weight, arguments, tile, SparseVariant(0, gated=True, silu=silu, gate_first=gate_first))
+    variant = SparseVariant(0, gated=True, silu=silu, gate_first=gate_first)
+    _launch(x, weight, arguments, tile, variant, early=early)
     return out
 
 
@@ -165,7 +171,13 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _launch(
-    x: Tensor, weight: SparseWeight, arguments: SparseArguments, tile: SparseTile | None, variant: SparseVariant
+    x: Tensor,
+    weight: SparseWeight,
+    arguments: SparseArguments,
+    tile: SparseTile | None,
+    variant: SparseVariant,
+    *,
+    early: bool = False,
 ) -> None:
     """Complete the arguments and the variant by the tile, and launch. Raises ValueError for shapes that disagree."""
     if x.shape[1] != weight.depth or x.dtype != torch.int8 or not x.is_contiguous():
@@ -186,7 +198,7 @@ def _launch(
         _weight_map(weight.metadata, DEPTH // 8, 0, gated=variant.gated),
         driver.tensor_map(x, (x.shape[1], len(x)), (x.shape[1],), (DEPTH, tile.tokens // tile.cluster)),
     )
-    _kernel(variant, x.device.index).launch(min(total, clusters) * tile.cluster, *maps, arguments)
+    _kernel(variant, x.device.index).launch(min(total, clusters) * tile.cluster, *maps, arguments, early=early)
 
 
 def _weight_map(part: Tensor, width: int, swizzle: int, *, gated: bool) -> driver.TensorMap:

@@ -8,7 +8,8 @@ sums are those of the dense product of the same weights, and so is the epilogue'
 * TMA permutes the weights' rows so that a thread has two adjacent outputs of a token, or hidden and gate of one.
 * The blocks of a cluster have the same tokens; each fetches a part, and TMA delivers it to all. Products take half the
   time of dense ones, and the L2 cache would be their limit.
-* Of few tokens the depth is split, and int32 sums over its parts are left for the next kernel.
+* Of few tokens the depth is split, and int32 sums over its parts are left for the next kernel. Weights are fetched
+  before the kernel waits for the one before (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -128,6 +129,12 @@ __device__ __forceinline__ void load_weights(u32 to, const Map* map, u32 bar, in
     " [%0], [%1, {%3, %4, %4, %5}], [%2];"
     :: "r"(to), "l"(map), "r"(bar), "r"(byte), "r"(0), "r"(row) : "memory");
 }
+__device__ __forceinline__ void fetch(u32 stage, u32 bar, const Map* map_values, const Map* map_metadata, int k,
+                                      int n) {
+  barrier_expect(bar, STAGE_BYTES);
+  load_weights(stage + B_BYTES, map_values, bar, 64 * k, n);
+  load_weights(stage + B_BYTES + A_BYTES, map_metadata, bar, 16 * k, n);
+}
 __device__ __forceinline__ void load_tokens(u32 to, const Map* map, u32 bar, int k, int token) {
 #if CLUSTER > 1
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -235,16 +242,24 @@ NAME(const __grid_constant__ Map map_values, const __grid_constant__ Map map_met
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) {
+      int ahead = 0;  // stages of the first tile whose weights are fetched before the kernel before has ended
+      if (first < tiles) {
+        Where w = locate(p, first, rank);
+        int start = w.split * p.steps / p.splits, stop = (w.split + 1) * p.steps / p.splits;
+        for (; ahead < STAGES && start + ahead < stop; ++ahead)
+          fetch(ring + ahead * STAGE_BYTES, full + 8 * ahead, &map_values, &map_metadata, start + ahead, w.n);
+      }
+      asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
       for (int tile = first; tile < tiles; tile += step) {
         Where w = locate(p, tile, rank);
         int stop = (w.split + 1) * p.steps / p.splits;
         #pragma unroll 1
         for (int k = w.split * p.steps / p.splits; k < stop; ++k) {
-          barrier_wait(empty + 8 * stage, parity ^ 1);
           u32 bar = full + 8 * stage, to = ring + stage * STAGE_BYTES;
-          barrier_expect(bar, STAGE_BYTES);
-          load_weights(to + B_BYTES, &map_values, bar, 64 * k, w.n);
-          load_weights(to + B_BYTES + A_BYTES, &map_metadata, bar, 16 * k, w.n);
+          if (--ahead < 0) {
+            barrier_wait(empty + 8 * stage, parity ^ 1);
+            fetch(to, bar, &map_values, &map_metadata, k, w.n);
+          }
           load_tokens(to + rank * (B_BYTES / CLUSTER), &map_tokens, bar, 128 * k, w.t + rank * (BN / CLUSTER));
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
