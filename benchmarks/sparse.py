@@ -125,7 +125,8 @@ def qualities(names: Sequence[str], captions: Sequence[str], *, calibrated: int)
         read, ids = ids[:calibrated], [text for text in ids[calibrated:] if len(text) > 1]
         pruned = _is_sparse(model.network)
         for label, scheme, layerwise in schemes:
-            if layerwise.gptq and pruned:  # SparseGPT would fill the zeros that it was trained with
+            # SparseGPT would fill the zeros of a pruned model, whose dense INT8 is the sparse one, bit for bit.
+            if pruned and (layerwise.gptq or scheme == "int8"):
                 continue
             quantized = model if scheme is None else quantize(model, read, scheme=scheme, layerwise=layerwise)
             yield {
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             ]
         if "quality" in parts:
-            calibrated, count = (4, 4) if options.tiny else (512, 1000)
+            calibrated, count = (4, 4) if options.tiny else (256, 500)
             texts = [row.text for row in prompts.read(options.captions, calibrated + count)]
             measured["quality"] = []
             for figures in qualities(options.text_models, texts, calibrated=calibrated):

@@ -96,10 +96,16 @@ def smaller(model: Any, texts: Sequence[Tensor], shape: TrainedLlamaShape) -> An
         of_heads = heads.view(len(heads), -1, group * width).norm(dim=-1).mean(0)
         kept = of_heads.topk(shape.kv_heads).indices.sort().values
         keys, queries = (_wide(kept, size) for size in (width, group * width))
-        _keep(attention, "q_proj", queries, 0), _keep(attention, "o_proj", queries, 1)
-        _keep(attention, "k_proj", keys, 0), _keep(attention, "v_proj", keys, 0)
+        for name, places, axis in (
+            ("q_proj", queries, 0),
+            ("k_proj", keys, 0),
+            ("v_proj", keys, 0),
+            ("o_proj", queries, 1),
+        ):
+            _keep(attention, name, places, axis)
         kept = channels.abs().mean(0).topk(shape.inner).indices.sort().values
-        _keep(mlp, "gate_proj", kept, 0), _keep(mlp, "up_proj", kept, 0), _keep(mlp, "down_proj", kept, 1)
+        for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            _keep(mlp, name, kept, axis)
     config.num_attention_heads, config.num_key_value_heads = shape.heads, shape.kv_heads
     config.intermediate_size = shape.inner
     result = type(model)(config).to(model.device)

@@ -42,7 +42,7 @@ def _grouped(weight: Tensor) -> Tensor:
 def scores(weight: Tensor, rows: Tensor | None) -> Tensor:
     """The scores [N, K] of a weight's elements: magnitudes, times the norms of inputs `rows` [n, K] if given."""
     magnitudes = weight.detach().float().abs()
-    return magnitudes if rows is None else magnitudes * rows.to(weight.device).float().norm(dim=0)
+    return magnitudes if rows is None else magnitudes * rows.to(weight.device).float().square().sum(0).sqrt()
 
 
 def compress(levels: Tensor) -> tuple[Tensor, Tensor]:
