@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import record
 from core.quant.gptq import round_weight
 from core.quant.samples import Samples
 from core.quant.sparse import mask, scores
@@ -188,14 +187,14 @@ def export(run: TrainingRun, kind: str, *, trained: bool = True) -> None:
     tokens.lm_tokenizer(run).save_pretrained(folder)
 
 
-def judge(run: TrainingRun, names: Sequence[str], expansions: int, results: Path) -> None:
-    """Write `pruned.json`: each model's perplexities and the shares of its expansions that keep what was asked."""
+def judge(run: TrainingRun, names: Sequence[str], expansions: int) -> None:
+    """Write `judge/pruned.json` under `--work`: perplexities, and the shares of expansions that keep what was asked."""
     figures: dict[str, Any] = {}
     for name in names:
         figures[name] = judge_text.judge_lm(run, expansions, name)
         figures[name]["parameters"] = judge_text.CaptionModel(run, name).model.num_parameters()
         print(name, figures[name], flush=True)
-    record.publish("pruned", figures, results)
+    (run.folder("judge") / "pruned.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -205,11 +204,10 @@ def main() -> None:
     options.add_argument("--start", action="store_true", help="write the model as it is before training")
     options.add_argument("--judge", nargs="+", default=[], metavar="NAME", help="judge these models, and train none")
     options.add_argument("--expansions", type=int, default=300, help="chats of each kind that are judged")
-    options.add_argument("--results", type=Path, default=record.RESULTS, help="folder for pruned.json of --judge")
     arguments = options.parse_args()
     run = from_options(arguments)
     if arguments.judge:
-        judge(run, arguments.judge, arguments.expansions, arguments.results)
+        judge(run, arguments.judge, arguments.expansions)
         return
     if not arguments.start:
         outcome = train(run, arguments.kind)

@@ -74,7 +74,7 @@ def test_which_kernels_draw(name: str, precision: str) -> None:
         (NO_TRITON, "int8", "Triton is not installed"),
         (ABSENT, "int8", "no CUDA device"),
         (H200, "fp16", "the GPU kernels support bf16, int8, fp8, w4a16, not fp16"),
-        (ZEN5, "bf16", "the CPU kernels support fp32, int8 and int8-dynamic, not bf16"),
+        (ZEN5, "bf16", "the CPU kernels support fp32, int8, int8-dynamic and int8-sparse, not bf16"),
         (ZEN5, "fp8", "the CPU kernels support fp32, int8 and int8-dynamic, not fp8"),
         (ARM, "int8", ARM.cpu_lacks),
         (L4, "fp8", None),
