@@ -36,7 +36,7 @@ SDXL = (
     ((1280, 5120, False), 16384),
 )  # fmt: skip
 """Of 16 images."""
-TILES = (SparseTile(128), SparseTile(256), SparseTile(256, 2), SparseTile(256, 4))
+TILES = (SparseTile(128), SparseTile(256), SparseTile(256, 2))
 
 
 def products() -> Iterator[dict[str, Any]]:

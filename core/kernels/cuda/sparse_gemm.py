@@ -86,7 +86,7 @@ def choose(rows: int, columns: int, steps: int, processors: int, *, split: bool 
     best = min(tiles, key=cost)
     if best.tokens < 256:
         return best
-    return SparseTile(256, next(n for n in (4, 2, 1) if column_tiles % n == 0), best.splits)
+    return SparseTile(256, 1 + (column_tiles % 2 == 0), best.splits)  # clusters of four take twice the time
 
 
 @functools.cache
@@ -188,8 +188,7 @@ def _launch(
     arguments.column_tiles = math.ceil(rows / ROWS / tile.cluster)
     arguments.token_tiles = math.ceil(len(x) / tile.tokens)
     total = arguments.column_tiles * arguments.token_tiles * tile.splits
-    # A graphics processing cluster has 16 or 18 multiprocessors: of every 33 clusters of four blocks, 32 run at once.
-    clusters = processors // tile.cluster - (tile.cluster > 2)
+    clusters = processors // tile.cluster
     variant = SparseVariant(
         tile.tokens, tile.cluster, variant.sums, variant.gated, variant.silu, variant.gate_first, variant.half
     )

@@ -277,28 +277,37 @@ NAME(const __grid_constant__ Map map_values, const __grid_constant__ Map map_met
       Rows rows = rows_of(p, w, consumer);
       int acc[BN / 2];
       int keep = 0, previous = -1, stop = (w.split + 1) * p.steps / p.splits;
-      #pragma unroll 1
-      for (int k = w.split * p.steps / p.splits; k < stop; ++k) {
+      // Tensor cores read metadata from its registers while they multiply: those of a product in flight must stay, so
+      // that two sets take turns.
+      u32 metadata[2][2] = {};
+      auto multiply = [&](u32 (&now)[2], u32 (&before)[2]) {
         barrier_wait(full + 8 * stage, parity);
-        u32 from = ring + stage * STAGE_BYTES, low, high;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(low) : "r"(from + described) : "memory");
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(high) : "r"(from + described + 8) : "memory");
+        u32 from = ring + stage * STAGE_BYTES;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(now[0]) : "r"(from + described) : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(now[1]) : "r"(from + described + 8) : "memory");
         u64 a = values(from + B_BYTES + consumer * 4096), b = operand(from);
         #pragma unroll
         for (int i = 0; i < BN / 2; ++i) FENCE_REG(acc[i]);
         product_fence();
-        product(acc, a, b, low, keep);
-        product(acc, a + 2, b + 4, high, 1);
+        product(acc, a, b, now[0], keep);
+        product(acc, a + 2, b + 4, now[1], 1);
         keep = 1;
         product_commit();
         if (previous >= 0) {
           product_wait<1>();
+          asm volatile("" :: "r"(before[0]), "r"(before[1]) : "memory");
           if (thread < CLUSTER) barrier_arrive(empty + 8 * previous, thread);
         }
         previous = stage;
         if (++stage == STAGES) { stage = 0; parity ^= 1; }
+      };
+      #pragma unroll 1
+      for (int k = w.split * p.steps / p.splits; k < stop; k += 2) {
+        multiply(metadata[0], metadata[1]);
+        if (k + 1 < stop) multiply(metadata[1], metadata[0]);
       }
       product_wait<0>();
+      asm volatile("" :: "r"(metadata[0][0]), "r"(metadata[0][1]), "r"(metadata[1][0]), "r"(metadata[1][1]) : "memory");
       #pragma unroll
       for (int i = 0; i < BN / 2; ++i) FENCE_REG(acc[i]);
       if (thread < CLUSTER) barrier_arrive(empty + 8 * previous, thread);
