@@ -36,13 +36,16 @@ def _grouped(weight: Tensor) -> Tensor:
     """A weight [N, K] as [N, K/4, 4]."""
     if weight.shape[1] % GROUP:
         raise ValueError(f"{weight.shape[1]} inputs are no whole groups of {GROUP}")
-    return weight.unflatten(1, (-1, GROUP))
+    groups: Tensor = weight.unflatten(1, (-1, GROUP))
+    return groups
 
 
 def scores(weight: Tensor, rows: Tensor | None) -> Tensor:
     """The scores [N, K] of a weight's elements: magnitudes, times the norms of inputs `rows` [n, K] if given."""
-    magnitudes = weight.detach().float().abs()
-    return magnitudes if rows is None else magnitudes * rows.to(weight.device).float().square().sum(0).sqrt()
+    if rows is None:
+        return weight.detach().float().abs()
+    norms = rows.to(weight.device).float().square().sum(0).sqrt()
+    return weight.detach().float().abs() * norms
 
 
 def compress(levels: Tensor) -> tuple[Tensor, Tensor]:
