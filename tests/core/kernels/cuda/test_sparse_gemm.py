@@ -44,7 +44,7 @@ def test_a_product_has_the_dense_products_bits(rows: int, columns: int, depth: i
     residual = normal(g, rows, columns).to(dtype)
     tiles = [None, SparseTile(64, 2)]
     if dtype == BF16:
-        tiles += [SparseTile(tokens, cluster) for tokens in (16, 128, 256) for cluster in (1, 2)]
+        tiles += [SparseTile(tokens, cluster) for tokens in (16, 32, 64, 128, 256) for cluster in (1, 2)]
     for tile in tiles:
         for extras in ((), (bias, row_scale, residual)):
             if dtype == FP16 or columns % 32:
@@ -62,7 +62,15 @@ def test_a_product_has_the_dense_products_bits(rows: int, columns: int, depth: i
 def test_sums_over_parts_are_exact(rows: int, columns: int, depth: int) -> None:
     x, weight, compressed, _ = operands(rows, columns, depth)
     expected = stream_kernel.stream(x, weight).sum(0)
-    for tile in (None, SparseTile(16), SparseTile(64, 1, 3), SparseTile(256, 2, 4), SparseTile(256, 1, 2)):
+    for tile in (
+        None,
+        SparseTile(16),
+        SparseTile(32),
+        SparseTile(128),
+        SparseTile(64, 1, 3),
+        SparseTile(256, 2, 4),
+        SparseTile(256, 1, 2),
+    ):
         assert torch.equal(sparse_gemm.sums(x, compressed, tile=tile).sum(0), expected), tile
 
 
@@ -74,7 +82,7 @@ def test_a_gate_has_the_dense_kernels_bits(rows: int, columns: int, depth: int, 
     bias, inverse = normal(draw(2), columns), torch.rand(columns // 2, generator=draw(3), device=DEVICE) * 30
     expected = linear_geglu_int8(x, weight, scale, bias, inverse, act="silu" if silu else "gelu")
     halves = [torch.cat(part.chunk(2)[::-1]) for part in (compressed.values, compressed.metadata, scale, bias)]
-    for tile in (None, SparseTile(32), SparseTile(256, 2)):
+    for tile in (None, *map(SparseTile, (16, 32, 64, 128, 256)), SparseTile(256, 2)):
         actual = sparse_gemm.gated(x, compressed, scale, bias, inverse, silu=silu, tile=tile)
         assert torch.equal(actual, expected), tile
         swapped = SparseWeight(*halves[:2]), *halves[2:]
