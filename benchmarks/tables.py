@@ -241,6 +241,10 @@ TABLES = {
         ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
         lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
                             result["quality"][0])),
+    "sparse-quality": Table(("sparse",), (
+        ("model", "`{model}`"), ("weights", "{weights}"), ("perplexity", "{perplexity:.2f}"),
+        ("bytes of the layers", "{layer_bytes:,}")), items("quality"),
+        lambda result: cell("{texts:,} captions; a model in fp32 is listed as unquantized.", result["quality"][0])),
     "agreement": Table(("agreement",), (
         ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
         ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),

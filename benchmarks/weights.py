@@ -234,8 +234,10 @@ def _error(result: Tensor, expected: Tensor) -> float:
 # -- a whole step ------------------------------------------------------------------------------------------------------
 
 
-def steps(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
-    """Milliseconds of one decoding step of one sequence, and the bytes of weights that it reads, by precision."""
+def steps(
+    device: str, *, small: bool, precisions: Sequence[str] = PRECISIONS, counts: Sequence[int] = (1,)
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds of one decoding step of so many sequences, and the bytes of weights that it reads, by precision."""
     from core.ops.cuda_tokens import FusedBatch
     from llm import tiny
     from llm.cuda import CudaDecoder
@@ -245,25 +247,29 @@ def steps(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
     name = tiny.TINY if small else tiny.LLAMA_8B
     context = 32 if small else _CONTEXT
     plain = load(name, precision="bf16" if device == "cuda" else "fp32", device=device)
-    for precision in PRECISIONS:
+    for precision in precisions:
         scheme: Any = precision
         texts = [list(range(1, 65))]
         model = plain if precision == "bf16" else quantize(plain, texts, scheme=scheme)
+        most, pages = max(counts), context // PAGE
         cache = KVCache(
-            layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=context // PAGE, sequences=1,
+            layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=pages * most, sequences=most,
             context=context, dtype=model.dtype, device=model.device, kind="int8", turned=True,
         )  # fmt: skip
-        cache.place(0, list(range(context // PAGE)))
+        for sequence in range(most):
+            cache.place(sequence, list(range(pages * sequence, pages * (sequence + 1))))
         cache.settle()
         decoder = CudaDecoder(model.network, cache)
-        token = torch.full((1,), 7, dtype=torch.int32, device=device)
-        rows = FusedBatch(token, torch.full_like(token, context - 1), torch.zeros_like(token), None, None, None, 1)
-        logits = torch.empty(1, decoder.vocabulary, device=device)
-        ms = window_ms(partial(decoder, rows, logits))
-        yield {
-            "precision": precision, "ms": ms, "tokens_per_s": round(1000 / ms, 1),
-            "weight_bytes": decoder.ops.weight_bytes, "finite": bool(logits.isfinite().all()),
-        }  # fmt: skip
+        for count in counts:
+            token = torch.full((count,), 7, dtype=torch.int32, device=device)
+            sequences = torch.arange(count, dtype=torch.int32, device=device)
+            rows = FusedBatch(token, torch.full_like(token, context - 1), sequences, None, None, None, 1)
+            logits = torch.empty(count, decoder.vocabulary, device=device)
+            ms = window_ms(partial(decoder, rows, logits))
+            yield {
+                "precision": precision, "sequences": count, "ms": ms, "tokens_per_s": round(1000 * count / ms, 1),
+                "weight_bytes": decoder.ops.weight_bytes, "finite": bool(logits.isfinite().all()),
+            }  # fmt: skip
         del decoder, model, cache
 
 
@@ -296,13 +302,14 @@ def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) 
     }
     for way, (scheme, alpha, layerwise) in ways.items():
         quantized = quantize(model, read, recipe=llama(alpha), scheme=scheme, layerwise=layerwise) if scheme else model
-        value = _perplexity(quantized, ids)
+        value = perplexity(quantized, ids)
         plain = plain or value
         yield {"way": way, "perplexity": value, "percent": 100 * (value / plain - 1), "texts": len(ids),
                "tokens": sum(map(len, ids))}  # fmt: skip
 
 
-def _perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
+def perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
+    """The perplexity of a token of these texts, but for each one's first."""
     from llm.attention import cacheless
 
     total, count = 0.0, 0

@@ -84,7 +84,7 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--gptq",
         action="store_true",
-        help="round int8 or w4a16 weights so that they make up for one another; all steps are watched",
+        help="round (of int8-sparse prune) integer weights so that they make up for one another; all steps are watched",
     )
     quantize.add_argument(
         "--sensitivity", action="store_true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-ImageScheme = Literal["int8", "fp8", "int8-dynamic"]
+ImageScheme = Literal["int8", "fp8", "int8-dynamic", "int8-sparse"]
 Scheme = Literal[ImageScheme, "w4a16", "w4a8", "nvfp4"]
 """Those with weights of 4 bits, w4a8 with inputs in INT8 and the others with inputs in floating point, are for language
 models."""
@@ -49,6 +49,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("int8", scheme="int8", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
         Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False, cpu_kernels=True),
+        Precision("int8-sparse", scheme="int8-sparse", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("w4a16", scheme="w4a16", gpu_kernels=(8, 0)),
         Precision("w4a8", scheme="w4a8", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("nvfp4", scheme="nvfp4", gpu_kernels=(8, 0), emulated=True),
@@ -56,7 +57,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 CHOICES: tuple[str, ...] = get_args(EngineChoice)
 SCHEMES: tuple[str, ...] = get_args(Scheme)
-GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "w4a16", "w4a8")
+GPTQ_SCHEMES: tuple[Scheme, ...] = ("int8", "int8-sparse", "w4a16", "w4a8")
 """Those whose weights GPTQ rounds."""
 IMAGE_SCHEMES: tuple[str, ...] = get_args(ImageScheme)
 

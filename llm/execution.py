@@ -188,15 +188,17 @@ class TextExecution:
         model = self.model
         if not runs(model.precision, model.device.type):
             raise TextModelError(f"{model.precision} does not run on a CPU; take int8 or fp32")
-        if model.device.type == "cpu" and model.precision in ("fp32", "bf16", "int8") and kernels is not None:
+        in_int8 = model.precision in ("int8", "int8-sparse")
+        if model.device.type == "cpu" and (in_int8 or model.precision in ("fp32", "bf16")) and kernels is not None:
             try:
                 return CpuDecoder(kernels, model.network, self.cache, half=model.precision != "fp32")
             except ValueError as error:
-                if model.precision == "int8":
-                    raise TextModelError(f"int8 does not run here: {error}; take fp32") from error
+                if in_int8:
+                    raise TextModelError(f"{model.precision} does not run here: {error}; take fp32") from error
                 self._on_torch(str(error))
-        elif model.device.type == "cpu" and model.precision == "int8":
-            raise TextModelError("int8 does not run here: without our CPU kernels it would be slower than fp32")
+        elif model.device.type == "cpu" and in_int8:
+            slower = "without our CPU kernels it would be slower than fp32"
+            raise TextModelError(f"{model.precision} does not run here: {slower}")
         elif model.device.type == "cpu":
             self.kernels_reason = "the CPU kernels are turned off, or do not run here or in this precision"
         return None

@@ -14,6 +14,7 @@ from contract.precision import Scheme, is_calibrated
 from core.quant import search, store
 from core.quant.convert import QuantizationReport, Recipe, quantize_
 from core.quant.samples import Samples
+from core.quant.schemes import SCHEMES
 from core.quant.statistics import Statistics, StatisticsError
 from llm.attention import NAME, cacheless
 from llm.load import TextModel, variant
@@ -119,7 +120,8 @@ def _calibrated(
     if not is_calibrated(scheme):
         return default(scheme), None
     recipe = recipe or default(scheme)
-    statistics = calibrate(model, texts, recipe, samples=layerwise.search or layerwise.gptq)
+    sampled = layerwise.search or layerwise.gptq or SCHEMES[scheme].linear.SPARSE
+    statistics = calibrate(model, texts, recipe, samples=sampled)
     if layerwise.search:
         recipe = search.chosen(recipe, search.search(model.network, recipe, statistics, scheme=scheme))
     return recipe, statistics

@@ -110,12 +110,12 @@ def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[S
     return _new(chats, seen, count), expander.composer.reader
 
 
-def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
+def judge_lm(run: TrainingRun, expansions: int, model: str = "emoji-lm") -> dict[str, Any]:
     """Perplexity on held-out COCO captions and chats; the share of good expansions: of single emoji, of scenes, and of
     scenes of held-out families.
     """
     rows = emoji.read_rows(run.data)
-    writer = CaptionModel(run, "emoji-lm")
+    writer = CaptionModel(run, model)
     chats = held_out_chats(run, expansions)
     start, end = writer.tokenizer.bos_token, writer.tokenizer.eos_token
     coco = [writer.ids(f"{start}{text}{end}") for text in phrases.split(phrases.read_coco(run.data))[1]]

@@ -7,6 +7,7 @@ Two losses: next token; and the target's distribution (Hinton et al. 2015).
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -82,18 +83,26 @@ def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[Tensor, 
 
 def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
     """Train the target on the corpus, or the draft on the target's distributions over the same rows."""
-    data = corpus(run, run.shapes.chats)
-    chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
-    coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)
     name = "draft" if draft else "lm"
     model = build(run, draft)
     loop.begin(name, {"lm": model}, run)
-    teacher = load(run) if draft else None
+    return fit(run, name, model, load(run) if draft else None)
+
+
+def fit(
+    run: TrainingRun, name: str, model: Any, teacher: Any = None, *, rate: float = 2e-3,
+    constrain: Callable[[], None] = lambda: None,
+) -> loop.StageOutcome:  # fmt: skip
+    """Train a model on the corpus, or on a teacher's distributions over it; `constrain` comes before each step."""
+    data = corpus(run, run.shapes.chats)
+    chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
+    coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)
     forward = run.compiled(model)
     batch = run.batch or (256 if run.on_gpu else 32)
     talk = batch - max(1, int(batch * COCO_SHARE))
 
     def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        constrain()
         factory = loop.factory(generator)
         chat_rows = torch.randint(len(chats), (talk,), **factory)
         two = torch.randint(len(coco), (batch - talk,), **factory)
@@ -130,7 +139,7 @@ def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
             total = divergence + 0.1 * total
         return total, logged
 
-    stage = loop.Stage(name, {"lm": model}, loss, rate=run.rate(2e-3, name), decay=0.05, warmup=50, average=0.998)
+    stage = loop.Stage(name, {"lm": model}, loss, rate=run.rate(rate, name), decay=0.05, warmup=50, average=0.998)
     return loop.train(stage, run)
 
 

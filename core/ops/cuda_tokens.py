@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cuda import decode_kernel, driver, grouped_kernel, int4_kernel, stream, stream_kernel, tiles
+from core.kernels.cuda import (
+    decode_kernel,
+    driver,
+    grouped_kernel,
+    int4_kernel,
+    sparse_gemm,
+    stream,
+    stream_kernel,
+    tiles,
+)
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
@@ -30,6 +39,7 @@ from core.ops.ops import Layer, rms_eps
 from core.quant.fp4 import Fp4Linear
 from core.quant.int4 import FourBitLinear
 from core.quant.linear import ScaledWeights
+from core.quant.sparse import expanded
 from core.quant.w4a8 import W4A8Linear
 
 _PIXEL = Window(1, 1, (1, 1))  # to low-rank kernels a row is an image of one pixel
@@ -65,7 +75,9 @@ class TokenLinear(Linear):
 
     def few(self, x: Tensor, early: int) -> SplitSums:
         """x of the input's type, at most `MOST_ROWS` rows."""
-        if stream.unsupported_reason(x, self.weight) is None:
+        if self.metadata is not None:
+            parts = sparse_gemm.sums(x, self.sparse, early=bool(early))
+        elif stream.unsupported_reason(x, self.weight) is None:
             parts = stream.stream(x, self.weight, early=bool(early))[None]
         else:
             parts = stream_kernel.stream(x, self.weight, early=early)
@@ -78,20 +90,29 @@ class TokenLinear(Linear):
         """silu(gate) · up, or GELU, times `inverse`, as `dtype`, of at most `MOST_ROWS` rows; the gate's weights come
         first. `shares` [T, 2N] are added to both.
         """
+        if self.metadata is not None:
+            if shares is not None or inverse is None or dtype != torch.int8 or gelu:
+                y = self.many(x)
+                return gate(y if shares is None else y + shares, inverse, dtype, gelu=gelu)
+            assert self.scale is not None
+            arguments = (x, self.sparse, self.scale, self.bias, inverse)
+            return sparse_gemm.gated(*arguments, silu=True, gate_first=True, early=bool(early))
         if shares is not None:
-            arguments = x, self.weight, self.scale, self.bias, inverse, dtype
-            return stream_kernel.gated(*arguments, gelu=gelu, shares=shares, early=early)
+            return stream_kernel.gated(
+                x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, shares=shares, early=early
+            )
         if self.scale is not None and stream.unsupported_reason(x, self.weight, gated=True) is None:
             return stream.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=bool(early))
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
 
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, N] in the base type, which takes the place of `residual`."""
-        return self(x, residual, residual, None if self.kind is None else _tile(x, len(self.weight)))
+        tiled = self.kind is not None and self.metadata is None
+        return self(x, residual, residual, _tile(x, len(self.weight)) if tiled else None)
 
     @property
     def weight_bytes(self) -> int:
-        return self.weight.nbytes
+        return self.weight.nbytes if self.metadata is None else self.sparse.nbytes
 
 
 class Int4TokenLinear:
@@ -135,7 +156,7 @@ class TokenExperts:
         """Raises ValueError for experts that the kernels do not support."""
         self._mixture, self._base = mixture, base
         self._router = mixture.router.weight.detach()
-        self._gate_up, self._down = (Linear([layer], base) for layer in (mixture.gate_up, mixture.down))
+        self._gate_up, self._down = (Linear([expanded(layer)], base) for layer in (mixture.gate_up, mixture.down))
         if self._gate_up.kind != self._down.kind or self._gate_up.bias is not None or self._down.bias is not None:
             raise ValueError("experts with biases, or of which only some layers are quantized, are not known")
 

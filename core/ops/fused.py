@@ -20,13 +20,16 @@ from core.kernels.cuda import group_norm as group_norms
 from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
+from core.kernels.cuda import sparse_gemm
 from core.kernels.cuda.attention import attention
 from core.kernels.cuda.low_rank import BranchShares, Window
 from core.kernels.cuda.quantize import max_level, quantize, quantize_reference, to_levels
+from core.kernels.cuda.sparse_gemm import SparseWeight
 from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
 from core.ops.reference import ACTIVATIONS, TorchOps
 from core.quant.linear import ScaledConv2d, ScaledWeights
+from core.quant.sparse import SparseInt8Linear
 from core.quant.w4a8 import in_int8
 
 
@@ -58,11 +61,13 @@ class FusedLayer:
     """Weights of one or several modules that read one input, concatenated by rows.
 
     `kind` is the 8-bit type of weights and input, or None for the base type. `inverse` [K] multiplies the input before
-    it is rounded to levels. `number` is its place among a lowering's layers.
+    it is rounded to levels. `number` is its place among a lowering's layers. Of a sparse weight that stays so, `weight`
+    has the values.
     """
 
     taps = 1  # along a side
     number = -1
+    metadata: Tensor | None = None  # of a sparse weight
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
@@ -72,7 +77,11 @@ class FusedLayer:
         modules = [in_int8(module) for module in modules]
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
-        self.weight = joined(modules, "weight")
+        if isinstance(modules[0], SparseInt8Linear) and not _stays_sparse(modules, base):
+            self.weight = torch.cat([module.levels for module in modules])
+        else:
+            self.weight = joined(modules, "weight")
+            self.metadata = joined(modules, "metadata") if isinstance(modules[0], SparseInt8Linear) else None
         self.scale = None if self.kind is None else joined(modules, "scale")
         self.bias = biases(modules)
 
@@ -84,7 +93,17 @@ class FusedLayer:
     @property
     def channels(self) -> int:
         """The number of channels of the input."""
-        return int(self.weight.shape[1])
+        return int(self.weight.shape[1]) * (1 if self.metadata is None else 2)
+
+
+def _stays_sparse(modules: Sequence[Any], base: torch.dtype) -> bool:
+    """Return whether the sparse kernel multiplies these layers, whose weights are otherwise expanded."""
+    columns, depth, device = (
+        sum(module.out_features for module in modules),
+        modules[0].in_features,
+        modules[0].weight.device,
+    )
+    return base != torch.float32 and sparse_gemm.unsupported_reason(columns, depth, device) is None
 
 
 def biases(modules: Sequence[Any]) -> Tensor | None:
@@ -130,6 +149,12 @@ class Linear(FusedLayer):
         self.weight = self.weight.flatten(1)  # of a 1×1 convolution
         self._plain_bias = self.plain_bias
 
+    @property
+    def sparse(self) -> SparseWeight:
+        """The weight of a layer with metadata."""
+        assert self.metadata is not None
+        return SparseWeight(self.weight, self.metadata)
+
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None, *,
         row_scale: Tensor | None = None, shares: BranchShares | None = None,
@@ -144,6 +169,9 @@ class Linear(FusedLayer):
             y = y if out is None or out is residual else out.copy_(y)
             return y if shares is None else shares.add(y)
         assert self.scale is not None
+        if self.metadata is not None:
+            y = sparse_gemm.product(x, self.sparse, self.scale, self.bias, row_scale, residual, self.base, out=out)
+            return y if shares is None else shares.add(y)
         arguments = (x, self.weight, self.scale, self.bias, row_scale, residual, self.base)
         if x.is_cuda:
             return linears.linear_int8(*arguments, out=out, tile=tile, shares=shares)
@@ -157,10 +185,13 @@ class Gated(Linear):
 
     def gated_product(self, x: Tensor, then: Reader, act: Activation, shares: BranchShares | None = None) -> Tensor:
         """`shares` of adapters are added to hidden and gate."""
-        if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
+        folds = self.metadata is None or shares is None
+        if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu") or not folds:
             hidden, gate = self(x, shares=shares).chunk(2, dim=-1)
             return cast_for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
+        if self.metadata is not None:
+            return sparse_gemm.gated(x, self.sparse, self.scale, self.bias, then.inverse, silu=act == "silu")
         arguments = (x, self.weight, self.scale, self.bias, then.inverse)
         if x.is_cuda:
             return linears.linear_geglu_int8(*arguments, act=act, shares=shares)

@@ -134,7 +134,7 @@ class PackedLayers:
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
             return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
-        weight = torch.cat([_taps(in_int8(m).weight) for m in quantized])
+        weight = torch.cat([_levels(in_int8(m)) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
         by_row = inverse is None
         packed = pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu, by_row=by_row)
@@ -175,6 +175,11 @@ def _float_weight(module: nn.Module) -> Tensor:
         steps(module)
         weight = weight.permute(0, 2, 3, 1)
     return _taps(weight)
+
+
+def _levels(layer: Int8Layer) -> Tensor:
+    """The weight of a quantized layer as `_taps`, without sparsity."""
+    return _taps(layer.levels.view(*layer.weight.shape[:-1], -1))
 
 
 def _taps(weight: Tensor) -> Tensor:

@@ -105,8 +105,9 @@ def quantize_(
 ) -> QuantizationReport:
     """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; returns a report.
 
-    `gptq` rounds integer weights by the statistics' samples (`core.quant.gptq`). Schemes without calibration read no
-    statistics. `digest` of the model's weights, where given, must be the one that the statistics were collected on.
+    `gptq` rounds integer weights by the statistics' samples (`core.quant.gptq`). What is pruned of sparse weights is
+    chosen by samples too, where there are any, and else by magnitude. Schemes without calibration read no statistics.
+    `digest` of the model's weights, where given, must be the one that the statistics were collected on.
     Raises `RecipeError` and `StatisticsError`, and then has changed nothing.
     """
     if SCHEMES[scheme].static:
@@ -146,15 +147,15 @@ def _family(
     if not family[0]:
         raise RecipeError(f"{recipe.name}: the model is itself a layer, and cannot be replaced in place")
     largest = {name: largest_weights(name, layer) for name, layer in layers.items()}
-    inverse = None
+    inverse = rows = None
     if SCHEMES[scheme].static:
         assert statistics is not None
-        inverse = inverse_input_scales(largest, recipe, statistics)
+        inverse, rows = inverse_input_scales(largest, recipe, statistics), statistics.rows(family)
     name = family[0]
     try:
         replacements: dict[str, nn.Module] = {}
         for name, layer in layers.items():
-            replacements[name] = SCHEMES[scheme].quantize(layer, inverse)
+            replacements[name] = SCHEMES[scheme].quantize(layer, inverse, rows)
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from error
     return replacements
@@ -169,7 +170,7 @@ def _compensate(
 ) -> list[str]:
     """Round the new layers' weights by GPTQ; returns the names of the layers that it improved."""
     if scheme not in GPTQ_SCHEMES:
-        raise RecipeError(f"gptq: rounds weights of {' and '.join(GPTQ_SCHEMES)}, not of {scheme}")
+        raise RecipeError(f"gptq: rounds weights of {', '.join(GPTQ_SCHEMES)}, not of {scheme}")
     compensated = []
     for family in families:
         rows = None if statistics is None else statistics.rows(family)

@@ -47,7 +47,7 @@ class ScaledWeights(FixedDtypeModule):
 
     STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. ROUNDS: inputs are
     rounded to levels of the weight's type. TOP: the largest level of inputs. RANGE: the levels of integer weights.
-    OPTIONAL: stored parts that may be absent.
+    OPTIONAL: stored parts that may be absent. SPARSE: weights are pruned by what inputs are (`core.quant.sparse`).
     """
 
     STATIC: ClassVar[bool] = True
@@ -55,6 +55,7 @@ class ScaledWeights(FixedDtypeModule):
     TOP: ClassVar[float] = LEVELS
     RANGE: ClassVar[tuple[int, int]] = (-LEVELS, LEVELS)
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
+    SPARSE: ClassVar[bool] = False
 
     weight: Tensor  # [N, ...], int8 or E4M3
     scale: Tensor  # fp32 [N]
@@ -193,7 +194,7 @@ class Int8Linear(ScaledLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of x's type. Sums are exact to 1,040 inputs, then as exact as fp32."""
-        y = F.linear(quantize(x, self.inverse).float(), self.weight.float()) * self.scale
+        y = F.linear(quantize(x, self.inverse).float(), self.levels.float()) * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 

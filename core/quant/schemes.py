@@ -15,6 +15,7 @@ from core.quant.fp4 import Fp4Linear
 from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.int4 import Int4Linear
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear, ScaledWeights
+from core.quant.sparse import SparseInt8Linear
 from core.quant.w4a8 import W4A8Linear
 
 
@@ -31,16 +32,18 @@ class Scheme:
         """Return whether inputs have static scales, from calibration."""
         return self.linear.STATIC
 
-    def quantize(self, layer: nn.Module, inverse: Tensor | None) -> ScaledWeights:
+    def quantize(self, layer: nn.Module, inverse: Tensor | None, rows: Tensor | None = None) -> ScaledWeights:
         """The quantized layer with inputs scaled by `inverse` [K], if they have static scales.
 
-        Raises ValueError for an unsupported layer.
+        `rows` [n, K] of inputs choose what is pruned of a sparse one. Raises ValueError for an unsupported layer.
         """
         if isinstance(layer, nn.Conv2d):
             if self.conv is None:
                 raise ValueError(f"{self.name} has no convolutions")
             return self.conv.of(layer, inverse)
         assert isinstance(layer, nn.Linear)
+        if issubclass(self.linear, SparseInt8Linear):
+            return self.linear.of(layer, inverse, rows)
         return self.linear.of(layer, inverse)
 
 
@@ -50,6 +53,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("int8", Int8Linear, Int8Conv2d),
         Scheme("fp8", Fp8Linear, Fp8Conv2d),
         Scheme("int8-dynamic", Int8DynamicLinear, Int8DynamicConv2d),
+        Scheme("int8-sparse", SparseInt8Linear, Int8Conv2d),
         Scheme("w4a16", Int4Linear),
         Scheme("w4a8", W4A8Linear),
         Scheme("nvfp4", Fp4Linear),

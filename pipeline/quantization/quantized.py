@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from contract.precision import Scheme, is_calibrated
+from contract.precision import GPTQ_SCHEMES, Scheme, is_calibrated
 from core.quant import search, store
 from core.quant.convert import QuantizationReport, Recipe, RecipeError, quantize_
+from core.quant.schemes import SCHEMES
 from core.quant.search import Choice
 from core.quant.statistics import Statistics
 from pipeline.quantization.calibration import collect, settings_of
@@ -113,7 +114,8 @@ def calibrated(
     """
     options = layerwise or Layerwise()
     settings = settings or settings_of(model.family, model.defaults)
-    if options.samples:
+    samples = options.samples or SCHEMES[scheme].linear.SPARSE
+    if samples:
         settings = replace(settings, watched_steps=settings.steps)
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}
@@ -126,7 +128,7 @@ def calibrated(
         inputs = {part: search.sampled(recipe, model.parts[part]) for part, recipe in recipes.items()}
         statistics = collect(
             model, _targets(model, recipes), prompts, settings=settings, kernels=kernels, checkpoints=checkpoints,
-            sampled=inputs if options.samples else None, tell=tell,
+            sampled=inputs if samples else None, tell=tell,
         )  # fmt: skip
     if options.search:
         for part, recipe in recipes.items():
@@ -157,8 +159,10 @@ def make(
     `StatisticsError`, `RecipeError`, `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
     options = layerwise or Layerwise()
-    if options.gptq and not (weights and scheme == "int8"):
-        raise RecipeError("gptq: rounds weights of int8, which are to be stored")
+    if options.gptq and not (weights and scheme in GPTQ_SCHEMES):
+        raise RecipeError(f"gptq: rounds integer weights that are stored, not of {scheme}")
+    if not weights and SCHEMES[scheme].linear.SPARSE:
+        raise RecipeError(f"{scheme}: scales alone do not say what was pruned, so its weights are to be stored")
     reports: dict[str, tuple[QuantizationReport, int]] = {}
     result = calibrated(
         model, prompts, out, scheme=scheme, alpha=alpha, plain=plain, layerwise=options, settings=settings,

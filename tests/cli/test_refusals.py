@@ -138,7 +138,7 @@ def test_a_folder_that_was_there_stays_and_one_that_was_made_for_nothing_goes(sh
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("DIPTYCH_PRECISION", "int3", "'fp32', 'bf16', 'fp16', 'int8', 'fp8', 'int8-dynamic' or 'nf4'"),
+        ("DIPTYCH_PRECISION", "int3", "'fp32', 'bf16', 'fp16', 'int8', 'fp8', 'int8-dynamic', 'int8-sparse' or 'nf4'"),
         ("DIPTYCH_DEVICE", "gpu", "pattern"),
         ("DIPTYCH_THREADS", "many", "valid integer"),
         ("DIPTYCH_COMPILE", "maybe", "valid boolean"),

@@ -55,7 +55,8 @@ def test_what_cannot_run_here_is_refused_with_the_reason(folder: Path, tmp_path:
     with pytest.raises(ModelError, match="backend graphs: these kernels are for GPUs"):
         build(settings(folder, backend="graphs"))
     with pytest.raises(
-        ModelError, match="backend programs: the CPU kernels support fp32, int8, int8-dynamic and w4a8, not bf16"
+        ModelError,
+        match="backend programs: the CPU kernels support fp32, int8, int8-dynamic, int8-sparse and w4a8, not bf16",
     ):
         build(settings(folder, backend="programs", precision="bf16"))
     narrow = tiny.save(tmp_path / "narrow", tiny.SDXLShape(channels=(16, 32), heads=(2, 4)))

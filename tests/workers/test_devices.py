@@ -137,7 +137,7 @@ def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCa
     ("given", "reason"),
     [
         ({"kernels": False}, "the native kernels are turned off"),
-        ({"precision": "bf16"}, "the CPU kernels support fp32, int8, int8-dynamic and w4a8, not bf16"),
+        ({"precision": "bf16"}, "the CPU kernels support fp32, int8, int8-dynamic, int8-sparse and w4a8, not bf16"),
         ({"model": "narrow"}, "heads of width 8"),
     ],
 )

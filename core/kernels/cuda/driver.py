@@ -29,7 +29,8 @@ _DATA_TYPES = {
     torch.float16: 6,
 }
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_SWIZZLES = {0: 0, 64: 2, 128: 3}  # by bytes of a row
+_PROMOTE_256B = 3
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 log = logging.getLogger(__name__)
@@ -226,9 +227,15 @@ class Kernel:
 
 
 def tensor_map(
-    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], steps: Sequence[int] = ()
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    steps: Sequence[int] = (),
+    *,
+    swizzle: int = 128,
 ) -> TensorMap:
-    """Describe `tensor`'s memory to TMA, with 128-byte swizzle; out-of-bounds elements read as zero.
+    """Describe `tensor`'s memory to TMA, with a swizzle over so many bytes; out-of-bounds elements read as zero.
 
     `sizes`, `box` and `steps` (element strides, default 1) run from the innermost dimension outwards; `strides`, in
     bytes and multiples of 16, leave out the innermost. Raises `DriverError` if the driver rejects them.
@@ -245,7 +252,7 @@ def tensor_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(steps or [1] * rank)),
         0,
-        _SWIZZLE_128B,
+        _SWIZZLES[swizzle],
         _PROMOTE_256B,
         0,
     )

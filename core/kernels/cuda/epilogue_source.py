@@ -25,6 +25,35 @@ __device__ __forceinline__ Rows rows_of(const Problem& p, const Where& t, int co
 }
 """
 
+ACTIVATE = r"""
+// hidden · gelu(gate), the normal distribution by tanh: within 6e-4 of the exact one, a small part of an 8-bit step.
+// SILU: hidden · silu(gate), whose sigmoid is a tanh, within 3e-4 in the hardware's approximation.
+__device__ __forceinline__ float activate(float hidden, float gate) {
+#if SILU
+  float t = 0.5f * gate;
+#else
+  float t = gate * fmaf(0.03470122f, gate * gate, 0.80015693f);
+#endif
+  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(t));
+  return hidden * gate * fmaf(0.5f, t, 0.5f);
+}
+__device__ __forceinline__ u32 quantize4(float a, float b, float c, float d) {
+#if FP8
+  u32 lo, hi;
+  asm("{\n.reg .b16 r;\ncvt.rn.satfinite.e4m3x2.f32 r, %2, %1;\nmov.b32 %0, {r, 0};\n}" : "=r"(lo) : "f"(a), "f"(b));
+  asm("{\n.reg .b16 r;\ncvt.rn.satfinite.e4m3x2.f32 r, %2, %1;\nmov.b32 %0, {r, 0};\n}" : "=r"(hi) : "f"(c), "f"(d));
+  return lo | (hi << 16);
+#else
+  const float magic = 12582912.0f;  // 1.5 · 2^23: the sum's low byte is the integer, rounded half to even
+  u32 x = __float_as_uint(fminf(fmaxf(a, -127.0f), 127.0f) + magic);
+  u32 y = __float_as_uint(fminf(fmaxf(b, -127.0f), 127.0f) + magic);
+  u32 z = __float_as_uint(fminf(fmaxf(c, -127.0f), 127.0f) + magic);
+  u32 w = __float_as_uint(fminf(fmaxf(d, -127.0f), 127.0f) + magic);
+  return __byte_perm(__byte_perm(x, y, 0x0040), __byte_perm(z, w, 0x0040), 0x5410);
+#endif
+}
+"""
+
 EPILOGUE = r"""
 // What belongs to a tile's columns is fetched while they are multiplied and waits in shared memory: read from global
 // memory behind the epilogue's stores, it cost a fifth of the time of a product with a short K.
@@ -76,32 +105,6 @@ __device__ __forceinline__ void fetch(Residual& r, const Problem& p, const Where
 }
 
 #if GEGLU
-// hidden · gelu(gate), the normal distribution by tanh: within 6e-4 of the exact one, a small part of an 8-bit step.
-// SILU: hidden · silu(gate), whose sigmoid is a tanh, within 3e-4 in the hardware's approximation.
-__device__ __forceinline__ float activate(float hidden, float gate) {
-#if SILU
-  float t = 0.5f * gate;
-#else
-  float t = gate * fmaf(0.03470122f, gate * gate, 0.80015693f);
-#endif
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(t));
-  return hidden * gate * fmaf(0.5f, t, 0.5f);
-}
-__device__ __forceinline__ u32 quantize4(float a, float b, float c, float d) {
-#if FP8
-  u32 lo, hi;
-  asm("{\n.reg .b16 r;\ncvt.rn.satfinite.e4m3x2.f32 r, %2, %1;\nmov.b32 %0, {r, 0};\n}" : "=r"(lo) : "f"(a), "f"(b));
-  asm("{\n.reg .b16 r;\ncvt.rn.satfinite.e4m3x2.f32 r, %2, %1;\nmov.b32 %0, {r, 0};\n}" : "=r"(hi) : "f"(c), "f"(d));
-  return lo | (hi << 16);
-#else
-  const float magic = 12582912.0f;  // 1.5 · 2^23: the sum's low byte is the integer, rounded half to even
-  u32 x = __float_as_uint(fminf(fmaxf(a, -127.0f), 127.0f) + magic);
-  u32 y = __float_as_uint(fminf(fmaxf(b, -127.0f), 127.0f) + magic);
-  u32 z = __float_as_uint(fminf(fmaxf(c, -127.0f), 127.0f) + magic);
-  u32 w = __float_as_uint(fminf(fmaxf(d, -127.0f), 127.0f) + magic);
-  return __byte_perm(__byte_perm(x, y, 0x0040), __byte_perm(z, w, 0x0040), 0x5410);
-#endif
-}
 __device__ __forceinline__ void scale_sums(acc_t (&acc)[WM][BN / 2], const Problem&, const Rows&,
                                            const float* columns) {
   #pragma unroll

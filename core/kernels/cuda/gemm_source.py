@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.kernels.cuda.device_source import DEVICE
-from core.kernels.cuda.epilogue_source import EPILOGUE, ROWS
+from core.kernels.cuda.epilogue_source import ACTIVATE, EPILOGUE, ROWS
 from core.kernels.cuda.share_source import SHARE, SHARERS
 
 
@@ -105,7 +105,7 @@ def source(variant: GemmVariant) -> str:
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     wgmma = product(variant.columns, variant.fp8)
-    return head + DEVICE + TYPES + LOCATE + wgmma + _DEVICE + ROWS + EPILOGUE + SHARE + _KERNEL
+    return head + DEVICE + TYPES + LOCATE + wgmma + _LOADS + PACK + ROWS + ACTIVATE + EPILOGUE + SHARE + _KERNEL
 
 
 TYPES = r"""
@@ -172,7 +172,7 @@ __device__ __forceinline__ Where locate(const Problem& p, int tile, u32 rank) {
 }
 """
 
-_DEVICE = r"""
+_LOADS = r"""
 __device__ __forceinline__ void load_a(u32 to, const Map* map, u32 bar, int c, int w, int h, int image) {
 #if CLUSTER > 1
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -190,6 +190,9 @@ __device__ __forceinline__ void load_b(u32 to, const Map* map, u32 bar, int k, i
     " [%0], [%1, {%3, %4, %4, %4, %5}], [%2];"
     :: "r"(to), "l"(map), "r"(bar), "r"(k), "r"(0), "r"(group) : "memory");
 }
+"""
+
+PACK = r"""
 __device__ __forceinline__ u32 pack(float lo, float hi) {
   u32 r;
 #if HALF

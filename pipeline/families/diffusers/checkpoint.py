@@ -18,7 +18,7 @@ import torch
 from contract import pipeline_call
 from contract.card import ImageDefaults, ImageOffer, Size, SizeRange
 from contract.precision import dtype as dtype_of
-from contract.precision import unquantized
+from contract.precision import is_quantized, unquantized
 from core.digests import digest_of
 from pipeline import sizes
 from pipeline.checkpoints import folder as folders
@@ -180,6 +180,8 @@ def load(
     quantized = "gguf" if weights else precision if precision in _PACKAGES else ""
     plain = unquantized(where.type) if quantized or precision == "auto" else precision
     dtype = getattr(torch, dtype_of(plain, where.type))
+    if not quantized and is_quantized(precision):
+        raise ModelError(f"{precision}: is for native families, which {name} is none of")
     _check(quantized, offload, where)
     local = Path(name).expanduser().is_dir()
     options: dict[str, Any] = {"torch_dtype": dtype, "variant": variant, "use_safetensors": True}

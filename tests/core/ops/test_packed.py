@@ -12,6 +12,7 @@ from core.kernels.cpu.program import BF16, FP32, INT8, Program
 from core.ops.packed import PackedLayers
 from core.quant.fp8 import Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear
+from core.quant.sparse import SparseInt8Linear
 from tests.core.quant.stage import check_close, kernels, normal
 
 
@@ -48,6 +49,15 @@ def test_part_of_a_layers_columns() -> None:
     program.run()
     check_close(out, model.point(x[:, :, None, None])[:, :, 0, 0])
     assert made.columns(model.point, 5, 3, bias=True) is not parts[1]
+
+
+def test_a_sparse_layer_is_packed_as_the_dense_one_of_its_levels() -> None:
+    sparse = SparseInt8Linear.of(Model().a, torch.ones(8))
+    dense = Int8Linear(sparse.levels, sparse.scale, sparse.inverse, sparse.bias)
+    packed = [layers(nn.ModuleList([layer]))(layer).weights.packed for layer in (sparse, dense)]
+    assert torch.equal(*packed) and bool((sparse.levels == 0).sum() >= sparse.levels.numel() // 2)
+    stacks = [layers(nn.ModuleList([layer])).stack(layer, 5) for layer in (sparse, dense)]
+    assert all(torch.equal(a.weights.packed, b.weights.packed) for a, b in zip(*stacks, strict=True))
 
 
 def test_kinds_and_sizes() -> None:

@@ -171,7 +171,8 @@ def test_what_reads_one_input_side_by_side_has_one_kind_of_scales() -> None:
 def test_gpus_refuse_it_by_name() -> None:
     h200 = DeviceInfo("cuda", "NVIDIA H200", (9, 0), triton="3.7.1")
     assert (
-        lacks(h200, "int8-dynamic") == "the GPU kernels support bf16, int8, fp8, w4a16, w4a8, nvfp4, not int8-dynamic"
+        lacks(h200, "int8-dynamic")
+        == "the GPU kernels support bf16, int8, fp8, int8-sparse, w4a16, w4a8, nvfp4, not int8-dynamic"
     )
     assert instead(h200, "int8-dynamic") == "int8 or bf16"
     with pytest.raises(ValueError, match="the GPU kernels do not support Int8DynamicLinear"):

@@ -104,6 +104,6 @@ def test_it_needs_rows_and_int8() -> None:
         model(inputs(0))
     with pytest.raises(StatisticsError, match=r"^conv: calibration kept no rows of its input, and GPTQ needs them"):
         quantize_(model, recipe(), statistics, gptq=True)
-    with pytest.raises(RecipeError, match="gptq: rounds weights of int8 and w4a16 and w4a8, not of fp8"):
+    with pytest.raises(RecipeError, match="gptq: rounds weights of int8, int8-sparse, w4a16, w4a8, not of fp8"):
         quantize_(model, recipe(), statistics, scheme="fp8", gptq=True)
     assert isinstance(model.conv, nn.Conv2d), "nothing was changed"

@@ -1,0 +1,52 @@
+"""Pruned language models: a smaller one of the parts that matter, and one whose zeros stay zeros."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from training import prune
+from training.shapes import TrainedLlamaShape
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+TEXTS = [torch.arange(2, 26), torch.arange(30, 60)]
+
+
+def test_a_smaller_model_keeps_the_parts_that_do_something() -> None:
+    """One layer, two heads of keys and half of the channels do nothing: without them the model is the same."""
+    whole = model()
+    idle = whole.model.layers[1]
+    idle.self_attn.o_proj.weight.zero_()
+    idle.mlp.down_proj.weight.zero_()
+    for layer in whole.model.layers:
+        layer.self_attn.v_proj.weight.view(4, 16, 64)[[0, 2]] = 0.0
+        layer.mlp.up_proj.weight[::2] = 0.0
+    starts = torch.tensor([[5], [17], [40]])
+    texts = [*whole.generate(starts, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)]
+    small = prune.smaller(whole, texts, TrainedLlamaShape(64, 2, 4, 2, 24))
+    assert (small.config.num_hidden_layers, small.config.intermediate_size) == (2, 24)
+    assert small.num_parameters() < 0.5 * whole.num_parameters()
+    for text in texts:
+        torch.testing.assert_close(small(text[None]).logits, whole(text[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_zeros_stay_zeros() -> None:
+    for method in prune.SPARSE:
+        pruned = model()
+        prune.sparsify_(pruned, TEXTS, method)
+        weight = pruned.model.layers[0].mlp.up_proj.weight
+        before = weight != 0
+        assert (before.unflatten(1, (-1, 4)).sum(-1) == 2).all(), method
+        zeros = prune.Zeros(pruned)
+        weight += 1.0
+        zeros()
+        assert torch.equal(weight != 0, before), method
