@@ -24,6 +24,8 @@ from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
+from llm.ranks import RankGroup
+from llm.shards import shared_
 from llm.step_graphs import Step, StepGraphs, rung
 
 log = logging.getLogger(__name__)
@@ -45,13 +47,15 @@ class TextExecution:
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
         companion: KVCache | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """`rows` are the most of a step; `kernels` are the CPU kernels, if there are any; `companion` is a cache whose
-        table is shared.
+        table is shared. `group`: the ranks of which this is one, whose part of the model `model` is.
 
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
         self.model = model
+        self.group = group
         self.kernels_reason = ""  # why no faster kernels run it
         self._library = kernels
         self.cache = KVCache(
@@ -122,24 +126,36 @@ class TextExecution:
         if self._fused is not None:
             self.cache.settle()
             return self._fused(step)
-        device = self.model.device
-        if bool((step.tokens < 0).any()):
-            latest = self.latest.cpu()[step.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
-            step = replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
+        step = self.with_known_tokens(step)
         if self._programs is not None:
             return self._programs(step)
         self.cache.settle()
-        step = step.to(device)
+        step = step.to(self.model.device)
         with torch.inference_mode(), self._read_states(step.state_rows):
-            output = self.model.network(
-                step.tokens.long()[None],
-                position_ids=step.positions.long()[None],
-                use_cache=False,
-                logits_to_keep=step.output_rows.long(),
-                paged=PagedContext.of(self.cache, step),
-            )
-            logits: Tensor = output.logits[0].float()
-            return logits
+            return self._by_torch(step)
+
+    def _by_torch(self, step: TokenBatch) -> Tensor:
+        """transformers' network, or a rank's part of it, which gives no logits before the last stage."""
+        network, group = self.model.network, self.group
+        inputs = {"position_ids": step.positions.long()[None], "paged": PagedContext.of(self.cache, step)}
+        if group is None or group.rank.first:
+            inputs["input_ids"] = step.tokens.long()[None]
+        else:
+            x = torch.empty(1, len(step.tokens), network.config.hidden_size, dtype=self.model.dtype)
+            inputs["inputs_embeds"] = group.receive(x.to(self.model.device))
+        if group is not None and not group.rank.last:
+            group.send(network.model(use_cache=False, **inputs).last_hidden_state)
+            return torch.empty(0, self.model.vocabulary, device=self.model.device)
+        output = network(use_cache=False, logits_to_keep=step.output_rows.long(), **inputs)
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def with_known_tokens(self, step: TokenBatch) -> TokenBatch:
+        """The step with its sequences' latest tokens in place of -1, unless the device knows them."""
+        if self._fused is not None or not bool((step.tokens < 0).any()):
+            return step
+        latest = self.latest.cpu()[step.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
+        return replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
 
     def keep(self, step: TokenBatch, tokens: Tensor) -> None:
         """Make these tokens [L], on the model's device, the latest of the output rows' sequences."""
@@ -167,6 +183,10 @@ class TextExecution:
         model = self.model
         if not runs(model.precision, model.device.type):
             raise TextModelError(f"{model.precision} does not run on a CPU; take int8 or fp32")
+        if self.group is not None:
+            shared_(model.network, self.group)
+            if model.device.type == "cpu":
+                kernels = None
         if model.device.type == "cpu" and model.precision in ("fp32", "bf16", "int8") and kernels is not None:
             try:
                 return CpuDecoder(kernels, model.network, self.cache, half=model.precision != "fp32")
@@ -188,7 +208,8 @@ class TextExecution:
             self._on_torch("ours multiply bf16 and 8 bits, not fp32")
             return None
         try:
-            return FusedTextExecution(CudaDecoder(model.network, self.cache), self.cache, sequences, context, rows)
+            decoder = CudaDecoder(model.network, self.cache, self.group)
+            return FusedTextExecution(decoder, self.cache, sequences, context, rows)
         except ValueError as error:
             self._on_torch(str(error))
         return None

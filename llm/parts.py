@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from core.kernels.kv_cache import TokenBatch
@@ -87,4 +87,6 @@ def gather_step(parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
             sample_requests[i] = SampleRequest(work, len(output_rows), guess)
             output_rows += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
     step = TokenBatch.of(tokens, positions, sequences, output_rows, state_rows)
+    if not score_requests and all(request.plain for request in sample_requests.values()):
+        step = replace(step, logits=False)
     return Step(step, sample_requests, score_requests, pooled)

@@ -31,6 +31,7 @@ class TokenBatch:
     sequences: Tensor  # int32 [T], rows of the cache's table
     output_rows: Tensor  # int32 [L]: the rows whose logits are wanted
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
+    logits: bool = True  # False: of the output rows only the most likely tokens are wanted
 
     @classmethod
     def of(
@@ -46,8 +47,9 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
-        columns: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in columns.items() if x is not None})
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        on_device = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
+        return replace(self, **on_device)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
@@ -103,6 +105,7 @@ class KVCache:
             self.value_scales = torch.ones_like(self.key_scales)
         self.table = torch.zeros(sequences, -(-context // PAGE), dtype=torch.int32, device=device)
         self._placed: deque[tuple[int, int, list[int]]] = deque()
+        self.mirror: deque[tuple[int, int, list[int]]] | None = None  # receives what is placed, for other ranks
         if companion is not None:
             self.table, self._placed = companion.table, companion._placed
         self.dtype = dtype
@@ -128,6 +131,8 @@ class KVCache:
 
         On a GPU readers see it after the next `settle`: the caller runs beside the forwards, on no stream.
         """
+        if self.mirror is not None:
+            self.mirror.append((sequence, start, list(pages)))
         if self.table.device.type != "cpu":
             self._placed.append((sequence, start, list(pages)))
             return

@@ -1,0 +1,7 @@
+"""Sums of ranks over symmetric memory."""
+
+from __future__ import annotations
+
+
+class Exchange:
+    pass

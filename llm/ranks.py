@@ -1,0 +1,134 @@
+"""The ranks that run one text model together: their process group, and the steps that rank 0 tells the others."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.kernels.kv_cache import TokenBatch
+from core.ops.collectives import Peers
+from llm.shards import Rank
+
+_HOST = "127.0.0.1"
+# Of one operation by gloo, and of the first meeting. A rank that ends is noticed at once, by its socket.
+_TIMEOUT = timedelta(seconds=120)
+STEP, KEEP, PREPARE, CLOSE = range(4)  # kinds of messages
+Placed = tuple[int, int, list[int]]  # a sequence, the first of its pages that are set, and these
+
+
+def open_store() -> dist.TCPStore:
+    """The store in which ranks find each other, on a free port of this host."""
+    return dist.TCPStore(_HOST, 0, None, True, timeout=_TIMEOUT, wait_for_workers=False)
+
+
+class RankGroup:
+    """One process's membership: its peers in a layer, and its neighbours in the pipeline."""
+
+    def __init__(self, rank: Rank, device: torch.device, store: dist.TCPStore | int) -> None:
+        """Join by the store, or by its port. Waits for the other ranks."""
+        self.rank, self.device = rank, device
+        store = dist.TCPStore(_HOST, store, None, False, timeout=_TIMEOUT) if isinstance(store, int) else store
+        self._store = store  # in which the backends find each other until the end
+        connect = _nccl if device.type == "cuda" else _gloo
+        self._world, stage = connect(rank, device, store)
+        self.peers = Peers(stage, rank.tensor, rank.parallel.tensor)
+
+    def receive(self, x: Tensor) -> Tensor:
+        """Fill x with the activations of the stage before."""
+        self._world.recv([x], self.rank.before, 0).wait()
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Give activations to the stage after."""
+        self._world.send([x.contiguous()], self.rank.after, 0).wait()
+
+    def share(self, x: Tensor) -> None:
+        """Replace x by rank 0's, in all ranks."""
+        self._world.broadcast(x, 0).wait()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.device.type == "cuda":
+            dist.destroy_process_group()
+
+
+def _gloo(rank: Rank, device: torch.device, store: dist.Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The group of all ranks, and that of the rank's stage."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+    options._timeout = _TIMEOUT
+
+    def group(name: str, number: int, size: int) -> dist.ProcessGroup:
+        backend: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), number, size, options)
+        return cast("dist.ProcessGroup", backend)
+
+    world = group("world", rank.number, rank.parallel.ranks)
+    return world, group(f"stage {rank.stage}", rank.tensor, rank.parallel.tensor)
+
+
+def _nccl(rank: Rank, device: torch.device, store: dist.Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The same; one of a process, since symmetric memory knows groups by their names."""
+    # NVLink multicast stays off: it gains nothing for the few rows of a step of decoding.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    torch.cuda.set_device(device)
+    size, tensor = rank.parallel.ranks, rank.parallel.tensor
+    dist.init_process_group("nccl", store=store, rank=rank.number, world_size=size, timeout=_TIMEOUT)
+    stages = [dist.new_group([*range(first, first + tensor)]) for first in range(0, size, tensor)]
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD, stages[rank.number // tensor]
+
+
+class StepMessage(NamedTuple):
+    """A step as rank 0 tells it, and the pages that were placed since the last one."""
+
+    step: TokenBatch
+    placed: list[Placed]
+
+    def pack(self) -> bytes:
+        """One array of int32: the kind, five lengths, and the parts."""
+        step = self.step
+        parts = [step.tokens, step.positions, step.sequences, step.output_rows]
+        states = step.state_rows if step.state_rows is not None else torch.empty(0, dtype=torch.int32)
+        placed = [number for sequence, start, pages in self.placed for number in (sequence, start, len(pages), *pages)]
+        head = [STEP, len(step.tokens), len(step.output_rows), len(states), len(placed), step.logits]
+        numbers = [head, *(part.numpy() for part in (*parts, states)), placed]
+        return np.concatenate([np.asarray(part, np.int32) for part in numbers]).tobytes()
+
+    @classmethod
+    def unpack(cls, message: bytes) -> StepMessage:
+        numbers = np.frombuffer(bytearray(message), np.int32)
+        _, rows, outputs, states, placed, logits = numbers[:6].tolist()
+        sizes = (6, rows, rows, rows, outputs, states, placed)
+        _, *parts, pages, _ = np.split(numbers, np.cumsum(sizes))
+        tokens, positions, sequences, output_rows, state_rows = (torch.from_numpy(part) for part in parts)
+        step = TokenBatch(
+            tokens, positions, sequences, output_rows, state_rows if states else None, logits=bool(logits)
+        )
+        return cls(step, list(_placed(pages.tolist())))
+
+
+def _placed(numbers: list[int]) -> Iterable[Placed]:
+    at = 0
+    while at < len(numbers):
+        sequence, start, count = numbers[at : at + 3]
+        yield sequence, start, numbers[at + 3 : at + 3 + count]
+        at += 3 + count
+
+
+def pack(kind: int, value: int = 0) -> bytes:
+    """A message without a step."""
+    return np.array([kind, value], np.int32).tobytes()
+
+
+def kind_of(message: bytes) -> tuple[int, int]:
+    """The kind of a message, and the number behind it."""
+    kind, value = np.frombuffer(message, np.int32, 2).tolist()
+    return kind, value
