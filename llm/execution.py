@@ -208,6 +208,8 @@ class TextExecution:
             self._on_torch("ours multiply bf16 and 8 bits, not fp32")
             return None
         try:
+            if self.group is not None:
+                self.group.open_exchange(int(model.config.hidden_size), model.dtype)
             decoder = CudaDecoder(model.network, self.cache, self.group)
             return FusedTextExecution(decoder, self.cache, sequences, context, rows)
         except ValueError as error:
@@ -226,6 +228,7 @@ class FusedTextExecution:
         self.model = model
         self._device = cache.table.device
         self.graphs = StepGraphs(model, sequences, context, rows, self._device)
+        self._ranks = model.ranks
         self.best: Tensor | None = None
 
     @torch.inference_mode()
@@ -243,9 +246,12 @@ class FusedTextExecution:
             if batch.state_rows is not None:
                 rows = replace(rows, state_rows=on_device(batch.state_rows, self._device))
             logits = self.graphs.run(rows, owners)
+        if self._ranks is not None and not self._ranks.rank.last:
+            self.best = None
+            return logits
         count = len(step.output_rows)
         self.best = self.graphs.best[:count] if count <= len(self.graphs.best) else None
-        return logits
+        return self.model.whole(logits) if batch.logits or self.best is None else logits
 
     def _step(self, batch: TokenBatch) -> Step:
         """The step's rows, grouped for attention."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from collections.abc import Iterable
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.kernels.kv_cache import TokenBatch
+from core.kernels.cuda.exchange_kernel import Exchange
 from core.ops.collectives import Peers
 from llm.shards import Rank
+
+log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 # Of one operation by gloo, and of the first meeting. A rank that ends is noticed at once, by its socket.
@@ -39,6 +43,29 @@ class RankGroup:
         connect = _nccl if device.type == "cuda" else _gloo
         self._world, stage = connect(rank, device, store)
         self.peers = Peers(stage, rank.tensor, rank.parallel.tensor)
+        self._stage = stage
+
+    def open_exchange(self, width: int, dtype: torch.dtype) -> None:
+        """Sum rows of so many channels in symmetric memory from now on, if that works on all ranks of the stage."""
+        if self.device.type != "cuda" or self.peers.size == 1:
+            return
+        exchange = None
+        try:
+            exchange = Exchange.over(self._stage, width, dtype, self.device)
+            reason = ""
+        except Exception as error:  # of torch or the driver
+            reason = f"{type(error).__name__}: {error}"
+        if self._all(exchange is not None) and exchange is not None:  # else one would wait for others
+            reason = exchange.check()
+        if self._all(not reason):
+            self.peers.exchange = exchange
+        else:
+            log.warning("%s sums by NCCL: %s", self.rank, reason or "symmetric memory does not work on another rank")
+
+    def _all(self, yes: bool) -> bool:
+        """Whether all ranks of the stage say so."""
+        answers = self.peers.gather(torch.tensor([int(yes)], dtype=torch.int32, device=self.device))
+        return bool((answers > 0).all())
 
     def receive(self, x: Tensor) -> Tensor:
         """Fill x with the activations of the stage before."""
@@ -84,6 +111,31 @@ def _nccl(rank: Rank, device: torch.device, store: dist.Store) -> tuple[dist.Pro
     stages = [dist.new_group([*range(first, first + tensor)]) for first in range(0, size, tensor)]
     assert dist.group.WORLD is not None
     return dist.group.WORLD, stages[rank.number // tensor]
+
+
+class StageLink:
+    """A stage's hidden states at fixed addresses: those that it reads, and those that the next one does."""
+
+    def __init__(self, group: RankGroup, rows: int, width: int, dtype: torch.dtype) -> None:
+        self._group = group
+        first, last = group.rank.first, group.rank.last
+        self._before = None if first else torch.zeros(rows, width, dtype=dtype, device=group.device)
+        self._after = None if last else torch.zeros(rows, width, dtype=dtype, device=group.device)
+
+    def of(self, rows: int) -> tuple[Tensor | None, Tensor | None]:
+        """Both, of so many rows; None of the first and the last stage."""
+        return (
+            None if self._before is None else self._before[:rows],
+            None if self._after is None else self._after[:rows],
+        )
+
+    def receive(self, rows: int) -> None:
+        if self._before is not None:
+            self._group.receive(self._before[:rows])
+
+    def send(self, rows: int) -> None:
+        if self._after is not None:
+            self._group.send(self._after[:rows])
 
 
 class StepMessage(NamedTuple):

@@ -1,7 +1,8 @@
 """What the ranks of one model exchange: sums in the order of ranks, so that a row's bits depend neither on the run nor
 on the other rows.
 
-On GPUs by NCCL, on the current stream and capturable in CUDA graphs; on CPUs by gloo.
+On GPUs in symmetric memory where that works, else by NCCL, on the current stream and capturable in CUDA graphs; on
+CPUs by gloo.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.kernels.cuda.exchange_kernel import Exchange
+from core.kernels.cuda.exchange_kernel import ROWS, Exchange, RankSums
+from core.kernels.cuda.fused_kernels import SplitSums
 
 _FEW = 2**20  # elements: beyond, each rank sums a part
 
@@ -37,6 +39,8 @@ class Peers:
         """The sum of all ranks' x, rounded once, to x's type."""
         if self.size == 1:
             return x
+        if self.exchange is not None and (summed := self.exchange.sum_many(x)) is not None:
+            return summed
         if self._group is None or not x.is_cuda or x.numel() <= _FEW or x.numel() % self.size:
             return _ordered(self.gather(x)).to(x.dtype)
         parts = torch.empty(self.size, x.numel() // self.size, dtype=x.dtype, device=x.device)
@@ -44,6 +48,16 @@ class Peers:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._group._allgather_base(out.view(-1), _ordered(parts).to(x.dtype)).wait()
         return out
+
+    def parts(self, sums: SplitSums, dtype: torch.dtype) -> SplitSums:
+        """Each rank's part of a product of few rows, rounded to `dtype`, to be summed by the kernel that reads them."""
+        if self.exchange is not None and sums.parts.shape[1] <= ROWS:
+            return RankSums(sums.parts, sums.scale, sums.bias)
+        return self.gathered(sums, dtype)
+
+    def gathered(self, sums: SplitSums, dtype: torch.dtype) -> SplitSums:
+        """The same, without symmetric memory."""
+        return SplitSums(self.gather(sums.whole().to(dtype)).float())
 
     def likeliest(self, logits: Tensor, count: int) -> Tensor:
         """The most likely token of each row, of which this rank has the logits [L, V] of `count` tokens: int64 [L].
