@@ -18,16 +18,16 @@ class MicroBatches:
         """The number of groups: one for each stage, and one whose tokens the host handles; 1 without a pipeline."""
         return stages + 1 if stages > 1 else 1
 
+    def add(self, request_id: str) -> None:
+        """A request runs from now on."""
+        group = min(self._counts, key=self._counts.__getitem__)
+        self._of[request_id] = group
+        self._counts[group] += 1
+
     def of(self, request_id: str) -> str:
-        """The group of a request."""
-        group = self._of.get(request_id)
-        if group is None:
-            group = min(self._counts, key=self._counts.__getitem__)
-            self._of[request_id] = group
-            self._counts[group] += 1
-        return group
+        """The group of a running request."""
+        return self._of[request_id]
 
     def release(self, request_id: str) -> None:
         """A request waits, or has ended."""
-        if (group := self._of.pop(request_id, None)) is not None:
-            self._counts[group] -= 1
+        self._counts[self._of.pop(request_id)] -= 1
