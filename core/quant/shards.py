@@ -84,7 +84,8 @@ def _groups(layer: Int4Linear, start: int, stop: int) -> tuple[Tensor, Tensor, T
 
 def _linear(weight: Tensor | None, bias: Tensor | None) -> nn.Linear:
     assert weight is not None
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
