@@ -67,6 +67,17 @@ class RankGroup:
         answers = self.peers.gather(torch.tensor([int(yes)], dtype=torch.int32, device=self.device))
         return bool((answers > 0).all())
 
+    @property
+    def sums(self) -> str:
+        """How sums over the ranks of a stage are computed."""
+        if self.peers.size == 1:
+            return "none"
+        return "symmetric" if self.peers.exchange is not None else "nccl" if self.device.type == "cuda" else "gloo"
+
+    def all_reduce(self, x: Tensor) -> None:
+        """The backend's own sum over the stage, in place, in its own order: what ours is compared with."""
+        self._stage.allreduce([x]).wait()
+
     def receive(self, x: Tensor) -> Tensor:
         """Fill x with the activations of the stage before."""
         self._world.recv([x], self.rank.before, 0).wait()

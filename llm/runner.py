@@ -98,6 +98,7 @@ class TextRunner:
         if draft is not None and not isinstance(draft, str):
             _check_draft(draft, model, self.context)
             self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
+        self.pipeline = stages
         # Of a pipeline other micro-batches run meanwhile.
         self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None and stages == 1
         self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
