@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
+from contract.parallel import parse
 from contract.precision import is_quantized, runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
@@ -270,11 +271,16 @@ def text_runner(
     `pages`; 0: as the settings say. It is loaded on the lane, or with `beside_lane` on this thread.
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
+    import torch
+
+    from llm.followers import Followers
     from llm.load import TextModelError
     from llm.precision import load as load_text
     from llm.runner import TextRunner
+    from llm.shards import Rank
 
-    name = settings.text_model_name
+    name, split = settings.text_model_name, parse(settings.text_parallel)
+    followers: list[Followers] = []
     if name is None:
         return None
     device = device_of(settings)
@@ -297,21 +303,30 @@ def text_runner(
 
     def make() -> TextRunner:
         set_threads(settings, device)
-        model, reason = load_text(name, settings.text_precision, device=device, lacks=refusal)
+        if split.ranks > 1:
+            arguments = {"name": name, "requested": settings.text_precision, "lacks": refusal}
+            threads = {"threads": settings.threads}
+            followers.append(Followers(split, arguments | threads, device=torch.device(device)))
+        rank = Rank(0, split) if followers else None
+        model, reason = load_text(name, settings.text_precision, device=device, lacks=refusal, rank=rank)
         log.info("text: %s in %s: %s", model.name, model.precision, reason)
+        if followers:
+            followers[0].loaded(model.digest)
         draft: Any = settings.text_draft or None
         if draft is not None and draft != "lookup":
             draft, _ = load_text(draft, "auto", device=device, lacks=refusal)
         return TextRunner(
             model, lane=lane, max_requests=settings.text_requests, pages=pages or _pages(settings, model),
             kv=settings.text_kv, kernels=kernel_library, draft=draft, patience_s=settings.text_first_s,
-            pace_s=settings.text_token_s,
+            pace_s=settings.text_token_s, followers=followers[0] if followers else None,
         )  # fmt: skip
 
     try:
         runner = make() if beside_lane else lane.call(make)
     except TextModelError as error:
-        if settings.text_model:
+        for each in followers:
+            each.close()
+        if settings.text_model or settings.text_parallel:
             raise ModelError(f"text: {error}") from error
         # Images are served all the same.
         log.warning("text generation is off: the embedded model does not load: %s", error)
