@@ -56,14 +56,14 @@ def load_alone(name: str, **options: Any) -> TextModel:
         return load(name, **options)
 
 
-def loaded(name: str, parallel: str, **options: Any) -> tuple[TextModel, Followers]:
+def loaded(name: str, parallel: str, digest: str = "", **options: Any) -> tuple[TextModel, Followers]:
     """Rank 0's part of a model, and the others."""
     split = parse(parallel)
     arguments = {"name": name, "threads": torch.get_num_threads()}
     options = {"loader": f"{__name__}:load_alone", "launch": ThreadedRank, "on_lost": print, **options}
     followers = Followers(split, arguments, device=torch.device("cpu"), **options)
     model = load_alone(name, rank=Rank(0, split))
-    followers.loaded(model.digest)
+    followers.loaded(digest or model.digest)
     return model, followers
 
 
