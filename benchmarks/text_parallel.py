@@ -2,9 +2,9 @@
 
 A mode is off (one GPU), tp2, tp4, pp2, pp4 or tp2pp2. For each: tokens per second of one user, step by step in graphs;
 and of whole requests through the engine (`--loads`, as `benchmarks.text_load`). Weights are random levels in INT8, drawn
-on each rank's GPU, keys and values in INT8: a model of 70 billion parameters takes seconds. `exchange` in place of modes
-compares the sums of ranks, with their norm, with NCCL's all-reduce and the norm after it; `tables` prints what is in
---results. `--device cpu --tiny` rehearses it over gloo.
+on each rank's GPU, keys and values in INT8: a model of 70 billion parameters takes seconds. `exchange` in place of a
+mode compares the sums of ranks, with their norm, with NCCL's all-reduce and the norm after it; `tables` prints what is
+in --results. `--device cpu --tiny` rehearses it over gloo.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -131,8 +132,8 @@ def measure(options: Any, parallel: Parallel) -> dict[str, Any]:
     runner = lane.call(
         lambda: TextRunner(
             model, lane=lane, max_requests=width, max_rows=options.rows, chunk=min(512, options.rows),
-            pages=64 + width * -(-context // PAGE), context=context, kv="int8" if model.precision == "int8" else "float",
-            pace_s=1.0, followers=followers,
+            pages=64 + width * -(-context // PAGE), context=context,
+            kv="int8" if model.precision == "int8" else "float", pace_s=1.0, followers=followers,
         )
     )  # fmt: skip
     try:
@@ -215,6 +216,7 @@ def exchange(options: Any) -> dict[str, Any]:
 
 def _exchange_rank(number: int, ranks: int, port: int, device_name: str, queue: Any) -> None:
     from core.kernels.cuda.fused_kernels import SplitSums
+
     faulthandler.dump_traceback_later(50)
     cuda = device_name == "cuda"
     device, width = torch.device("cuda", number) if cuda else torch.device("cpu"), 4096
@@ -242,12 +244,14 @@ def _exchange_rank(number: int, ranks: int, port: int, device_name: str, queue: 
 
             contenders["nccl"] = nccl
             contenders["nccl alone"] = lambda y=y: group.all_reduce(y)
-            slot = [0]
+            slots = cycle((0, 1))
 
-            def fused(parts: Tensor = parts, x: Tensor = x, w: Tensor = weight, i: Tensor = inverse) -> None:
+            def fused(
+                parts: Tensor = parts, x: Tensor = x, w: Tensor = weight, i: Tensor = inverse,
+                slots: Iterator[int] = slots,
+            ) -> None:  # fmt: skip
                 assert ours is not None
-                ours.add_norm_(x, SplitSums(parts), w, 1e-5, i, torch.int8, slot=slot[0])
-                slot[0] = 1 - slot[0]
+                ours.add_norm_(x, SplitSums(parts), w, 1e-5, i, torch.int8, slot=next(slots))
 
             if ours is not None and rows <= ROWS:
                 contenders["ours"] = fused
@@ -337,13 +341,11 @@ def main() -> None:
         if mode == "tables":
             tables(arguments.results)
             continue
-        name = arguments.model.removeprefix("random:")
         if mode == "exchange":
-            figures = {"exchange": exchange(arguments)}
-        else:
-            figures = measure(arguments, parse_mode(mode))
-        record.publish(f"text-parallel-{name}-{mode}" if mode != "exchange" else "text-parallel-exchange", figures,
-                       arguments.results)  # fmt: skip
+            record.publish("text-parallel-exchange", {"exchange": exchange(arguments)}, arguments.results)
+            continue
+        name = f"text-parallel-{arguments.model.removeprefix('random:')}-{mode}"
+        record.publish(name, measure(arguments, parse_mode(mode)), arguments.results)
 
 
 if __name__ == "__main__":

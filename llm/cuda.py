@@ -74,7 +74,6 @@ class CudaDecoder:
         logits: Tensor = self._logits(self.ops, x, out)
         return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
 
-
     def likeliest(self, logits: Tensor) -> Tensor:
         """`sample.likeliest` of the whole vocabulary's logits, of which a rank has a part."""
         if self.ranks is None or self.ranks.peers.size == 1:

@@ -70,8 +70,9 @@ class Followers:
         self, parallel: Parallel, arguments: Mapping[str, Any], *, device: torch.device, loader: str = LOADER,
         on_lost: Callable[[str], None] = _end, launch: Launch = _launch,
     ) -> None:  # fmt: skip
-        """`loader`, as module:function, is called with the arguments, a device and a rank, and returns a `TextModel`, or
-        this and more. `on_lost` is called, with the reason, on another thread when a rank ends. Raises `TextModelError`.
+        """`loader`, as module:function, is called with the arguments, a device and a rank, and returns a `TextModel`,
+        or this and more. `on_lost` is called, with the reason, on another thread when a rank ends. Raises
+        `TextModelError`.
         """
         if device.type == "cuda" and torch.cuda.device_count() - (device.index or 0) < parallel.ranks:
             raise TextModelError(
@@ -87,7 +88,7 @@ class Followers:
         self._processes: dict[int, Process] = {}
         self._closed = False
         self._watching = threading.Event()
-        self._started: Exception | None | bool = None
+        self._started: Exception | bool | None = None
         begun = threading.Event()
         self._stop, self._stopped = os.pipe()
         # One thread starts and watches them: on Linux a child ends with the thread that started it.

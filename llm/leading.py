@@ -77,8 +77,8 @@ class LeadingExecution(TextExecution):
         lane = torch.cuda.current_stream(self.model.device)
         self._stream.wait_stream(lane)
         with torch.cuda.stream(self._stream):
-            logits = super().__call__(step)
-            results = (logits if step.logits else logits[:0], super().best, super().states)
+            whole = super().__call__(step)
+            results = (whole if step.logits else whole[:0], super().best, super().states)
             logits, self._own.best, self._own.states = (None if x is None else x.clone() for x in results)
         lane.wait_stream(self._stream)
         for result in (logits, self._own.best, self._own.states):

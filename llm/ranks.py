@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import timedelta
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from core.kernels.kv_cache import TokenBatch
 from core.kernels.cuda.exchange_kernel import Exchange
+from core.kernels.kv_cache import TokenBatch
 from core.ops.collectives import Peers
 from llm.shards import Rank
 
@@ -27,18 +28,18 @@ STEP, KEEP, PREPARE, CLOSE = range(4)  # kinds of messages
 Placed = tuple[int, int, list[int]]  # a sequence, the first of its pages that are set, and these
 
 
-def open_store() -> dist.TCPStore:
+def open_store() -> TCPStore:
     """The store in which ranks find each other, on a free port of this host."""
-    return dist.TCPStore(_HOST, 0, None, True, timeout=_TIMEOUT, wait_for_workers=False)
+    return TCPStore(_HOST, 0, None, True, timeout=_TIMEOUT, wait_for_workers=False)
 
 
 class RankGroup:
     """One process's membership: its peers in a layer, and its neighbours in the pipeline."""
 
-    def __init__(self, rank: Rank, device: torch.device, store: dist.TCPStore | int) -> None:
+    def __init__(self, rank: Rank, device: torch.device, store: TCPStore | int) -> None:
         """Join by the store, or by its port. Waits for the other ranks."""
         self.rank, self.device = rank, device
-        store = dist.TCPStore(_HOST, store, None, False, timeout=_TIMEOUT) if isinstance(store, int) else store
+        store = TCPStore(_HOST, store, None, False, timeout=_TIMEOUT) if isinstance(store, int) else store
         self._store = store  # in which the backends find each other until the end
         connect = _nccl if device.type == "cuda" else _gloo
         self._world, stage = connect(rank, device, store)
@@ -97,21 +98,22 @@ class RankGroup:
             dist.destroy_process_group()
 
 
-def _gloo(rank: Rank, device: torch.device, store: dist.Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _gloo(rank: Rank, device: torch.device, store: Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The group of all ranks, and that of the rank's stage."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=_HOST)]
     options._timeout = _TIMEOUT
 
     def group(name: str, number: int, size: int) -> dist.ProcessGroup:
-        backend: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), number, size, options)
+        backend = gloo(PrefixStore(name, store), number, size, options)
         return cast("dist.ProcessGroup", backend)
 
     world = group("world", rank.number, rank.parallel.ranks)
     return world, group(f"stage {rank.stage}", rank.tensor, rank.parallel.tensor)
 
 
-def _nccl(rank: Rank, device: torch.device, store: dist.Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _nccl(rank: Rank, device: torch.device, store: Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The same; one of a process, since symmetric memory knows groups by their names."""
     # NVLink multicast stays off: it gains nothing for the few rows of a step of decoding.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -52,6 +52,7 @@ from workers.variants import Count, Say
 if TYPE_CHECKING:
     import torch
 
+    from llm.followers import Followers
     from llm.load import TextModel
     from llm.runner import TextRunner
     from workers.text_pool import TextPool
@@ -271,15 +272,11 @@ def text_runner(
     `pages`; 0: as the settings say. It is loaded on the lane, or with `beside_lane` on this thread.
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
-    import torch
-
-    from llm.followers import Followers
     from llm.load import TextModelError
     from llm.precision import load as load_text
     from llm.runner import TextRunner
-    from llm.shards import Rank
 
-    name, split = settings.text_model_name, parse(settings.text_parallel)
+    name = settings.text_model_name
     followers: list[Followers] = []
     if name is None:
         return None
@@ -303,15 +300,7 @@ def text_runner(
 
     def make() -> TextRunner:
         set_threads(settings, device)
-        if split.ranks > 1:
-            arguments = {"name": name, "requested": settings.text_precision, "lacks": refusal}
-            threads = {"threads": settings.threads}
-            followers.append(Followers(split, arguments | threads, device=torch.device(device)))
-        rank = Rank(0, split) if followers else None
-        model, reason = load_text(name, settings.text_precision, device=device, lacks=refusal, rank=rank)
-        log.info("text: %s in %s: %s", model.name, model.precision, reason)
-        if followers:
-            followers[0].loaded(model.digest)
+        model = _load_text(settings, name, device, refusal, followers)
         draft: Any = settings.text_draft or None
         if draft is not None and draft != "lookup":
             draft, _ = load_text(draft, "auto", device=device, lacks=refusal)
@@ -335,6 +324,31 @@ def text_runner(
     cache = runner.execution.cache
     say(f"{runner.model.name}: {runner.pages.tokens} tokens of keys and values in {cache.size_bytes / 2**20:.0f} MiB")
     return runner
+
+
+def _load_text(
+    settings: Settings, name: str, device: str, lacks: str | None, followers: list[Followers]
+) -> TextModel:  # fmt: skip
+    """Load the text model; with `DIPTYCH_TEXT_PARALLEL` its part of rank 0, and `followers` receives the other ranks.
+
+    Raises `TextModelError`.
+    """
+    import torch
+
+    from llm.followers import Followers
+    from llm.precision import load as load_text
+    from llm.shards import Rank
+
+    split, rank = parse(settings.text_parallel), None
+    if split.ranks > 1:
+        arguments = {"name": name, "requested": settings.text_precision, "lacks": lacks, "threads": settings.threads}
+        followers.append(Followers(split, arguments, device=torch.device(device)))
+        rank = Rank(0, split)
+    model, reason = load_text(name, settings.text_precision, device=device, lacks=lacks, rank=rank)
+    log.info("text: %s in %s: %s", model.name, model.precision, reason)
+    for other in followers:
+        other.loaded(model.digest)
+    return model
 
 
 def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane) -> TextPool:

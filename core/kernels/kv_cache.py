@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,13 +43,16 @@ class TokenBatch:
         state_rows: list[int] | None = None,
     ) -> TokenBatch:
         columns = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
-        return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
+        tensors: list[Any] = [torch.from_numpy(np.asarray(column, np.int32)) for column in columns]
+        return cls(*tensors)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        on_device = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
-        return replace(self, **on_device)
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:

@@ -181,9 +181,7 @@ class CudaTokenOps:
             x.x, x.index = out, None
         elif isinstance(x.sums, RankSums):
             assert self._peers is not None and self._peers.exchange is not None
-            a = self._peers.exchange.add_norm_(
-                x.x, x.sums, weight, eps, inverse, dtype, slot=x.slot, early=self.early
-            )
+            a = self._peers.exchange.add_norm_(x.x, x.sums, weight, eps, inverse, dtype, slot=x.slot, early=self.early)
             x.sums, x.slot = None, 1 - x.slot
         elif x.sums is not None:
             a = add_norm(x.x, weight, eps, inverse, dtype, sums=x.sums, sum_out=x.x, early=self.early)

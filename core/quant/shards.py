@@ -4,6 +4,8 @@ scales of the whole, so that slicing after quantization changes no number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +51,7 @@ def input_slice(layer: nn.Module, start: int, stop: int, *, bias: bool) -> nn.Mo
     One of them has the `bias`. Raises ValueError for an unsupported layer, or a slice that cuts a group of 4-bit
     weights.
     """
-    kept = layer.bias if bias else None
+    kept: Any = layer.bias if bias else None
     if type(layer) is nn.Linear:
         return _linear(layer.weight.detach()[:, start:stop].clone(), None if kept is None else kept.detach().clone())
     if not isinstance(layer, ScaledLinear):

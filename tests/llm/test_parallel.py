@@ -52,7 +52,9 @@ def compare(actual: Sequence[GeneratedText], expected: Sequence[GeneratedText]) 
 def test_text_of_ranks_is_that_of_one_process(parallel: str, expected: list[GeneratedText]) -> None:
     with ranks.serving(tiny.TINY, parallel, **OPTIONS) as (engine, runner):
         compare(answers(engine, WANTED), expected)
-        assert runner.execution.kernels == "torch" and runner.execution.cache.kv_heads == (2 if parallel == "pp2" else 1)
+        assert runner.execution.kernels == "torch" and runner.execution.cache.kv_heads == (
+            2 if parallel == "pp2" else 1
+        )
     if parallel == "pp2":
         return
     # The same bits in any batch: sums are in the order of ranks.

@@ -72,13 +72,13 @@ def test_ranks_give_the_logits_of_one_process(parallel: str, kind: str) -> None:
             return results(execution)
         known = expected[0]
         assert known is not None
-        STEP = (known.argmax(-1).tolist()[:1] + [12], *STEPS[1][1:])  # a first stage has no latest tokens
+        decoding = ([*known.argmax(-1).tolist()[:1], 12], *STEPS[1][1:])  # a first stage has no latest tokens
         logits = execution(batch(STEPS[0])).clone()
-        execution(batch(STEP, logits=False))
+        execution(batch(decoding, logits=False))
         return [logits, execution.best]
 
     with ThreadPoolExecutor(split.ranks) as pool:
-        logits, best = [*pool.map(run, range(split.ranks))][0]
+        logits, best = next(iter([*pool.map(run, range(split.ranks))]))
     assert logits is not None and best is not None and expected[0] is not None and expected[1] is not None
     torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=1e-4 * float(expected[0].abs().max()))
     assert torch.equal(best, expected[1])

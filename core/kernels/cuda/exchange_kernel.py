@@ -1,8 +1,8 @@
 """Sums over the GPUs of a host in symmetric memory, fused with what follows: residual, RMSNorm, and quantization.
 
-Each rank writes its part of a row where the others can read it, tells them, waits until they have told it, and reads all
-parts in the order of ranks: one kernel in place of an all-reduce and a norm, and bits that depend on nothing but the
-row. Few rows are read whole by all ranks (one-shot); of many each rank sums a share that the others then read
+Each rank writes its part of a row where the others can read it, tells them, waits until they have told it, and reads
+all parts in the order of ranks: one kernel in place of an all-reduce and a norm, and bits that depend on nothing but
+the row. Few rows are read whole by all ranks (one-shot); of many each rank sums a share that the others then read
 (two-shot, torch's). NVLink multicast is not used.
 """
 
@@ -44,8 +44,8 @@ def _exchange(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr, ME: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WRITE: tl.constexpr,
     READ: tl.constexpr, PATIENCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. `buffers` and `flags` are each rank's addresses: rows of parts, and for each row and rank the
-    number of the last exchange that its part is of. That of this one is one more than in `epochs`, this rank's own.
+    """One program per row. `buffers` and `flags` are each rank's addresses: rows of parts, and for each row and rank
+    the number of the last exchange that its part is of. That of this one is one more than in `epochs`, this rank's own.
     """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -88,7 +88,9 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One of two places of parts: each rank's address of it, and of its flags, int64 [ranks]; own epochs int32 [rows]."""
+    """One of two places of parts: each rank's address of it, and of its flags, int64 [ranks], and own epochs
+    int32 [rows].
+    """
 
     buffers: Tensor
     flags: Tensor
@@ -179,7 +181,8 @@ class Exchange:
                 self.add_norm_(x, SplitSums(part), ones, 1e-5, None, self.dtype, slot=slot, patience=_PATIENCE)
                 if not bool((x == expected).all()):
                     return f"a sum in symmetric memory is {float(x.float().mean())}, not {expected}"
-            many = self.sum_many(torch.full((2 * self.size, self.width), float(self.rank + 1), device=device).to(x.dtype))
+            part = torch.full((2 * self.size, self.width), self.rank + 1, dtype=self.dtype, device=device)
+            many = self.sum_many(part)
             if many is None or not bool((many == expected).all()):
                 return "torch's two-shot sum is wrong"
         except Exception as error:  # of torch, Triton or the driver

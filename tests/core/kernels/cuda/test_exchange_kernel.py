@@ -23,7 +23,7 @@ def ranks(size: int) -> tuple[list[torch.Tensor], list[Exchange]]:
 @pytest.mark.parametrize(("size", "to"), [(2, torch.int8), (4, DTYPE)])
 def test_all_ranks_add_all_parts_in_their_order(size: int, to: torch.dtype) -> None:
     generator, rows = draw(0), 3
-    memory, exchanges = ranks(size)
+    _memory, exchanges = ranks(size)
     weight, inverse = normal(generator, C).to(DTYPE), 20 * torch.ones(C, device=DEVICE)
     streams = [normal(generator, rows, C).to(DTYPE)] * size
     streams = [x.clone() for x in streams]
@@ -50,7 +50,7 @@ def test_all_ranks_add_all_parts_in_their_order(size: int, to: torch.dtype) -> N
 
 
 def test_a_missing_rank_is_noticed_by_the_check() -> None:
-    _, exchanges = ranks(2)
+    _memory, exchanges = ranks(2)
     x, one = torch.zeros(1, C, dtype=DTYPE, device=DEVICE), torch.ones(1, 1, C, device=DEVICE)
     exchanges[0].add_norm_(x, SplitSums(one), torch.ones(C, device=DEVICE), 1e-5, None, DTYPE, slot=0, patience=3)
     assert bool((x != 2).all())
