@@ -1,10 +1,10 @@
 """Measures a text model over several GPUs: `python -m benchmarks.text_parallel [MODE…] [--model random:llama-8b]`.
 
 A mode is off (one GPU), tp2, tp4, pp2, pp4 or tp2pp2. For each: tokens per second of one user, step by step in graphs;
-and of whole requests through the engine (`--loads`, as `benchmarks.text_load`). Weights are random levels in INT8, drawn
-on each rank's GPU, keys and values in INT8: a model of 70 billion parameters takes seconds. `exchange` in place of a
-mode compares the sums of ranks, with their norm, with NCCL's all-reduce and the norm after it; `tables` prints what is
-in --results. `--device cpu --tiny` rehearses it over gloo.
+and of whole requests through the engine (`--loads`, as `benchmarks.text_load`). Weights are random levels in INT8,
+drawn on each rank's GPU, keys and values in INT8: a model of 70 billion parameters takes seconds. `exchange` in place
+of a mode compares the sums of ranks, with their norm, with NCCL's all-reduce and the norm after it; `tables` prints
+what is in --results. `--device cpu --tiny` rehearses it over gloo.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -194,6 +194,7 @@ def _one_user(runner: TextRunner) -> float:
 def exchange(options: Any) -> dict[str, Any]:
     """Microseconds of a sum over the ranks with its norm: ours, and NCCL's all-reduce with the same norm."""
     import torch.multiprocessing as processes
+    from torch.multiprocessing.spawn import spawn
 
     from llm.ranks import open_store
 
@@ -203,7 +204,7 @@ def exchange(options: Any) -> dict[str, Any]:
             continue
         store = open_store()
         queue = processes.get_context("spawn").SimpleQueue()
-        context = processes.spawn(_exchange_rank, (ranks, store.port, options.device, queue), nprocs=ranks, join=False)
+        context = spawn(_exchange_rank, (ranks, store.port, options.device, queue), nprocs=ranks, join=False)
         deadline = time.monotonic() + 60
         while not context.join(timeout=1):
             if time.monotonic() > deadline:
@@ -243,7 +244,7 @@ def _exchange_rank(number: int, ranks: int, port: int, device_name: str, queue: 
                 norm(y)
 
             contenders["nccl"] = nccl
-            contenders["nccl alone"] = lambda y=y: group.all_reduce(y)
+            contenders["nccl alone"] = partial(group.all_reduce, y)
             slots = cycle((0, 1))
 
             def fused(
@@ -255,9 +256,13 @@ def _exchange_rank(number: int, ranks: int, port: int, device_name: str, queue: 
 
             if ours is not None and rows <= ROWS:
                 contenders["ours"] = fused
-            contenders["ours" if rows > ROWS else "parts"] = lambda y=y, norm=norm: norm(peers.sum(y))
+
+            def summed(y: Tensor = y, norm: Callable[[Tensor], None] = norm) -> None:
+                norm(peers.sum(y))
+
+            contenders["ours" if rows > ROWS else "parts"] = summed
         else:
-            contenders["gloo"] = lambda y=y: peers.sum(y)
+            contenders["gloo"] = partial(peers.sum, y)
         times = {name: _graph_us(run, cuda) for name, run in contenders.items()}
         moved = 2 * (ranks - 1) / ranks * rows * width * dtype.itemsize
         results[str(rows)] = {
@@ -294,7 +299,7 @@ def _graph_us(run: Callable[[], object], cuda: bool) -> float:
         events[1].record()
         events[1].synchronize()
         times.append(events[0].elapsed_time(events[1]) * 1e3 / _REPEATS)
-    return statistics.median(times[2:])
+    return float(statistics.median(times[2:]))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -349,4 +354,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

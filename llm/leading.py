@@ -70,6 +70,7 @@ class LeadingExecution(TextExecution):
 
     def _computed(self, step: TokenBatch) -> Tensor:
         """A step on the stream of all lanes; its results are copied, since another lane's step comes next."""
+        logits: Tensor | None
         if self._stream is None:
             logits = super().__call__(step)
             self._own.best, self._own.states = super().best, super().states

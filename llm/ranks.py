@@ -50,18 +50,17 @@ class RankGroup:
         """Sum rows of so many channels in symmetric memory from now on, if that works on all ranks of the stage."""
         if self.device.type != "cuda" or self.peers.size == 1:
             return
-        exchange = None
+        exchange, reason = None, ""
         try:
             exchange = Exchange.over(self._stage, width, dtype, self.device)
-            reason = ""
         except Exception as error:  # of torch or the driver
             reason = f"{type(error).__name__}: {error}"
-        if self._all(exchange is not None) and exchange is not None:  # else one would wait for others
-            reason = exchange.check()
-        if self._all(not reason):
+        if not self._all(exchange is not None) or exchange is None:  # else one would wait for others
+            reason = reason or "another rank has no symmetric memory"
+        elif not (reason := exchange.check(self._all)):
             self.peers.exchange = exchange
-        else:
-            log.warning("%s sums by NCCL: %s", self.rank, reason or "symmetric memory does not work on another rank")
+            return
+        log.warning("%s sums by NCCL: %s", self.rank, reason)
 
     def _all(self, yes: bool) -> bool:
         """Whether all ranks of the stage say so."""
