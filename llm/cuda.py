@@ -27,8 +27,8 @@ class CudaDecoder:
     """Runs a model on a cache, by one thread at a time, on the current stream."""
 
     def __init__(self, network: Any, cache: KVCache, group: RankGroup | None = None) -> None:
-        """Of a `group` of ranks the network is this one's part. Raises ValueError for a model or a cache that the
-        kernels do not support.
+        """Bind the kernels to a network, with a `group` of ranks to this one's part of it. Raises ValueError for a
+        model or a cache that the kernels do not support.
         """
         family.check(network)
         if (reason := decode_kernel.unsupported_reason(cache)) is not None:

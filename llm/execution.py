@@ -24,8 +24,7 @@ from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
-from llm.ranks import RankGroup
-from llm.shards import shared_
+from llm.ranks import RankGroup, shared_
 from llm.step_graphs import StepGraphs, StepInputs, rung
 
 log = logging.getLogger(__name__)

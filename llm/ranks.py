@@ -125,6 +125,25 @@ def _nccl(rank: Rank, device: torch.device, store: Store) -> tuple[dist.ProcessG
     return dist.group.WORLD, stages[rank.number // tensor]
 
 
+def shared_(network: Any, group: RankGroup) -> None:
+    """Make a rank's network, run by torch, sum what its layers give over the ranks, and join their logits."""
+    peers, vocabulary = group.peers, int(network.config.vocab_size)
+    if peers.size == 1:
+        return
+
+    def summed(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return peers.sum(output)
+
+    def joined(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return peers.whole(output[0], vocabulary)[None]
+
+    for layer in network.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(summed)
+        layer.mlp.down_proj.register_forward_hook(summed)
+    if group.rank.last:
+        network.lm_head.register_forward_hook(joined)
+
+
 class StageLink:
     """A stage's hidden states at fixed addresses: those that it reads, and those that the next one does."""
 

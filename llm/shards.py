@@ -9,16 +9,13 @@ transformers, of fewer heads and layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from contract.parallel import Parallel
 from core.quant.shards import input_slice, output_slice
 from llm import family
-
-if TYPE_CHECKING:
-    from llm.ranks import RankGroup
 
 
 class Rank(NamedTuple):
@@ -134,22 +131,3 @@ def _shard_layer_(layer: Any, config: Any, rank: Rank) -> None:
     for name in ("gate_proj", "up_proj"):
         setattr(mlp, name, output_slice(getattr(mlp, name), number * inner, (number + 1) * inner))
     mlp.down_proj = input_slice(mlp.down_proj, number * inner, (number + 1) * inner, bias=number == 0)
-
-
-def shared_(network: Any, group: RankGroup) -> None:
-    """Make a rank's network, run by torch, sum what its layers give over the ranks, and join their logits."""
-    peers, vocabulary = group.peers, int(network.config.vocab_size)
-    if peers.size == 1:
-        return
-
-    def summed(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return peers.sum(output)
-
-    def joined(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return peers.whole(output[0], vocabulary)[None]
-
-    for layer in network.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(summed)
-        layer.mlp.down_proj.register_forward_hook(summed)
-    if group.rank.last:
-        network.lm_head.register_forward_hook(joined)
