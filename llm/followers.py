@@ -134,7 +134,8 @@ class Followers:
         if self._closed:
             return
         self._closed = True
-        self.tell(pack(CLOSE))
+        if self._watching.is_set():  # others wait for no message of this kind, and end with their connection
+            self.tell(pack(CLOSE))
         os.close(self._stopped)
         self._watching.set()
         for connection in self._connections.values():

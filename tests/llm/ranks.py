@@ -33,6 +33,8 @@ class ThreadedRank(threading.Thread):
         with self._connection:
             try:
                 follower.serve(self._connection)
+            except EOFError:
+                pass
             except Exception as error:
                 self._connection.send(("error", f"{type(error).__name__}: {error}"))
 

@@ -5,11 +5,15 @@ does not divide, or ends, is refused or reported by name.
 from __future__ import annotations
 
 import queue
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -112,3 +116,22 @@ def test_a_rank_that_ends_is_reported(tmp_path: Path) -> None:
         followers.close()
         group.close()
     assert replace(model).layers == 1
+
+
+PARENT = """
+import socket, subprocess, sys, os, time
+ours, theirs = socket.socketpair()
+follower = [sys.executable, "-P", "-m", "llm.follower", str(theirs.fileno()), str(os.getpid())]
+print(subprocess.Popen(follower, pass_fds=[theirs.fileno()]).pid, flush=True)
+theirs.close()
+time.sleep(600)
+"""
+
+
+def test_a_rank_ends_with_its_worker_however_that_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        rank = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
+        psutil.wait_procs([rank], timeout=60)
+        assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE

@@ -11,7 +11,7 @@ from core.jobs.record import JobDraft, JobState, new_id
 from llm import tiny
 from llm.followers import RANK_LOST
 from tests.forks import REAL
-from tests.workers.crew import Crew, Hired, eventually
+from tests.workers.crew import Crew, Hired
 
 SETTINGS = {"text_model": tiny.TINY, "text_memory_mib": 4, "text_requests": 4, "device": "cpu", "lease_s": 1.0}
 
@@ -37,10 +37,3 @@ def test_a_rank_is_killed_and_another_worker_finishes_its_job(crew: Crew, reaper
     assert job.result is not None and len(job.result["choices"][0]["text"]) > 0
     other.signal(signal.SIGTERM)
     assert other.wait() == 0
-
-
-def test_ranks_end_with_their_worker(crew: Crew) -> None:
-    worker = crew.hire("--llm", imported=REAL, text_parallel="tp2", **SETTINGS)
-    (rank,) = followers(worker)
-    worker.signal(signal.SIGKILL)
-    eventually(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, "the end of an orphan")
