@@ -81,7 +81,7 @@ class Followers:
             )
         self.parallel = parallel
         self._arguments = {"loader": loader, **arguments}
-        self._device = device
+        self._device = device if device.type != "cuda" else torch.device("cuda", device.index or 0)
         self._on_lost = on_lost
         self._launch = launch
         self._connections: dict[int, Connection] = {}
@@ -170,9 +170,7 @@ class Followers:
         self._connections[number] = Connection(ours.detach())
         with theirs:
             self._processes[number] = self._launch(theirs)
-        device = self._device
-        if device.type == "cuda":
-            device = torch.device("cuda", (device.index or 0) + number)
+        device = self._device if self._device.type != "cuda" else torch.device("cuda", self._device.index + number)
         self._connections[number].send((self._arguments, str(device), Rank(number, self.parallel)))
 
     def _answers(self, expected: str, timeout_s: float) -> Any:
