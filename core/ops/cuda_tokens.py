@@ -213,7 +213,7 @@ class CudaTokenOps:
         """The stream [T, C] with all that was added to it, in memory."""
         if x.index is not None:
             x.x, x.index = x.x[x.index.long()], None
-        if isinstance(x.sums, RankSums):
+        if isinstance(x.sums, RankSums):  # gathered: all ranks meet, so that the next forward may begin with any slot
             assert self._peers is not None
             x.sums = self._peers.gathered(x.sums, self._base)
         if x.sums is not None:
