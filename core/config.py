@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract import limits, model_names, plan, urls
+from contract import limits, model_names, parallel, plan, urls
 from contract.content import Action, read_labels
 from contract.precision import Choice, ImageChoice
 
@@ -222,6 +222,11 @@ class Settings(BaseSettings):
     text_draft: str = Field(
         default="", description="makes guesses: a smaller text model, or lookup for what was said; empty: none"
     )
+    text_parallel: str = Field(
+        default="",
+        description="spreads a text model over GPUs: tp2, tp4 or tp8 splits layers, pp2, pp4, … divides them, tp2pp2 "
+        "both; empty: one GPU",
+    )
     text_kv: Literal["float", "int8", "fp8"] = Field(default="float", description="what keys and values are kept in")
     text_requests: int = Field(default=64, ge=1, le=4096, description="answers in the making at once")
     text_memory_mib: int = Field(
@@ -367,6 +372,18 @@ class Settings(BaseSettings):
     @classmethod
     def _are_limits(cls, value: str, info: ValidationInfo) -> str:
         limits.read_limits(value, limits.KEY_LIMITS[str(info.field_name).removeprefix("key_")])
+        return value
+
+    @field_validator("text_parallel")
+    @classmethod
+    def _is_a_split(cls, value: str, info: ValidationInfo) -> str:
+        split = parallel.parse(value)
+        if split.ranks > 1 and "," in info.data.get("text_models", ""):
+            raise ValueError("splits one model, and DIPTYCH_TEXT_MODELS names several")
+        if split.ranks > 1 and info.data.get("text_loras"):
+            raise ValueError("splits layers, whose parts take no adapters: DIPTYCH_TEXT_LORAS must be empty")
+        if split.pipeline > 1 and info.data.get("text_draft", "") not in ("", "lookup"):
+            raise ValueError("has stages, beside which DIPTYCH_TEXT_DRAFT is lookup or empty")
         return value
 
     @field_validator("deepcache")

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from contract.parallel import parse
 from core.config import Settings
 from deployment.children import Backoff, ChildProcess, child_environment, end_all, reason
 from deployment.screen import StatusDisplay
@@ -143,12 +144,19 @@ def worker_environments(
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """The name and environment of each device's worker: its device, and its own metrics port, counted up from the
     configured one. Without `devices` of the one worker, which chooses its device.
+
+    A worker whose text model is spread over GPUs has so many of them. Raises `NoDevices` if that leaves some over.
     """
     if devices is None:
         yield "worker", dict(environment)
         return
-    for number, device in enumerate(devices):
-        own = {**environment, "CUDA_VISIBLE_DEVICES": device}
+    each = parse(settings.text_parallel).ranks
+    if len(devices) % each:
+        raise NoDevices(
+            f"DIPTYCH_TEXT_PARALLEL={settings.text_parallel} takes {each} GPUs a worker, and there are {len(devices)}"
+        )
+    for number, first in enumerate(range(0, len(devices), each)):
+        own = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + each])}
         if settings.metrics:
             host, _, port = settings.metrics.rpartition(":")
             own["DIPTYCH_METRICS"] = f"{host}:{int(port) + number}"

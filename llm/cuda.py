@@ -19,6 +19,9 @@ from core.ops.ops import bind
 from core.ops.trace import TraceOps
 from llm import family
 from llm.network import Decoder, logits, states, trunk
+from llm.ranks import RankGroup
+from llm.sample import likeliest
+from llm.shards import vocabulary_slice
 
 _WIDE = 128  # channels of a head: twice as many take 193 KiB of shared memory in prefill
 
@@ -26,8 +29,10 @@ _WIDE = 128  # channels of a head: twice as many take 193 KiB of shared memory i
 class CudaDecoder:
     """Runs a model on a cache, by one thread at a time, on the current stream."""
 
-    def __init__(self, network: Any, cache: KVCache) -> None:
-        """Raises ValueError for a model or a cache that the kernels do not support."""
+    def __init__(self, network: Any, cache: KVCache, group: RankGroup | None = None) -> None:
+        """Bind the kernels to a network, with a `group` of ranks to this one's part of it. Raises ValueError for a
+        model or a cache that the kernels do not support.
+        """
         family.check(network)
         if (reason := decode_kernel.unsupported_reason(cache)) is not None:
             raise ValueError(reason)
@@ -41,12 +46,17 @@ class CudaDecoder:
         embeddings = network.model.embed_tokens.weight
         self.cache, self.dtype, self._cap = cache, embeddings.dtype, decoder.cap
         self.group = int(network.config.num_attention_heads) // cache.kv_heads
-        self.vocabulary = len(network.lm_head.weight)
+        self.ranks = group
+        self.vocabulary = len(network.lm_head.weight)  # of a rank its part
+        self._tokens = int(network.config.vocab_size)
+        self.width = int(network.config.hidden_size)
         angles = family.angles(network, cache.table.shape[1] * PAGE, embeddings.device)
-        self.ops = CudaTokenOps(self.dtype, cache, angles)
+        self.ops = CudaTokenOps(self.dtype, cache, angles, None if group is None else group.peers)
         self._network = network
         followed = TraceOps()
-        self._logits(followed, self._trunk(followed, (1,), None))
+        end = self._trunk(followed, (1,), None)
+        if group is None or group.rank.last:
+            self._logits(followed, end)
         for call in followed.calls:  # joined weights exist before anything is recorded
             self.ops.pack(call.operation, call.layers)
 
@@ -55,9 +65,15 @@ class CudaDecoder:
         return self.ops.pack_branches(factors, self._network)
 
     @torch.inference_mode()
-    def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
-        """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
-        x: Residual = self._trunk(self.ops, rows.tokens, rows)
+    def stage(self, rows: FusedBatch, before: Tensor | None) -> Tensor:
+        """Hidden states [T, C] after a stage's layers, of those `before` it, unless it is the first."""
+        x: Residual = self._trunk(self.ops, rows.tokens, rows, None if before is None else Residual(before))
+        return self.ops.settled(x)
+
+    @torch.inference_mode()
+    def __call__(self, rows: FusedBatch, out: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+        """Logits [L, V] in fp32 of the picked rows. `out` may receive them. `before` as for `stage`."""
+        x: Residual = self._trunk(self.ops, rows.tokens, rows, None if before is None else Residual(before))
         self.states = None
         if rows.state_rows is not None:
             x.output_rows = rows.state_rows
@@ -65,6 +81,16 @@ class CudaDecoder:
         x.output_rows = rows.output_rows
         logits: Tensor = self._logits(self.ops, x, out)
         return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """`sample.likeliest` of the whole vocabulary's logits, of which a rank has a part."""
+        if self.ranks is None or self.ranks.peers.size == 1:
+            return likeliest(logits)
+        return self.ranks.peers.likeliest(logits, len(vocabulary_slice(self._tokens, self.ranks.rank)))
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The whole vocabulary's logits, of which a rank has a part."""
+        return logits if self.ranks is None else self.ranks.peers.whole(logits, self._tokens)
 
 
 def _capability() -> tuple[int, int]:

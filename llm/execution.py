@@ -27,6 +27,7 @@ from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
+from llm.ranks import RankGroup, shared_
 from llm.step_graphs import BUCKETS, StepGraphs, StepInputs, mixed_buckets, rung
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,15 @@ class TextExecution:
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
         companion: KVCache | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """`rows` are the most of a step; `kernels` are the CPU kernels, if there are any; `companion` is a cache whose
-        table is shared.
+        table is shared. `group`: the ranks of which this is one, whose part of the model `model` is.
 
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
         self.model = model
+        self.group = group
         self.kernels_reason = ""  # why no faster kernels run it
         self._library = kernels
         self.cache = KVCache(
@@ -117,6 +120,11 @@ class TextExecution:
         if self._fused is not None:
             self._fused.prepare(sequences)
 
+    def forget_graphs(self) -> None:
+        """Drop all CUDA graphs: they hold the operations of a group of ranks."""
+        if self._fused is not None:
+            self._fused.graphs.clear()
+
     def release(self) -> None:
         """Free duplicate weights: once our kernels have packed them, the model's own are dropped for good."""
         if self._programs is not None:
@@ -141,26 +149,38 @@ class TextExecution:
         self.cache.settle()
         if self._fused is not None:
             return self._fused(step)
-        device = self.model.device
-        if bool((step.tokens < 0).any()):
-            latest = self.latest.cpu()[step.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
-            step = replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
+        step = self.with_known_tokens(step)
         if self._programs is not None:
             return self._programs(step)
-        step = step.to(device)
+        step = step.to(self.model.device)
         if step.adapters is not None and self._adapted is None:
             self._adapted = AdaptedModules(self.model.network)
-        adapted = nullcontext() if self._adapted is None else self._adapted.rows(step.adapters, device)
+        adapted = nullcontext() if self._adapted is None else self._adapted.rows(step.adapters, self.model.device)
         with torch.inference_mode(), adapted, self._read_states(step.state_rows):
-            output = self.model.network(
-                step.tokens.long()[None],
-                position_ids=step.positions.long()[None],
-                use_cache=False,
-                logits_to_keep=step.output_rows.long(),
-                paged=PagedContext.of(self.cache, step),
-            )
-            logits: Tensor = output.logits[0].float()
-            return logits
+            return self._by_torch(step)
+
+    def _by_torch(self, step: TokenBatch) -> Tensor:
+        """transformers' network, or a rank's part of it, which gives no logits before the last stage."""
+        network, group = self.model.network, self.group
+        inputs = {"position_ids": step.positions.long()[None], "paged": PagedContext.of(self.cache, step)}
+        if group is None or group.rank.first:
+            inputs["input_ids"] = step.tokens.long()[None]
+        else:
+            x = torch.empty(1, len(step.tokens), network.config.hidden_size, dtype=self.model.dtype)
+            inputs["inputs_embeds"] = group.receive(x.to(self.model.device))
+        if group is not None and not group.rank.last:
+            group.send(network.model(use_cache=False, **inputs).last_hidden_state)
+            return torch.empty(0, self.model.vocabulary, device=self.model.device)
+        output = network(use_cache=False, logits_to_keep=step.output_rows.long(), **inputs)
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def with_known_tokens(self, step: TokenBatch) -> TokenBatch:
+        """The step with its sequences' latest tokens in place of -1, unless the device knows them."""
+        if self._fused is not None or not bool((step.tokens < 0).any()):
+            return step
+        latest = self.latest.cpu()[step.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
+        return replace(step, tokens=torch.where(step.tokens < 0, latest, step.tokens))
 
     def keep(self, step: TokenBatch, tokens: Tensor) -> None:
         """Make these tokens [L], on the model's device, the latest of the output rows' sequences."""
@@ -188,6 +208,10 @@ class TextExecution:
         model = self.model
         if not runs(model.precision, model.device.type):
             raise TextModelError(f"{model.precision} does not run on a CPU; take int8 or fp32")
+        if self.group is not None:
+            shared_(model.network, self.group)
+            if model.device.type == "cpu":
+                kernels = None
         in_int8 = model.precision in ("int8", "int8-sparse")
         if model.device.type == "cpu" and (in_int8 or model.precision in ("fp32", "bf16")) and kernels is not None:
             try:
@@ -211,7 +235,10 @@ class TextExecution:
             self._on_torch("ours multiply bf16 and 8 bits, not fp32")
             return None
         try:
-            return FusedTextExecution(CudaDecoder(model.network, self.cache), self.cache, sequences, context, rows)
+            if self.group is not None:
+                self.group.open_exchange(int(model.config.hidden_size), model.dtype)
+            decoder = CudaDecoder(model.network, self.cache, self.group)
+            return FusedTextExecution(decoder, self.cache, sequences, context, rows)
         except ValueError as error:
             self._on_torch(str(error))
         return None
@@ -229,6 +256,7 @@ class FusedTextExecution:
         self._device = cache.table.device
         model.ops.branches = CudaRowBranches(max(mixed_buckets(rows)[-1], BUCKETS[-1]))
         self.graphs = StepGraphs(model, sequences, context, rows, self._device)
+        self._ranks = model.ranks
         self.best: Tensor | None = None
 
     @torch.inference_mode()
@@ -258,9 +286,12 @@ class FusedTextExecution:
             if batch.state_rows is not None:
                 rows = replace(rows, state_rows=on_device(batch.state_rows, self._device))
             logits = self.graphs.run(rows, owners)
+        if self._ranks is not None and not self._ranks.rank.last:
+            self.best = None
+            return logits
         count = len(step.output_rows)
         self.best = self.graphs.best[:count] if count <= len(self.graphs.best) else None
-        return logits
+        return self.model.whole(logits) if batch.logits or self.best is None else logits
 
     def _step(self, batch: TokenBatch) -> StepInputs:
         """The step's rows, grouped for attention."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from llm.int4_checkpoint import Published
+    from llm.shards import Rank
 
 
 _HEAD = "lm_head.weight"
@@ -88,13 +89,14 @@ class TextModel:
         return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
 
 
-def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextModel:
+def load(name: str, *, precision: str = "fp32", device: str = "cpu", rank: Rank | None = None) -> TextModel:
     """Load a model.
 
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `llm.tiny.SHAPES`.
         precision: of `contract.precision`; a quantized one is for a model whose folder holds it, such as `model-int8`,
             and w4a16 or nvfp4 also for one that is published in 4 bits, which has no other.
+        rank: whose part of the model it is; None: all of it.
 
     Raises:
         TextModelError: if it is missing, damaged, no decoder-only language model, or the device does not exist.
@@ -132,9 +134,20 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
         experts.adopt(network, family.MIXTURES)
         if is_quantized(precision) and form is None:
             digest = _quantized(name, folder, network, digest, precision)
+        if rank is not None:
+            _split(name, network, rank)
         network = _moved(network, where, dtype).eval().requires_grad_(False)
     ends = _ends(network, tokenizer)
     return TextModel(short, digest, precision, where, dtype, network, tokenizer, ends, pooling, generates)
+
+
+def _split(name: str, network: Any, rank: Rank) -> None:
+    from llm.shards import shard_
+
+    try:
+        shard_(network, rank)
+    except ValueError as error:
+        raise TextModelError(f"{name}: {error}") from error
 
 
 def _moved(network: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -99,8 +99,11 @@ class Decoder:
         return cls(model.embed_tokens, layers, ShiftedNorm(model.norm), head, float(scale), cap)
 
 
-def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
-    """Tokens [T] to hidden states [T, C], on the KV cache of `ops`; `rows` as for `TokenOps`."""
+def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any, x: A | None = None) -> A:
+    """Tokens [T] to hidden states [T, C], on the KV cache of `ops`; `rows` as for `TokenOps`.
+
+    x: the hidden states of the layers before, if these are not a model's first.
+    """
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
         q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
@@ -108,7 +111,7 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
             q, rows, layer.index, scale=layer.scale, to=layer.o_proj, window=layer.window, cap=layer.cap
         )
 
-    x = ops.embed(tokens, decoder.embed_tokens, scale=decoder.embedding_scale)
+    x = ops.embed(tokens, decoder.embed_tokens, scale=decoder.embedding_scale) if x is None else x
     for layer in decoder.layers:
         x = decoder_layer(ops, layer, x, attend)
     return x

@@ -123,4 +123,6 @@ def gather_step(parts: Sequence[ScheduledTokens]) -> Step:
         packed = [None if part.work.adapter is None else part.work.adapter.packed for part in parts]
         counts = [part.count + len(part.guess.tokens) for part in parts]
         step = replace(step, adapters=[own for own, count in zip(packed, counts, strict=True) for _ in range(count)])
+    if not scored and all(part.work.plain and not part.guess.tokens for part in sampled):
+        step = replace(step, logits=False)
     return Step(step, sampled, scored, pooled)

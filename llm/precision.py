@@ -9,6 +9,7 @@ from contract.precision import PRECISIONS, SCHEMES, is_calibrated, is_quantized
 
 if TYPE_CHECKING:
     from llm.load import TextModel
+    from llm.shards import Rank
 
 _BF16 = (8, 0)  # minimum compute capability for multiplying it
 
@@ -47,10 +48,12 @@ def _runs(scheme: str, capability: tuple[int, int] | None) -> bool:
     return precision.gpu_kernels is not None and capability >= precision.gpu_kernels
 
 
-def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[TextModel, str]:
+def load(
+    name: str, requested: str, *, device: str, lacks: str | None, rank: Rank | None = None
+) -> tuple[TextModel, str]:  # fmt: skip
     """Load a model in the configured precision, or for "auto" in that of `choose`; and the reason.
 
-    `lacks` as for `choose`. Raises `llm.load.TextModelError`.
+    `lacks` as for `choose`, `rank` as for `llm.load.load`. Raises `llm.load.TextModelError`.
     """
     import torch
 
@@ -58,19 +61,22 @@ def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[
     from llm.load import TextModelError, load, published, variants
 
     if requested != "auto":
-        return load(name, precision=requested, device=device), "as the settings say"
+        return load(name, precision=requested, device=device, rank=rank), "as the settings say"
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
     if (form := published(name)) is not None:
         if capability is not None and not _runs(form.precision, capability):
             has = f"compute capability {capability[0]}.{capability[1]}"
             raise TextModelError(f"{name}: is published in 4 bits ({form.method}), which {has} does not multiply")
-        return load(name, precision=form.precision, device=device), f"it is published in 4 bits, by {form.method}"
+        return load(
+            name, precision=form.precision, device=device, rank=rank
+        ), f"it is published in 4 bits, by {form.method}"
     selected, reason = choose(variants(name), capability=capability, lacks=lacks)
-    model = load(name, precision=selected, device=device)
+    model = load(name, precision=selected, device=device, rank=rank)
     if is_quantized(selected):
         try:
             family.check(model.network)
         except ValueError as error:
             selected, _ = choose((), capability=capability, lacks=None)
-            model, reason = load(name, precision=selected, device=device), f"its layers stay unquantized: {error}"
+            model = load(name, precision=selected, device=device, rank=rank)
+            reason = f"its layers stay unquantized: {error}"
     return model, reason

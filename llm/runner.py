@@ -24,10 +24,13 @@ from llm.beam_search import BeamSearch
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
 from llm.execution import FUSED, TextExecution
+from llm.followers import Followers
 from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane, high_priority
+from llm.leading import LeadingExecution
 from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
+from llm.micro_batches import MicroBatches
 from llm.model_runner import ModelRunner, Timing
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import Logprob, TextDelta
@@ -64,13 +67,15 @@ class TextRunner:
         patience_s: float = 2.0,
         pace_s: float = 0.1,
         ahead: bool | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """`max_rows` limits the tokens of one forward, `chunk` those of one prompt in it, `pages` the KV cache.
 
         `context` limits one request's tokens; default: the model's own. `draft` enables speculative decoding: a smaller
         model of the same vocabulary, or "lookup" for prompt lookup. Latency objectives: the first token within
         `patience_s`, the others every `pace_s`. `ahead`: iterations are submitted before the tokens of those before
-        are known, see `ModelRunner`; default: on a GPU, without speculation. Raises `TextModelError`.
+        are known, see `ModelRunner`; default: on a GPU, without speculation. `followers`: the other ranks of a model of
+        which `model` is rank 0's part. Raises `TextModelError`.
         """
         self.model = model
         self.adapters: AdapterSource | None = None  # of this model
@@ -87,15 +92,27 @@ class TextRunner:
 
         def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
             size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
-            return TextExecution(of, **size, rows=self._max_rows, kv=kv, kernels=kernels, companion=near)
+            options: dict[str, Any] = {**size, "rows": self._max_rows, "kv": kv}
+            if followers is not None and of is model:
+                return LeadingExecution(of, followers, **options)
+            return TextExecution(of, **options, kernels=kernels, companion=near)
 
         self.execution = execution(model)
+        stages = 1 if followers is None else followers.parallel.pipeline
         self.guessing = Speculator(lookup=draft == "lookup")
         if draft is not None and not isinstance(draft, str):
             _check_draft(draft, model, self.context)
             self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
-        self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None
+        self.pipeline = stages
+        # Of a pipeline other micro-batches run meanwhile.
+        self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None and stages == 1
         self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
+        self._lanes = {GROUP: (self._lane, self._model_runner)}
+        for number in range(1, MicroBatches.count(stages)):
+            name = f"{GROUP} {number}"
+            further = StreamLane(name, model.device) if self.overlaps else Lane(name)
+            self._lanes[name] = further, ModelRunner(self.execution, self.guessing)
+        self._micro_batches = MicroBatches([*self._lanes])
         self._sequences = max_requests
         self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
         Detokenizer(model.tokenizer)  # builds the table of its tokens here, not on the engine's thread
@@ -133,6 +150,8 @@ class TextRunner:
 
     def _check_beams(self, search: parameters.TextParameters) -> None:
         """Reject a search whose beams cannot all be in the cache, or in one forward."""
+        if isinstance(self.execution, LeadingExecution):  # pages are copied in this rank's cache only
+            raise Invalid("use_beam_search", "is not supported where the model is spread over GPUs", UNSUPPORTED)
         if search.beams > (most := min(self._sequences, self._max_rows)):
             raise Invalid("n", f"{search.beams} beams are more than the {most} sequences that run at once here")
         pages = -(-len(search.prompt) // PAGE) + search.beams * (2 + -(-search.max_tokens // PAGE))
@@ -155,6 +174,7 @@ class TextRunner:
             self._release_adapter(work)
             return NotYet()
         request.work = work
+        self._micro_batches.add(request.id)
         self._planner.plan(request)
         return None
 
@@ -168,6 +188,7 @@ class TextRunner:
             work.adapter = None
 
     def preempt(self, request: Request) -> None:
+        self._micro_batches.release(request.id)
         work: SequenceState = request.work
         work.pending = None  # it will be drawn again, the same
         self._allocator.free(work)
@@ -195,7 +216,7 @@ class TextRunner:
         return self._allocator.held
 
     def group(self, request: Request) -> str:
-        return GROUP
+        return self._micro_batches.of(request.id)
 
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
@@ -226,7 +247,7 @@ class TextRunner:
         return self._max_rows
 
     def lane_of(self, group: Hashable) -> str:
-        return "text"
+        return str(group)
 
     def cost(self, group: Hashable, rows: int) -> float:
         return self._costs[GROUP](rows)
@@ -234,6 +255,7 @@ class TextRunner:
     # -- one iteration ---------------------------------------------------------------------------------------------
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        lane, model_runner = self._lanes[self.group(requests[0])]
         waiting = self._waiting_for_masks(requests)
         requests = [request for request in requests if request.id not in waiting] if waiting else requests
         shares = [self._parts(request) for request in requests]
@@ -257,7 +279,7 @@ class TextRunner:
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
             return outcomes | waiting
 
-        return self._lane.start(lambda: self._model_runner(parts), commit)
+        return lane.start(lambda: model_runner(parts), commit)
 
     def _waiting_for_masks(self, requests: Sequence[Request]) -> dict[str, Outcome]:
         """Answers that are left out of this iteration, since masks of their grammars would delay the others."""
@@ -389,9 +411,12 @@ class TextRunner:
     def close(self) -> None:
         """Stop the process that checks schemas, the thread of masks, and the lane if it is the runner's own."""
         self._grammars.close()
-        if self._own_lane:
-            self._lane.close()
-        self._model_runner.close()
+        for lane, model_runner in self._lanes.values():
+            if lane is not self._lane or self._own_lane:
+                lane.close()
+            model_runner.close()
+        if isinstance(self.execution, LeadingExecution):
+            self.execution.close()
 
 
 def _check_draft(draft: TextModel, model: TextModel, context: int) -> None:

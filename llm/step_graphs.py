@@ -25,7 +25,7 @@ from core.kernels.kv_cache import on_device
 from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
-from llm.sample import likeliest
+from llm.ranks import StageLink
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class StepGraphs:
         shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
         self._logits = torch.zeros(self._most, model.vocabulary, device=device)
+        self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
         # `likeliest` of the last step, also of one without a graph.
         self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
         self._graphs: dict[Shape, Callable[[], object]] = {}
@@ -119,6 +120,12 @@ class StepGraphs:
         if self._recorder is not None:
             self._recorder.settle()
 
+    def clear(self) -> None:
+        """Drop all graphs, once the device has ended what was submitted."""
+        if self._recorder is not None:
+            self._recorder.settle()
+        self._graphs.clear()
+
     def __call__(self, step: StepInputs) -> Tensor | None:
         """Logits [L, V] in fp32, overwritten by the next call. None: no graph fits the step."""
         shape = self._shape(step)
@@ -127,12 +134,21 @@ class StepGraphs:
         graph = self._graph(shape)
         staged = torch.from_numpy(self._padded(step, shape))
         self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
+        if self._link is not None:
+            self._link.receive(shape.rows)
         graph()
+        if self._link is not None:
+            self._link.send(shape.rows)
         return self._logits[: len(step.output_rows)]
 
     def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
         """Compute a step without a graph, of any shape: logits [L, V]. `owners` [L] are the output rows' sequences."""
+        rows = len(batch.tokens)
+        if self._link is not None:
+            self._link.receive(rows)
         best, logits = self._step(batch, owners, None)
+        if self._link is not None:
+            self._link.send(rows)
         if len(best) <= len(self.best):
             self.best[: len(best)].copy_(best)
         return logits
@@ -140,8 +156,12 @@ class StepGraphs:
     def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
         latest = self.latest[batch.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
         known = torch.where(batch.tokens < 0, latest, batch.tokens)
-        logits = self._model(batch.of(known), out=out)
-        best = likeliest(logits)
+        before, after = (None, None) if self._link is None else self._link.of(len(known))
+        if after is not None:
+            after.copy_(self._model.stage(batch.of(known), before))
+            return self.best[:0], self._logits[:0]
+        logits = self._model(batch.of(known), out=out, before=before)
+        best = self._model.likeliest(logits)
         self.latest[owners.long()] = best.int()
         return best, logits
 
@@ -210,7 +230,7 @@ class StepGraphs:
 
         def run() -> object:
             best, _ = self._step(batch, owners, self._logits[:count])
-            return self.best[:count].copy_(best)
+            return self.best[: len(best)].copy_(best)
 
         if self._device.type != "cuda":
             return run

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-TINY, LLAMA_100M, LLAMA_8B = "random:llama-tiny", "random:llama-100m", "random:llama-8b"
+TINY, LLAMA_100M = "random:llama-tiny", "random:llama-100m"
+LLAMA_8B, LLAMA_70B = "random:llama-8b", "random:llama-70b"
 QWEN3_TINY, MISTRAL_TINY = "random:qwen3-tiny", "random:mistral-tiny"
 GEMMA2_TINY, GEMMA3_TINY = "random:gemma2-tiny", "random:gemma3-tiny"
 MIXTRAL_TINY, QWEN3_MOE_TINY = "random:mixtral-tiny", "random:qwen3-moe-tiny"
@@ -51,6 +52,25 @@ class LlamaShape:
         return self.parameters > 10**9
 
 
+_LLAMA_3_1 = LlamaShape(
+    vocabulary=128_256,
+    width=4096,
+    inner=14_336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    context=131_072,
+    tied=False,
+    rope={
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
 # The class of each kind's models, in transformers.models, and its fields beside those that all have.
 _KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama.modeling_llama.LlamaForCausalLM", {}),
@@ -82,26 +102,9 @@ SHAPES = {
     LLAMA_100M: LlamaShape(
         vocabulary=16_000, width=768, inner=2048, layers=12, heads=12, kv_heads=4, head_dim=64, context=2048, tied=False
     ),
-    # The published shape of Llama-3.1-8B.
-    LLAMA_8B: LlamaShape(
-        vocabulary=128_256,
-        width=4096,
-        inner=14_336,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        context=131_072,
-        tied=False,
-        rope={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
+    # The published shapes of Llama-3.1-8B and Llama-3.1-70B.
+    LLAMA_8B: _LLAMA_3_1,
+    LLAMA_70B: replace(_LLAMA_3_1, width=8192, inner=28_672, layers=80, heads=64),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
+from contract.parallel import parse
 from contract.precision import is_quantized, runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from llm.adapters import AdapterSource
+    from llm.followers import Followers
     from llm.load import TextModel
     from llm.runner import TextRunner
     from workers.text_pool import TextPool
@@ -276,6 +278,7 @@ def text_runner(
     from llm.runner import TextRunner
 
     name = settings.text_model_name
+    followers: list[Followers] = []
     if name is None:
         return None
     device = device_of(settings)
@@ -298,21 +301,22 @@ def text_runner(
 
     def make() -> TextRunner:
         set_threads(settings, device)
-        model, reason = load_text(name, settings.text_precision, device=device, lacks=refusal)
-        log.info("text: %s in %s: %s", model.name, model.precision, reason)
+        model = _load_text(settings, name, device, refusal, followers)
         draft: Any = settings.text_draft or None
         if draft is not None and draft != "lookup":
             draft, _ = load_text(draft, "auto", device=device, lacks=refusal)
         return TextRunner(
             model, lane=lane, max_requests=settings.text_requests, pages=pages or _pages(settings, model),
             kv=settings.text_kv, kernels=kernel_library, draft=draft, patience_s=settings.text_first_s,
-            pace_s=settings.text_token_s,
+            pace_s=settings.text_token_s, followers=followers[0] if followers else None,
         )  # fmt: skip
 
     try:
         runner = make() if beside_lane else lane.call(make)
     except TextModelError as error:
-        if settings.text_model:
+        for each in followers:
+            each.close()
+        if settings.text_model or settings.text_parallel:
             raise ModelError(f"text: {error}") from error
         # Images are served all the same.
         log.warning("text generation is off: the embedded model does not load: %s", error)
@@ -333,6 +337,31 @@ def _text_loras(settings: Settings, runner: TextRunner) -> AdapterSource | None:
     folder = Path(settings.text_loras).expanduser()
     own = folder / runner.model.name
     return TextLoraFolder(own if own.is_dir() else folder, runner.execution, settings.text_loras_mib * 2**20)
+
+
+def _load_text(
+    settings: Settings, name: str, device: str, lacks: str | None, followers: list[Followers]
+) -> TextModel:  # fmt: skip
+    """Load the text model; with `DIPTYCH_TEXT_PARALLEL` its part of rank 0, and `followers` receives the other ranks.
+
+    Raises `TextModelError`.
+    """
+    import torch
+
+    from llm.followers import Followers
+    from llm.precision import load as load_text
+    from llm.shards import Rank
+
+    split, rank = parse(settings.text_parallel), None
+    if split.ranks > 1:
+        arguments = {"name": name, "requested": settings.text_precision, "lacks": lacks, "threads": settings.threads}
+        followers.append(Followers(split, arguments, device=torch.device(device)))
+        rank = Rank(0, split)
+    model, reason = load_text(name, settings.text_precision, device=device, lacks=lacks, rank=rank)
+    log.info("text: %s in %s: %s", model.name, model.precision, reason)
+    for other in followers:
+        other.loaded(model.digest)
+    return model
 
 
 def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane) -> TextPool:

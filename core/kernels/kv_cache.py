@@ -33,6 +33,7 @@ class TokenBatch:
     output_rows: Tensor  # int32 [L]: the rows whose logits are wanted
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
     adapters: Sequence[Any] | None = None  # of each row, None for none, as packed for what runs them; None: of no row
+    logits: bool = True  # False: of the output rows only the most likely tokens are wanted
 
     @classmethod
     def of(
@@ -43,15 +44,16 @@ class TokenBatch:
         output_rows: list[int],
         state_rows: list[int] | None = None,
     ) -> TokenBatch:
-        columns: list[Any] = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
-        columns = [torch.from_numpy(np.asarray(column, np.int32)) for column in columns]
-        return cls(*columns)
+        columns = [tokens, positions, sequences, output_rows, *([state_rows] if state_rows else [])]
+        tensors: list[Any] = [torch.from_numpy(np.asarray(column, np.int32)) for column in columns]
+        return cls(*tensors)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same on a device, copied without waiting."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
-        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -109,6 +111,7 @@ class KVCache:
         self.table = torch.zeros(sequences, -(-context // PAGE), dtype=torch.int32, device=device)
         self._placed: deque[tuple[int, int, list[int]]] = deque()
         self._copies: deque[tuple[int, int]] = deque()
+        self.mirror: deque[tuple[int, int, list[int]]] | None = None  # receives what is placed, for other ranks
         if companion is not None:
             self.table, self._placed = companion.table, companion._placed
         self.dtype = dtype
@@ -134,6 +137,8 @@ class KVCache:
 
         On a GPU readers see it after the next `settle`: the caller runs beside the forwards, on no stream.
         """
+        if self.mirror is not None:
+            self.mirror.append((sequence, start, list(pages)))
         if self.table.device.type != "cpu":
             self._placed.append((sequence, start, list(pages)))
             return

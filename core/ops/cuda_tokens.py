@@ -25,6 +25,7 @@ from core.kernels.cuda import (
     tiles,
 )
 from core.kernels.cuda.chunk_kernel import chunks
+from core.kernels.cuda.exchange_kernel import RankSums
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
 from core.kernels.cuda.low_rank import BranchShares, Window
@@ -32,6 +33,7 @@ from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.tiles import Tile
 from core.kernels.kv_cache import KVCache
 from core.ops.branches import LowRank
+from core.ops.collectives import Peers
 from core.ops.cuda_branches import AdaptableLayers, CudaBranches, CudaRowBranches
 from core.ops.fused import Linear, Reader, biases, joined
 from core.ops.mixture import Mixture
@@ -220,12 +222,13 @@ class Residual:
     That is rows `index` of x, or plus `sums`. If `output_rows` is given, a norm returns only these rows.
     """
 
-    __slots__ = ("index", "output_rows", "sums", "x")
+    __slots__ = ("index", "output_rows", "slot", "sums", "x")
 
     def __init__(self, x: Tensor, index: Tensor | None = None) -> None:
         self.x, self.index = x, index
         self.sums: SplitSums | None = None
         self.output_rows: Tensor | None = None
+        self.slot = 0  # of the next `Exchange`: a layer has two, and so does each forward begin with the first
 
 
 class CudaTokenOps:
@@ -235,15 +238,18 @@ class CudaTokenOps:
     or the `Residual` stream, which is changed in place.
     """
 
-    def __init__(self, base: torch.dtype, cache: KVCache, angles: Sequence[Tensor]) -> None:
+    def __init__(
+        self, base: torch.dtype, cache: KVCache, angles: Sequence[Tensor], peers: Peers | None = None
+    ) -> None:  # fmt: skip
         """`base` is the type of activations between layers. `angles` of each layer, fp32 [positions, d]: cosines, then
-        sines.
+        sines. `peers`: the ranks that share each layer; what is added to the stream is a sum over them.
         """
         device = cache.table.device
         # Programmatic dependent launch is available on Hopper and later.
         can_be_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.early = LATE if can_be_early else 0
         self._base, self._cache, self._angles = base, cache, angles
+        self._peers = peers if peers is not None and peers.size > 1 else None
         # By modules, whose identity they go by; the walk asks for them before each launch.
         self._products: dict[tuple[Layer, ...], TokenLinear | Int4TokenLinear] = {}
         self._experts: dict[Mixture, TokenExperts] = {}
@@ -265,13 +271,18 @@ class CudaTokenOps:
         weight, eps = self._norms.get(norm) or self._norm(norm)
         if isinstance(x, SplitSums):
             assert residual is not None
-            residual.x += add_norm(x.whole(), weight, eps, None, self._base)
+            whole = x.whole() if self._peers is None else self._peers.sum(x.whole())
+            residual.x += add_norm(whole, weight, eps, None, self._base)
             return residual
         inverse, dtype = self._reader(tuple(to))
         if x.index is not None:
             out = torch.empty(len(x.index), x.x.shape[1], dtype=self._base, device=x.x.device)
             a = add_norm(x.x, weight, eps, inverse, dtype, index=x.index, sum_out=out, early=self.early)
             x.x, x.index = out, None
+        elif isinstance(x.sums, RankSums):
+            assert self._peers is not None and self._peers.exchange is not None
+            a = self._peers.exchange.add_norm_(x.x, x.sums, weight, eps, inverse, dtype, slot=x.slot, early=self.early)
+            x.sums, x.slot = None, 1 - x.slot
         elif x.sums is not None:
             a = add_norm(x.x, weight, eps, inverse, dtype, sums=x.sums, sum_out=x.x, early=self.early)
             x.sums = None
@@ -286,6 +297,9 @@ class CudaTokenOps:
         product = self._product(layers)
         shares = self._shares(product, x)
         if len(x) > MOST_ROWS:
+            if residual is not None and self._peers is not None:
+                residual.sums = SplitSums(self._peers.sum(product.many(x))[None])
+                return residual
             y = product.many(x, None if residual is None else residual.x)
             y = y if shares is None else shares.add(y)
             return SplitSums(y[None]) if residual is None else residual
@@ -293,8 +307,19 @@ class CudaTokenOps:
         sums = sums if shares is None else _added(sums, shares)
         if residual is None:
             return sums
-        residual.sums = sums
+        residual.sums = sums if self._peers is None else self._peers.parts(sums, self._base)
         return residual
+
+    def settled(self, x: Residual) -> Tensor:
+        """The stream [T, C] with all that was added to it, in memory."""
+        if x.index is not None:
+            x.x, x.index = x.x[x.index.long()], None
+        if isinstance(x.sums, RankSums):  # gathered: all ranks meet, so that the next forward may begin with any slot
+            assert self._peers is not None
+            x.sums = self._peers.gathered(x.sums, self._base)
+        if x.sums is not None:
+            x.x, x.sums = (x.x.float() + x.sums.whole()).to(self._base), None
+        return x.x
 
     def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
         assert act in ("silu", "gelu_tanh")

@@ -115,7 +115,7 @@ def test_what_it_left_behind_goes_too(start: Callable[..., ChildProcess]) -> Non
 
 TEXTS = (
     "/a b/=%ä", "127.0.0.1:1", "https://a.example", "a:0.5", "cpu", "5/minute", "redis://:secret@h:1/2", "auto", "0.5",
-    "30%", "7",
+    "30%", "7", "tp2",
 )  # fmt: skip
 """Each of a setting's text is a value of some settings."""
 

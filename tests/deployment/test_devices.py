@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from core.config import Settings
 from core.threads import GPU_THREADS, cores
-from deployment.devices import expects_gpu, gpu_of, near_cores
+from deployment.devices import NoDevices, expects_gpu, gpu_of, near_cores, worker_environments
 
 # The commands up to where the worker's process would boot, one after the other in an environment of its own each, and
 # then what each build does first; the first environment stays the process's, as torch reads it once.
@@ -105,3 +106,12 @@ def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
 )
 def test_the_gpu_of_a_worker_follows_from_its_device(device: str, visible: str, gpu: str) -> None:
     assert gpu_of(device, {"CUDA_VISIBLE_DEVICES": visible}) == gpu
+
+
+def test_a_worker_has_the_gpus_of_its_text_model() -> None:
+    settings = Settings(text_parallel="tp2", metrics="127.0.0.1:9000")
+    workers = [own for _, own in worker_environments(settings, {}, ["0", "1", "4", "GPU-5"])]
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in workers] == ["0,1", "4,GPU-5"]
+    assert [own["DIPTYCH_METRICS"] for own in workers] == ["127.0.0.1:9000", "127.0.0.1:9001"]
+    with pytest.raises(NoDevices, match="DIPTYCH_TEXT_PARALLEL=tp2 takes 2 GPUs a worker, and there are 3"):
+        list(worker_environments(settings, {}, ["0", "1", "2"]))

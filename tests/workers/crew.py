@@ -86,7 +86,10 @@ class Crew:
         self.hired: list[Hired] = []
         self._sender: WorkerApplication | None = None
 
-    def hire(self, *switches: str, ready: bool = True, command: tuple[str, ...] = (), **settings: Any) -> Hired:
+    def hire(
+        self, *switches: str, ready: bool = True, command: tuple[str, ...] = (), imported: tuple[str, ...] = WORKER,
+        **settings: Any,
+    ) -> Hired:  # fmt: skip
         """Start a worker; with `ready` wait until it takes jobs. `settings` become DIPTYCH_*."""
         folder = self.folder / f"worker-{len(self.hired)}"
         folder.mkdir()
@@ -98,7 +101,7 @@ class Crew:
             if command:
                 process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
             else:
-                start = forker(*WORKER).start
+                start = forker(*imported).start
                 process = start(words, env=environment, stderr=log.fileno(), start_new_session=True)
         self.hired.append(hired := Hired(process, folder))
         if ready:

@@ -356,6 +356,7 @@ def build(
     *,
     text: str = "",
     real: bool = False,
+    llm: bool = False,
     step_s: float = 0.01,
     load_s: float = 0.0,
     name: str = MODEL,
@@ -378,6 +379,16 @@ def build(
         runners.append(works.images)
         handlers |= handlers_of(works)
         closers += [works.images.close, works.lane.close]
+    if llm:
+        from workers.build import text_runner
+        from workers.text_handler import TextJobHandler
+
+        own_lane = Lane("text")
+        texts = text_runner(settings, own_lane, say)
+        assert texts is not None
+        runners.append(texts)
+        handlers[texts.model.name] = TextJobHandler(texts)
+        closers += [texts.close, own_lane.close]
     for modality, wanted in (("image", not real), ("text", bool(text))):
         if wanted:
             lane = Lane(modality)
@@ -408,6 +419,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", nargs="?", const=TEXT, default="")
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--llm", action="store_true")
     parser.add_argument("--step", type=float, default=0.01)
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--log", type=Path)
@@ -429,8 +441,8 @@ def main() -> int:
 
     def made(settings: Settings, say: Callable[[str], None]) -> ServingRuntime:
         return build(
-            settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load,
-            name=options.name, files=options.files, cold_s=options.cold, note=note,
+            settings, say, text=options.text, real=options.real, llm=options.llm, step_s=options.step,
+            load_s=options.load, name=options.name, files=options.files, cold_s=options.cold, note=note,
         )  # fmt: skip
 
     return boot.run(config.read(), made)

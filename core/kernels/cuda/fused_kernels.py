@@ -37,7 +37,8 @@ class SplitSums:
 
 
 @kernel()
-def _summed(parts, scale, bias, row, rows, at, inside, N: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def summed(parts, scale, bias, row, rows, at, inside, N: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns `at` of a row of `SplitSums`, in fp32."""
     total = tl.load(parts + row * N + at, inside, other=0)
     if parts.dtype.element_ty == tl.bfloat16:
         total = total.to(tl.float32)
@@ -69,7 +70,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
         source = tl.load(index + row).to(tl.int64)
     y = tl.load(x + source * N + c, inside, other=0.0).to(tl.float32)
     if parts is not None:
-        y += _summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
+        y += summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
     if sum_out is not None:
         kept = y.to(sum_out.dtype.element_ty)
         tl.store(sum_out + row * N + c, kept, inside)
@@ -115,12 +116,12 @@ def _rotate(  # type: ignore[no-untyped-def]
     mask = (g < G)[:, None]
     column = (head * G + g)[:, None] * D + c[None]
     every = c < HALF
-    q_lo = _summed(parts, scale, bias, row, rows, column, mask, N, SPLITS)
-    q_hi = _summed(parts, scale, bias, row, rows, column + HALF, mask, N, SPLITS)
-    first = _summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
-    second = _summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
-    v_lo = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
-    v_hi = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
+    q_lo = summed(parts, scale, bias, row, rows, column, mask, N, SPLITS)
+    q_hi = summed(parts, scale, bias, row, rows, column + HALF, mask, N, SPLITS)
+    first = summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
+    second = summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
+    v_lo = summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
+    v_hi = summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
 
     if q_norm is not None:
         q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
