@@ -120,7 +120,7 @@ class TextExecution:
         if self._fused is not None:
             self._fused.prepare(sequences)
 
-    def forget_graphs(self) -> None:
+    def close(self) -> None:
         """Drop all CUDA graphs: they hold the operations of a group of ranks."""
         if self._fused is not None:
             self._fused.graphs.clear()

@@ -91,7 +91,7 @@ def serve(connection: Connection) -> None:
         execution = TextExecution(model, **options, group=group)
         connection.send(("ready",))
         _run(connection, execution)
-    execution.forget_graphs()
+    execution.close()
     group.leave().join(LEAVE_S)
 
 

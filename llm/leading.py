@@ -99,7 +99,7 @@ class LeadingExecution(TextExecution):
 
     def close(self) -> None:
         """End the other ranks."""
-        self.forget_graphs()
+        super().close()
         leaving = None if self.group is None else self.group.leave()
         self._followers.close()
         if leaving is not None:
