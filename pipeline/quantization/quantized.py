@@ -160,7 +160,8 @@ def make(
     """
     options = layerwise or Layerwise()
     if options.gptq and not (weights and scheme in GPTQ_SCHEMES):
-        raise RecipeError(f"gptq: rounds integer weights that are stored, not of {scheme}")
+        reason = f"not of {scheme}" if weights else "which are to be stored"
+        raise RecipeError(f"gptq: rounds weights of {', '.join(GPTQ_SCHEMES)}, {reason}")
     if not weights and SCHEMES[scheme].linear.SPARSE:
         raise RecipeError(f"{scheme}: scales alone do not say what was pruned, so its weights are to be stored")
     reports: dict[str, tuple[QuantizationReport, int]] = {}
