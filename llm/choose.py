@@ -16,9 +16,7 @@ from core.kernels.kv_cache import on_device
 from llm import sample
 from llm.parameters import Logprob
 from llm.sequence import SequenceState
-from llm.speculate import DraftTokens, accepted, agreed
-
-NO_GUESS = DraftTokens([])
+from llm.speculate import NO_GUESS, DraftTokens, accepted, agreed
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +71,11 @@ class SampledTokens:
 
     tokens: list[int]
     logprobs: list[Logprob]
+
+    @property
+    def path(self) -> range:
+        """The guesses that were right, by number."""
+        return range(len(self.tokens) - 1)
 
 
 def greedy_tokens(logits: Tensor, requests: Sequence[SampleRequest], known_tokens: Tensor | None = None) -> list[int]:

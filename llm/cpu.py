@@ -45,13 +45,21 @@ class CpuDecoder:
     Weights are packed at once; programs are built on first use, in milliseconds, and kept. They share their memory.
     """
 
-    def __init__(self, library: ctypes.CDLL, network: Any, cache: KVCache, *, half: bool = False) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        network: Any,
+        cache: KVCache,
+        *,
+        half: bool = False,
+        features: tuple[int, ...] = (),
+    ) -> None:
         """Raises ValueError for a model that the kernels do not support. `half` as for `PackedLayers`."""
         family.check(network)
         if cache.keys.dtype == torch.float8_e4m3fn:
             raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
         self.layers = PackedLayers(library, network, half=half)
-        decoder = Decoder.of(network)
+        decoder = Decoder.of(network, features)
         self._walk, self._cap = bind(trunk, decoder), decoder.cap
         self._ends = {walk: bind(walk, decoder) for walk in (logits, states)}
         self._width, self._vocabulary = int(network.config.hidden_size), int(network.config.vocab_size)
@@ -59,7 +67,9 @@ class CpuDecoder:
         self._ops = partial(CpuTokenOps, library, self.layers, cache, angles)
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[tuple[Walk, int], _Head] = {}
+        self._feature_width = len(features) * self._width
         self.states: Tensor | None = None  # fp32 [S, C] of the last step's `state_rows`
+        self.features: Tensor | None = None  # [T, layers · C] of the last step
         self._trunk(1)  # packs all layers, and finds any that are unsupported
         self._head(logits, 1)
 
@@ -71,7 +81,9 @@ class CpuDecoder:
         trunk.rows.positions.copy_(step.positions)
         trunk.rows.sequences.copy_(step.sequences)
         trunk.ops.program.run()
-        x = torch.index_select(trunk.x.x, 0, step.output_rows)  # copies: programs share their memory
+        # Copies: programs share their memory.
+        self.features = None if trunk.rows.features is None else trunk.rows.features.clone()
+        x = torch.index_select(trunk.x.x, 0, step.output_rows)
         self.states = None
         if step.state_rows is not None:
             self.states = self._end(states, torch.index_select(trunk.x.x, 0, step.state_rows)).clone()
@@ -98,7 +110,7 @@ class CpuDecoder:
 
     def _trunk(self, count: int) -> _Trunk:
         ops = self._ops()
-        tokens, rows = ops.input((count,)), ops.rows(count)
+        tokens, rows = ops.input((count,)), ops.rows(count, self._feature_width)
         trunk = self._trunks[count] = _Trunk(ops, tokens, rows, self._walk(ops, tokens, rows))
         return trunk
 

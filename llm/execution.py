@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,10 @@ class TextExecution:
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
         companion: KVCache | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
         """`rows` are the most of a step; `kernels` are the CPU kernels, if there are any; `companion` is a cache whose
-        table is shared.
+        table is shared; `features` are layers whose inputs are captured.
 
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
@@ -61,6 +63,8 @@ class TextExecution:
             kind=kv, companion=companion,
         )  # fmt: skip
         self._states: Tensor | None = None  # by torch
+        self._captured = features
+        self._inputs: dict[int, Tensor] = {}  # of these layers, by torch
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
         # Each sequence's latest token, for rows whose token is -1; the last one is of padding rows.
@@ -86,6 +90,15 @@ class TextExecution:
     def packed(self) -> PackedLayers | None:
         """The layers as the CPU kernels read them, if these run the model."""
         return None if self._programs is None else self._programs.layers
+
+    @property
+    def features(self) -> Tensor | None:
+        """The captured inputs [T, layers · C] of the last step's rows, overwritten by the next; None: none are."""
+        if self._programs is not None:
+            return self._programs.features
+        if self._fused is not None:
+            return self._fused.graphs.features
+        return torch.cat([self._inputs[layer] for layer in self._captured], -1) if self._captured else None
 
     @property
     def kernels(self) -> str:
@@ -154,20 +167,27 @@ class TextExecution:
 
     @contextmanager
     def _read_states(self, rows: Tensor | None) -> Iterator[None]:
-        """Keep these rows of what the layers return: a model with a head returns its logits alone."""
+        """Keep these rows of what the layers return, since a model with a head returns its logits alone; and of all
+        rows what the captured layers are given.
+        """
         self._states = None
-        if rows is None:
-            yield
-            return
+        base, hooks = self.model.network.base_model, []
 
         def keep(module: Any, inputs: Any, output: Any) -> None:
-            self._states = output.last_hidden_state[0, rows.long()]
+            self._states = None if rows is None else output.last_hidden_state[0, rows.long()]
 
-        hook = self.model.network.base_model.register_forward_hook(keep)
+        def capture(layer: int, module: Any, args: Any, kwargs: Any) -> None:
+            self._inputs[layer] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        if rows is not None:
+            hooks.append(base.register_forward_hook(keep))
+        for layer in self._captured:
+            hooks.append(base.layers[layer].register_forward_pre_hook(partial(capture, layer), with_kwargs=True))
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
         model = self.model
@@ -175,7 +195,9 @@ class TextExecution:
             raise TextModelError(f"{model.precision} does not run on a CPU; take int8 or fp32")
         if model.device.type == "cpu" and model.precision in ("fp32", "bf16", "int8") and kernels is not None:
             try:
-                return CpuDecoder(kernels, model.network, self.cache, half=model.precision != "fp32")
+                return CpuDecoder(
+                    kernels, model.network, self.cache, half=model.precision != "fp32", features=self._captured
+                )
             except ValueError as error:
                 if model.precision == "int8":
                     raise TextModelError(f"int8 does not run here: {error}; take fp32") from error
@@ -194,7 +216,8 @@ class TextExecution:
             self._on_torch("ours multiply bf16 and 8 bits, not fp32")
             return None
         try:
-            return FusedTextExecution(CudaDecoder(model.network, self.cache), self.cache, sequences, context, rows)
+            decoder = CudaDecoder(model.network, self.cache, self._captured)
+            return FusedTextExecution(decoder, self.cache, sequences, context, rows)
         except ValueError as error:
             self._on_torch(str(error))
         return None

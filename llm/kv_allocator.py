@@ -68,4 +68,4 @@ class KVAllocator:
         """Give back the row and the pages."""
         self._pages.release(work.holding)
         self._rows.give([work.row])
-        work.row, work.computed, work.drafted = -1, 0, 0
+        work.row, work.computed, work.drafted, work.features = -1, 0, 0, None

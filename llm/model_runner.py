@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from core.kernels.kv_cache import PAGE, TokenBatch
 from llm.choose import SampledTokens, choose, draw_on_device, greedy_tokens
@@ -38,6 +39,7 @@ class StepResult:
     outcomes: list[SampledTokens | BaseException | None] = field(default_factory=list)
     scores: list[list[Logprob]] = field(default_factory=list)  # of prompts' tokens
     pooled: list[PooledStates | None] = field(default_factory=list)  # of embedded prompts, with what was pooled before
+    features: list[Tensor | None] = field(default_factory=list)  # for `Speculator.settle`
     # Of iterations that ended: rows, seconds, and of these those in which the forward had ended, and masks had not.
     timings: list[tuple[int, float, float]] = field(default_factory=list)
 
@@ -92,7 +94,6 @@ class ModelRunner:
         the device itself can draw all of its tokens.
         """
         self.execution = execution
-        self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
         self._ahead = ahead
         self._flying: list[tuple[PendingTokens, int, _Timer]] = []  # an iteration that may still run, and its rows
@@ -119,6 +120,7 @@ class ModelRunner:
             for run in self._runs(parts):
                 step = gather_step(parts[run], guesses[run])
                 outcomes, scores = self._forward(parts[run], step, run.start, result, timer)
+                result.features += self._guessing.read(parts[run], guesses[run], outcomes, self.execution.features)
                 result.pooled += self._pool(parts[run], step, outcomes)
                 result.outcomes += outcomes
                 result.scores += scores
@@ -182,7 +184,6 @@ class ModelRunner:
                 enough.set()
                 masks.result()
                 timer.masks.append((computed, timer.now()))
-        self._guessing.read_along(parts)
         requests = list(sample_requests.values())
         if self._ahead and not score_requests and all(request.work.drawn_on_device for request in requests):
             best = self.execution.best

@@ -11,17 +11,20 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
+from torch import Tensor
+
 from contract.errors import UNSUPPORTED, Invalid
 from contract.text import EMBEDS_ONLY, NO_EMBEDDINGS
 from contract.tools import TOOLS
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
-from core.kernels.kv_cache import Kind, KVCache
+from core.kernels.kv_cache import Kind
 from llm import parameters
 from llm.choose import SampledTokens
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
+from llm.drafts import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
 from llm.execution import FUSED, TextExecution
 from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane
@@ -33,7 +36,7 @@ from llm.parameters import Logprob
 from llm.parts import ScheduledTokens
 from llm.pooling import PooledStates
 from llm.sequence import PendingToken, SequenceState
-from llm.speculate import MOST, DraftModel, DraftTokens
+from llm.speculate import MOST, DraftTokens
 from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 
@@ -59,7 +62,7 @@ class TextRunner:
         context: int | None = None,
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
-        draft: TextModel | Literal["lookup"] | None = None,
+        draft: TextModel | Literal["lookup"] | DrafterFactory | None = None,
         patience_s: float = 2.0,
         pace_s: float = 0.1,
         ahead: bool | None = None,
@@ -67,14 +70,16 @@ class TextRunner:
         """`max_rows` limits the tokens of one forward, `chunk` those of one prompt in it, `pages` the KV cache.
 
         `context` limits one request's tokens; default: the model's own. `draft` enables speculative decoding: a smaller
-        model of the same vocabulary, or "lookup" for prompt lookup. Latency objectives: the first token within
-        `patience_s`, the others every `pace_s`. `ahead`: iterations are submitted before the tokens of those before
-        are known, see `ModelRunner`; default: on a GPU, without speculation. Raises `TextModelError`.
+        model of the same vocabulary, "lookup" for prompt lookup, or a drafter's weights. Latency objectives: the first
+        token within `patience_s`, the others every `pace_s`. `ahead`: iterations are submitted before the tokens of
+        those before are known, see `ModelRunner`; default: on a GPU, without speculation. Raises `TextModelError`.
         """
         self.model = model
         self.context = min(context or model.context, model.context)
         self.patience_s, self.pace_s = patience_s, pace_s
-        self.pages = PageAllocator(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
+        self.pages = PageAllocator(
+            pages or max_requests * -(-self.context // PAGE) // 2 + 1, lookahead=getattr(draft, "lookahead", 0)
+        )
         self._lane = lane or Lane("text")
         self._own_lane = lane is None
         self.overlaps = isinstance(lane, StreamLane)
@@ -83,15 +88,12 @@ class TextRunner:
         chunk = chunk or usual[1]
         self._max_rows = max(max_rows or usual[0], chunk, MOST + 1)
 
-        def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
-            size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
-            return TextExecution(of, **size, rows=self._max_rows, kv=kv, kernels=kernels, companion=near)
-
-        self.execution = execution(model)
-        self.guessing = Speculator(lookup=draft == "lookup")
-        if draft is not None and not isinstance(draft, str):
-            _check_draft(draft, model, self.context)
-            self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
+        size: dict[str, Any] = {
+            "pages": self.pages.capacity, "sequences": max_requests, "context": self.context, "rows": self._max_rows,
+            "kv": kv, "kernels": kernels,
+        }  # fmt: skip
+        self.execution = TextExecution(model, **size, features=getattr(draft, "features", ()))
+        self.guessing = Speculator(_drafter(draft, self.execution, **size))
         self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None
         self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
         self._sequences = max_requests
@@ -161,7 +163,7 @@ class TextRunner:
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
         if request.phase == DECODE:
-            return 1 + work.guess_count
+            return 1 + work.guesses
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
 
@@ -199,7 +201,15 @@ class TextRunner:
             outcomes = {
                 request.id: self._commit(part, *results)
                 for request, part, *results in zip(
-                    requests, parts, step.outcomes, step.guesses, step.scores, step.pooled, step.pending, strict=True
+                    requests,
+                    parts,
+                    step.outcomes,
+                    step.guesses,
+                    step.features,
+                    step.scores,
+                    step.pooled,
+                    step.pending,
+                    strict=True,
                 )
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
@@ -233,6 +243,7 @@ class TextRunner:
         part: ScheduledTokens,
         outcome: SampledTokens | BaseException | None,
         guess: DraftTokens,
+        features: Tensor | None,
         scores: list[Logprob],
         pooled: PooledStates | None,
         pending: PendingToken | None,
@@ -247,7 +258,7 @@ class TextRunner:
         news = text = None
         try:
             if self.guessing.active:
-                self.guessing.settle(part, guess, accepted)
+                self.guessing.settle(part, guess, accepted, features)
             work.computed = part.start + part.count + accepted
             work.prompt_logprobs += scores
             work.pooled = pooled or work.pooled
@@ -255,7 +266,7 @@ class TextRunner:
                 tokens, logprobs = ([], []) if outcome is None else (outcome.tokens, outcome.logprobs)
                 news, text = work.take(tokens, logprobs, self.model.ends)
             computed = min(work.computed, len(work.tokens) - 1)
-            if self.guessing.draft is not None:
+            if self.guessing.active:
                 computed = min(computed, work.drafted)
             self._allocator.publish(work, computed)
         except Exception as error:  # with one request's text: the others' must not be generated again
@@ -268,9 +279,12 @@ class TextRunner:
         matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(
             parameters, self.model.tokenizer, self.model.vocabulary, matcher,
-            lookup=self.guessing.lookup and not parameters.embed,
             pooling=self.model.pooling if parameters.embed else None,
         )  # fmt: skip
+
+    @property
+    def _executions(self) -> list[TextExecution | Drafter]:
+        return [self.execution, *([] if self.guessing.drafter is None else [self.guessing.drafter])]
 
     # -- before and after --------------------------------------------------------------------------------------------
 
@@ -278,8 +292,8 @@ class TextRunner:
         """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs."""
 
         def measure() -> None:
-            for execution in self._model_runner.executions:
-                execution.prepare(self._sequences)
+            for each in self._executions:
+                each.prepare(self._sequences)
             until = time.monotonic() + measure_s
             likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
             widths = sorted(likely & {*range(1, self._max_rows + 1)})
@@ -292,8 +306,8 @@ class TextRunner:
 
     def release_weights(self) -> None:
         """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""
-        for execution in self._model_runner.executions:
-            execution.release()
+        for each in self._executions:
+            each.release()
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows."""
@@ -307,9 +321,18 @@ class TextRunner:
         self._model_runner.close()
 
 
-def _check_draft(draft: TextModel, model: TextModel, context: int) -> None:
-    if draft.vocabulary != model.vocabulary or draft.context < context:
+def _drafter(
+    draft: TextModel | Literal["lookup"] | DrafterFactory | None, execution: TextExecution, **size: Any
+) -> Drafter | None:
+    """Raises `TextModelError` for a draft that does not fit the model."""
+    if draft is None or draft == "lookup":
+        return None if draft is None else LookupDrafter()
+    if not isinstance(draft, TextModel):
+        return draft(execution, **size)
+    model = execution.model
+    if draft.vocabulary != model.vocabulary or draft.context < size["context"]:
         raise TextModelError(
             f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
-            f"{model.name} has {model.vocabulary} and {context}"
+            f"{model.name} has {model.vocabulary} and {size['context']}"
         )
+    return ModelDrafter(TextExecution(draft, **size, companion=execution.cache))

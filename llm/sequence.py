@@ -16,7 +16,7 @@ from llm.detokenizer import Detokenizer
 from llm.pages import SequencePages
 from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
 from llm.pooling import PooledStates, Pooling
-from llm.speculate import AcceptanceRate, PromptLookup
+from llm.speculate import AcceptanceRate
 
 
 class PendingTokens:
@@ -60,8 +60,8 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding", "index", "logprobs",
-        "lookup", "matcher", "output_counts", "pace", "parameters", "pending", "pooled", "pooling", "prompt",
+        "bias", "cached", "computed", "drafted", "drawn_on_device", "features", "finish", "guesses", "holding", "index",
+        "logprobs", "matcher", "output_counts", "own", "pace", "parameters", "pending", "pooled", "pooling", "prompt",
         "prompt_logprobs", "row", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
@@ -72,7 +72,6 @@ class SequenceState:
         vocabulary: int,
         matcher: GrammarMatcher | None,
         *,
-        lookup: bool,
         pooling: Pooling | None = None,
     ) -> None:
         """`pooling` is the model's, of a prompt that is embedded."""
@@ -84,17 +83,18 @@ class SequenceState:
         self.holding = SequencePages()
         self.row = -1
         self.computed = 0  # tokens whose keys and values are in the cache
-        self.drafted = 0  # and in the draft's
+        self.drafted = 0  # and in the drafter's
+        self.features: Tensor | None = None  # of the positions after these, which the drafter is yet to read
+        self.own: Any = None  # what a drafter keeps besides, of the tokens alone
         self.cached = 0
         self.pending: PendingToken | None = None  # the token after `tokens`, which the device may still compute
-        self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
+        self.guesses = 0  # in the next iteration
         self.matcher = matcher
         self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on
         self.finish: Finish | None = None
         self.pace = AcceptanceRate()
-        self.lookup = PromptLookup(self.tokens) if lookup else None
         self.settings = None if parameters.greedy else _settings(parameters)
         self.bias = _bias(parameters)
         self.seen: Tensor | None = None  # bool [V]: in prompt or answer
@@ -161,10 +161,6 @@ class SequenceState:
         """
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
-    @property
-    def guess_count(self) -> int:
-        return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
-
     def most_guesses(self, limit: int) -> int:
         """The answer's last token needs no guess."""
         return min(limit, self.parameters.max_tokens - self.answered - 1)
@@ -197,8 +193,6 @@ class SequenceState:
         if not self.parameters.max_tokens:
             self.finish = "length"
         self.logprobs += logprobs[:emitted]
-        if self.lookup is not None:
-            self.lookup.extend(tokens[:emitted])
         if self.finish is not None:
             text += self.writer.finish()
         news = TextDelta(text, tuple(tokens[:emitted]), tuple(logprobs[:emitted]))

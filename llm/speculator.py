@@ -1,70 +1,117 @@
-"""Speculative decoding for one runner: decides who gets how many guesses, makes them, and records the acceptance."""
+"""Speculative decoding for one runner: decides who gets how many guesses, has them made, and records the acceptance."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from core.kernels.kv_cache import TokenBatch
-from llm.choose import NO_GUESS
+import torch
+from torch import Tensor
+
+from llm.choose import SampledTokens
+from llm.drafts import Drafter, DraftRequest
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import NOMINAL, DraftLengths, DraftModel, DraftRequest, DraftTokens, LinearCost
+from llm.speculate import NO_GUESS, DraftLengths, DraftTokens, LinearCost
+
+_HELD = 64  # positions of a sequence whose features are kept until they are read
 
 
 class Speculator:
-    """A source of draft tokens: a draft model, prompt lookup, or off."""
+    """A drafter, or off."""
 
-    def __init__(self, draft: DraftModel | None = None, *, lookup: bool = False) -> None:
-        self.draft = draft
-        self.lookup = lookup
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        self.drafter = drafter
         self.guessed = self.accepted = 0  # tokens, since the start
+        self._nominal = None if drafter is None else DraftLengths(1, drafter.cost)
         self._line = LinearCost()
-        self._guess_s = 0.0  # per forward of the draft
+        self._guess_s = 0.0  # per guess of the drafter
 
     @property
     def active(self) -> bool:
-        return self.lookup or self.draft is not None
+        return self.drafter is not None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the drafter's weights and its cache."""
+        return 0 if self.drafter is None else self.drafter.size_bytes
 
     def make(self, parts: Sequence[ScheduledTokens]) -> list[DraftTokens]:
-        """Make the planned number of guesses for each part; those of the draft take as many forwards of its own."""
-        if not self.active:
-            return [NO_GUESS] * len(parts)
-        drafts = [DraftTokens(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
-        asking = [i for i, part in enumerate(parts) if part.work.guesses and drafts[i] is NO_GUESS]
-        if self.draft is not None and asking:
-            sequences = [parts[i].work for i in asking]
+        """Make the planned number of guesses for each part."""
+        drafts = [NO_GUESS] * len(parts)
+        asking = [i for i, part in enumerate(parts) if part.work.guesses]
+        if self.drafter is not None and asking:
             started = time.perf_counter()
-            requests = [DraftRequest(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in sequences]
-            for i, guess in zip(asking, self.draft.guess(requests), strict=True):
+            requests = [_request(parts[i].work, parts[i].start, parts[i].work.guesses) for i in asking]
+            for i, guess in zip(asking, self.drafter.guess(requests), strict=True):
                 drafts[i] = guess
             turn_s = (time.perf_counter() - started) / max(request.count for request in requests)
             self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
         return drafts
 
-    def read_along(self, parts: Sequence[ScheduledTokens]) -> None:
-        """Prefill the draft with the same chunks."""
-        if self.draft is None:
-            return
-        reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
-        if reading:
-            tokens = [t for part in reading for t in part.work.tokens[part.start : part.start + part.count]]
-            positions = [n for part in reading for n in range(part.start, part.start + part.count)]
-            sequences = [part.work.row for part in reading for _ in range(part.count)]
-            self.draft.read(TokenBatch.of(tokens, positions, sequences, []))
+    def read(
+        self,
+        parts: Sequence[ScheduledTokens],
+        guesses: Sequence[DraftTokens],
+        outcomes: Sequence[SampledTokens | BaseException | None],
+        features: Tensor | None,
+    ) -> list[Tensor | None]:
+        """Have the drafter read the chunks of prompts that the model has just read; `features` are those of the
+        forward's rows. Returns by part those of its new positions that are yet to be read, for `settle`.
+        """
+        left: list[Tensor | None] = [None] * len(parts)
+        if self.drafter is None or not self.drafter.reads:
+            return left
+        requests: list[DraftRequest] = []
+        rows: dict[int, list[int]] = {}  # by part: of the features that are left
+        first = 0
+        for i, (part, guess, outcome) in enumerate(zip(parts, guesses, outcomes, strict=True)):
+            start, work, unread = part.start, part.work, part.count
+            if self._reads(part):
+                stop = self._readable(part)
+                unread = start + part.count - stop
+                new = None if features is None else features[first : first + stop - start]
+                requests += [_request(work, stop, 0, new)] if stop > start else []
+            rows[i] = list(range(first + part.count - unread, first + part.count))
+            if isinstance(outcome, SampledTokens) and guess.tokens:
+                rows[i] += [first + part.count + j for j in outcome.path]
+            first += part.count + len(guess.tokens)
+        if requests:
+            self.drafter.guess(requests)
+        if features is not None:
+            every = [row for part_rows in rows.values() for row in part_rows]
+            index = torch.tensor(every, dtype=torch.int64, device=features.device)
+            picked = features[index]  # a copy: the next forward overwrites them
+            for i, part_features in zip(rows, picked.split([len(r) for r in rows.values()]), strict=True):
+                left[i] = part_features
+        return left
 
-    def settle(self, part: ScheduledTokens, guess: DraftTokens, accepted: int) -> None:
-        """Take in an iteration's result: the first `accepted` tokens of the guess were right."""
+    def settle(self, part: ScheduledTokens, guess: DraftTokens, accepted: int, features: Tensor | None) -> None:
+        """Take in an iteration's result: so many guesses were right; `features` are of its positions left to read."""
+        assert self.drafter is not None
         work, count = part.work, len(guess.tokens)
-        if part.count > 1 and work.drafted == part.start:
-            work.drafted = part.start + part.count
-        if not count:
-            return
-        work.pace.learn(count, accepted)
-        self.guessed += count
-        self.accepted += accepted
-        if self.draft is not None:
-            work.drafted = part.start + 1 + min(accepted, count - 1)
+        if not self.drafter.reads:
+            work.drafted = part.start + part.count + accepted
+        elif guess is not NO_GUESS:
+            work.drafted, work.features = part.start + self.drafter.kept(count, accepted), features
+        elif self._reads(part):
+            work.drafted, work.features = self._readable(part), features
+        elif features is not None:
+            held = features if work.features is None else torch.cat([work.features, features])
+            work.features = held if len(held) <= _HELD else None  # `plan` then leaves the sequence alone
+        if count:
+            work.pace.learn(count, accepted)
+            self.guessed += count
+            self.accepted += accepted
+
+    def _reads(self, part: ScheduledTokens) -> bool:
+        """Return whether the drafter reads a part of a prompt with the model."""
+        return part.count > 1 and part.work.drafted == part.start
+
+    def _readable(self, part: ScheduledTokens) -> int:
+        """The positions of a part of a prompt that the drafter can read up to, since enough tokens follow."""
+        assert self.drafter is not None
+        return max(part.start, min(part.start + part.count, len(part.work.tokens) - self.drafter.lookahead))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Record the time of a forward of the model, without making guesses."""
@@ -83,12 +130,19 @@ class Speculator:
         """Set the number of guesses of a decoding answer's next iteration."""
         work.guesses = 0
         # Penalties and grammars depend on each token in turn, and guesses ignore a bias.
-        if work.modifies_logits or not self.active:
+        if work.modifies_logits or self.drafter is None or self._nominal is None:
             return
-        nominal = NOMINAL["lookup" if self.lookup else "draft"]
+        held = 0 if work.features is None else len(work.features)
+        if self.drafter.features and work.drafted + held < work.computed:
+            return
         # With a seed the text must not depend on the load, which then must not decide the number of guesses.
         bound = work.settings is not None and work.parameters.seed is not None
-        pays = nominal if bound or lengths is None else lengths
+        pays = self._nominal if bound or lengths is None else lengths
         limit = work.most_guesses(pays(work.pace.acceptance))
         if limit > 0:
-            work.guesses = work.lookup.guess(limit) if work.lookup is not None else limit
+            work.guesses = self.drafter.limit(work, limit)
+
+
+def _request(work: SequenceState, stop: int, count: int, features: Tensor | None = None) -> DraftRequest:
+    features = work.features if features is None else features
+    return DraftRequest(work.row, work.tokens, work.drafted, stop, count, work.settings, features, work.own)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -97,6 +98,9 @@ class StepGraphs:
         self._logits = torch.zeros(self._most, model.vocabulary, device=device)
         # `likeliest` of the last step, also of one without a graph.
         self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
+        # Of the last step; those of a larger step without a graph have memory of their own.
+        self._features = torch.zeros(self._mixed[-1], model.feature_width, dtype=model.dtype, device=device)
+        self.features: Tensor | None = None
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     def prepare(self, sequences: int) -> None:
@@ -120,10 +124,14 @@ class StepGraphs:
         staged = torch.from_numpy(self._padded(step, shape))
         self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
         graph()
+        self.features = self._features if self._model.feature_width else None
         return self._logits[: len(step.output_rows)]
 
     def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
         """Compute a step without a graph, of any shape: logits [L, V]. `owners` [L] are the output rows' sequences."""
+        if self._model.feature_width:
+            self.features = self._features.new_empty(len(batch.tokens), self._model.feature_width)
+            batch = replace(batch, features=self.features)
         best, logits = self._step(batch, owners, None)
         if len(best) <= len(self.best):
             self.best[: len(best)].copy_(best)
@@ -191,7 +199,8 @@ class StepGraphs:
         tokens, positions, sequences, owners, *rest = _split(self._inputs, layout)
         output_rows, singles, cut = rest or (None, None, None)
         cut = None if cut is None else cut.view(-1, 3)
-        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts)
+        features = self._features[: shape.rows] if self._model.feature_width else None
+        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts, features=features)
         count = len(owners)
 
         def run() -> object:

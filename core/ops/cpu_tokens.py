@@ -24,10 +24,11 @@ class CpuTokenOps(CpuOps):
         super().__init__(library, layers)
         self._cache, self._angles = cache, angles
 
-    def rows(self, count: int) -> TokenPositions:
-        """Buffers of positions and sequences, to be filled before each run."""
+    def rows(self, count: int, features: int = 0) -> TokenPositions:
+        """Buffers of positions and sequences, to be filled before each run, and of so many channels of features."""
         positions, sequences = (self.program.buffer(count, dtype=torch.int32) for _ in range(2))
-        return TokenPositions(positions, sequences, self._cache.table)
+        captured = self.program.buffer(count, features) if features else None
+        return TokenPositions(positions, sequences, self._cache.table, captured)
 
     def embed(self, tokens: Array, embedding: Layer, *, scale: float = 1.0) -> Array:
         return self._own(self.program.embed(self._layers.embedding(embedding), tokens.x, scale=scale), tokens.shape)
@@ -48,6 +49,11 @@ class CpuTokenOps(CpuOps):
             q.x, rows, pages, heads=heads, scale=scale, inverse=inverse, window=window, cap=cap
         )
         return self._own(out, q.shape[:-1])
+
+    def capture(self, x: Array, rows: TokenPositions, place: int) -> None:
+        assert rows.features is not None
+        width = x.shape[-1]
+        self.program.place(x.x, rows.features[:, place * width : (place + 1) * width], images=1)
 
     def head(self, x: Array, layer: Layer, out: None = None) -> Array:
         return self.linear(x, layer)

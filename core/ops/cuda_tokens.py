@@ -38,6 +38,7 @@ class FusedBatch:
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
+    features: Tensor | None = None  # [T, channels]: where hidden states are captured
 
     def of(self, tokens: Tensor) -> FusedBatch:
         """The same rows with other tokens."""
@@ -222,6 +223,11 @@ class CudaTokenOps:
         if rows.tiles is not None:
             chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
+
+    def capture(self, x: Residual, rows: FusedBatch, place: int) -> None:
+        assert rows.features is not None
+        width = x.x.shape[1]
+        rows.features[:, place * width : (place + 1) * width].copy_(x.x)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         product = self._product((layer,))
