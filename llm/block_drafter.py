@@ -1,41 +1,67 @@
-"""Drafts blocks of tokens by DFlash (`llm.dflash`) for the model of a `TextExecution`: as programs of CPU kernels, as
-CUDA graphs, or by torch, as the model itself runs.
-"""
+"""Drafts blocks of tokens by DFlash (`llm.dflash`), behind the protocol of `llm.drafts`."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from core.cuda_graphs import CudaRecorder
-from core.kernels.cuda.decode_kernel import part_count
-from core.kernels.cpu.token_program import TokenPositions
-from core.kernels.kv_cache import PAGE, Kind, KVCache, TokenBatch, on_device
-from core.ops.cpu_arrays import Array as CpuArray
-from core.ops.cpu_tokens import CpuTokenOps
-from core.ops.cuda_tokens import CudaTokenOps, FusedBatch
-from core.ops.packed import PackedLayers
-from core.ops.trace import TraceOps
-from llm import dflash, family
-from llm.dflash import BlockDecoder, BlockDraft
+from core.kernels.kv_cache import Kind, KVCache
+from llm import block_runs, dflash
+from llm.block_runs import Blocks
+from llm.dflash import Checkpoint
 from llm.drafts import DraftRequest
-from llm.execution import FUSED, TextExecution
-from llm.load import TextModelError
+from llm.execution import TextExecution
+from llm.load import TextModel, TextModelError
 from llm.sequence import SequenceState
 from llm.speculate import NO_GUESS, DraftTokens
-from llm.step_graphs import BUCKETS, REACHES, Array, bucket, recorder, rung
-from llm.torch_ops import TorchTokenOps
-
-log = logging.getLogger(__name__)
 
 _COST = 0.05  # of a guess relative to the model's forward, where load may not decide
+
+
+@dataclass(frozen=True, eq=False)
+class BlockDraft:
+    """The weights of a `BlockDrafter`."""
+
+    name: str
+    checkpoint: Checkpoint
+    lookahead = 0
+
+    @classmethod
+    def read(cls, folder: Path, model: TextModel) -> BlockDraft:
+        """Read a published checkpoint for a model. Raises `TextModelError` for one that does not fit it."""
+        return cls(folder.resolve().name, dflash.load(folder, model))
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The layers whose inputs it reads: those behind the ones whose outputs it was trained on."""
+        return tuple(source + 1 for source in self.checkpoint.network.sources)
+
+    def __call__(
+        self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
+        kernels: ctypes.CDLL | None,
+    ) -> BlockDrafter:  # fmt: skip
+        """As `DrafterFactory`."""
+        network, model = self.checkpoint.network, execution.model
+        config = network.config
+        if config.max_position_embeddings < context:
+            raise TextModelError(
+                f"draft {self.name}: has a context of {config.max_position_embeddings}, and {model.name} of {context}"
+            )
+        cache = KVCache(
+            layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+            pages=pages, sequences=sequences, context=context, dtype=execution.cache.dtype, device=model.device,
+            kind=kv, companion=execution.cache,
+        )  # fmt: skip
+        try:
+            blocks = block_runs.of(self.checkpoint, execution, cache, sequences)
+        except ValueError as error:
+            raise TextModelError(f"draft {self.name}: {error}") from error
+        return BlockDrafter(self, cache, blocks)
 
 
 class BlockDrafter:
@@ -46,46 +72,22 @@ class BlockDrafter:
 
     lookahead, reads, cost = 0, True, _COST
 
-    def __init__(
-        self, draft: BlockDraft, execution: TextExecution, *, pages: int, sequences: int, context: int, kv: Kind,
-        **_: Any,
-    ) -> None:  # fmt: skip
-        """`size` as for `DrafterFactory`. Raises `TextModelError` for a context that the drafter does not reach, and
-        ValueError for layers that the kernels do not support.
-        """
-        network, model = draft.network, execution.model
-        config, self._draft = network.config, draft
-        if config.max_position_embeddings < context:
-            raise TextModelError(
-                f"draft {draft.name}: has a context of {config.max_position_embeddings}, where {model.name} has {context}"
-            )
-        self.features = tuple(source + 1 for source in network.sources)
-        self._cache = KVCache(
-            layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-            pages=pages, sequences=sequences, context=context, dtype=execution.cache.dtype, device=model.device,
-            kind=kv, companion=execution.cache,
-        )  # fmt: skip
-        angles = family.angles(network, self._cache.table.shape[1] * PAGE, model.device)
-        decoder = BlockDecoder.of(network, model.network)
-        self._blocks: _Blocks
-        if execution.packed is not None:
-            self._blocks = _Programs(decoder, execution.packed, self._cache, angles)
-        elif execution.kind == FUSED:
-            self._blocks = _Graphs(decoder, self._cache, angles, model.dtype, draft.block, sequences)
-        else:
-            self._blocks = _Blocks(decoder, self._cache, angles)
-        self.prepare = self._blocks.prepare
+    def __init__(self, draft: BlockDraft, cache: KVCache, blocks: Blocks) -> None:
+        self.features, self.prepare = draft.features, blocks.prepare
+        self._block, self._mask = draft.checkpoint.block, draft.checkpoint.mask
+        self._cache, self._blocks = cache, blocks
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its weights as loaded, and of its cache."""
-        return sum(x.nbytes for x in self._draft.network.parameters()) + self._cache.size_bytes
+        """Bytes of its weights and of its cache."""
+        return self._blocks.size_bytes + self._cache.size_bytes
 
     def release(self) -> None:
-        """Nothing to free: packed layers are the model's."""
+        """Free duplicate weights."""
+        self._blocks.release()
 
     def limit(self, work: SequenceState, count: int) -> int:
-        return min(count, self._draft.block - 1)
+        return min(count, self._block - 1)
 
     def kept(self, count: int, accepted: int) -> int:
         """None: keys and values of a block are those of masks."""
@@ -94,206 +96,17 @@ class BlockDrafter:
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
         unread = [r for r in requests if r.stop > r.read]
         features = [r.features for r in unread if r.features is not None]
-        context = _columns(
-            [n for r in unread for n in range(r.read, r.stop)], [r.row for r in unread for _ in range(r.read, r.stop)]
-        )
-        blocks: list[list[int]] = [[], [], [], []]  # tokens, positions, ends, sequences
+        positions = [n for r in unread for n in range(r.read, r.stop)]
+        context = np.array([positions, [r.row for r in unread for _ in range(r.read, r.stop)]], np.int32)
+        blocks: tuple[list[int], ...] = ([], [], [], [])
+        tokens, places, ends, rows = blocks
         for request in requests:
             if request.count:
-                rows = request.count + 1
-                blocks[0] += [request.tokens[request.stop], *[self._draft.mask] * request.count]
-                blocks[1] += range(request.stop, request.stop + rows)
-                blocks[2] += [request.stop + request.count] * rows
-                blocks[3] += [request.row] * rows
+                end = request.stop + request.count
+                tokens += [request.tokens[request.stop], *[self._mask] * request.count]
+                places += range(request.stop, end + 1)
+                ends += [end] * (request.count + 1)
+                rows += [request.row] * (request.count + 1)
         self._cache.settle()
-        best = iter(self._blocks(features, context, _columns(*blocks)))
-        return [
-            DraftTokens([token for token, _ in zip(best, range(r.count + 1), strict=False)][1:]) if r.count else NO_GUESS
-            for r in requests
-        ]
-
-
-def _columns(*columns: Sequence[int]) -> Array:
-    return np.asarray(columns, np.int32)
-
-
-class _Blocks:
-    """Runs the walks of a drafter by torch."""
-
-    def __init__(self, decoder: BlockDecoder, cache: KVCache, angles: Sequence[Tensor]) -> None:
-        self._decoder, self._cache, self._device = decoder, cache, cache.table.device
-        self._ops = TorchTokenOps(cache, angles)
-
-    def prepare(self, sequences: int) -> None:
-        """Nothing to prepare."""
-
-    @torch.inference_mode()
-    def __call__(self, features: Sequence[Tensor], context: Array, blocks: Array) -> list[int]:
-        """Read the context's features [T, ...], if there are any; the most likely tokens of the blocks' rows.
-
-        `context` [2, T] are positions and sequences; `blocks` [4, R] tokens, positions, ends and sequences.
-        """
-        if features:
-            self._read(features[0] if len(features) == 1 else torch.cat(list(features)), context)
-        return self._drafted(blocks) if blocks.size else []
-
-    def _read(self, features: Tensor, context: Array) -> None:
-        dflash.read(self._ops, self._decoder, features, self._batch(*context))
-
-    def _drafted(self, blocks: Array) -> list[int]:
-        tokens, positions, ends, sequences = blocks
-        rows = self._batch(positions, sequences)
-        logits = dflash.draft(
-            self._ops, self._decoder, self._tensor(tokens), rows, self._batch(ends, sequences)
-        )
-        return _tokens(logits)
-
-    def _batch(self, positions: Array, sequences: Array) -> TokenBatch:
-        none = torch.zeros(0, dtype=torch.int32)
-        return TokenBatch(none, self._tensor(positions), self._tensor(sequences), none)
-
-    def _tensor(self, column: Array) -> Tensor:
-        return on_device(torch.from_numpy(column), self._device)
-
-
-def _tokens(logits: Tensor) -> list[int]:
-    """The most likely token of each row; any where logits are not finite: a guess need not be right."""
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
-
-
-class _Programs(_Blocks):
-    """Runs the walks as programs of CPU kernels, one for each number of rows."""
-
-    def __init__(self, decoder: BlockDecoder, layers: PackedLayers, cache: KVCache, angles: Sequence[Tensor]) -> None:
-        """`layers` are the model's, whose head is packed there."""
-        super().__init__(decoder, cache, angles)
-        self._new = partial(CpuTokenOps, layers.library, layers, cache, angles)
-        self._reads: dict[int, tuple[CpuTokenOps, CpuArray, TokenPositions, CpuArray]] = {}
-        self._drafts: dict[int, tuple[CpuTokenOps, Tensor, CpuArray]] = {}
-        self._context_program(1)  # packs all layers, and finds any that are unsupported
-        self._draft_program(2)
-
-    def _read(self, features: Tensor, context: Array) -> None:
-        count = len(features)
-        ops, x, rows, _ = self._reads.get(count) or self._context_program(count)
-        x.x.copy_(features)
-        rows.positions.copy_(torch.from_numpy(context[0]))
-        rows.sequences.copy_(torch.from_numpy(context[1]))
-        ops.program.run()
-
-    def _drafted(self, blocks: Array) -> list[int]:
-        count = blocks.shape[1]
-        ops, inputs, out = self._drafts.get(count) or self._draft_program(count)
-        inputs.copy_(torch.from_numpy(blocks))
-        ops.program.run()
-        return _tokens(out.x)
-
-    def _context_program(self, count: int) -> tuple[CpuTokenOps, CpuArray, TokenPositions, CpuArray]:
-        ops = self._new()
-        x, rows = ops.input((count, self._decoder.fc.in_features)), ops.rows(count)
-        program = self._reads[count] = ops, x, rows, dflash.read(ops, self._decoder, x, rows)
-        return program
-
-    def _draft_program(self, count: int) -> tuple[CpuTokenOps, Tensor, CpuArray]:
-        ops = self._new()
-        inputs = ops.program.buffer(4, count, dtype=torch.int32)
-        tokens, positions, ends, sequences = inputs
-        rows = TokenPositions(positions, sequences, self._cache.table)
-        out = dflash.draft(ops, self._decoder, CpuArray(tokens, (count,), None), rows, replace(rows, positions=ends))
-        program = self._drafts[count] = ops, inputs, out
-        return program
-
-
-class _Graphs(_Blocks):
-    """Runs the walks as fused kernels: for blocks and their few new features in CUDA graphs by the number of rows."""
-
-    def __init__(
-        self, decoder: BlockDecoder, cache: KVCache, angles: Sequence[Tensor], dtype: torch.dtype, block: int,
-        sequences: int,
-    ) -> None:  # fmt: skip
-        """`block` rows of each of at most so many sequences."""
-        super().__init__(decoder, cache, angles)
-        self._fused, width = CudaTokenOps(dtype, cache, angles), decoder.fc.in_features
-        followed = TraceOps()
-        dflash.read(followed, decoder, (1, width), None)
-        dflash.draft(followed, decoder, (1,), None, None)
-        for call in followed.calls:  # joined weights exist before anything is recorded
-            self._fused.pack(call.operation, call.layers)
-        self._block, self._sequences = -(-block // 4) * 4, sequences  # rows of a sequence, aligned as kernels want
-        self._recorder: CudaRecorder | None = None
-        rows = self._block * (bucket(sequences) or BUCKETS[-1])
-        # Positions and sequences of the context; tokens, positions, ends and sequences of blocks.
-        self._inputs = torch.zeros(6 * rows, dtype=torch.int32, device=self._device)
-        self._features = torch.zeros(rows, width, dtype=dtype, device=self._device)
-        self._best = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self._graphs: dict[tuple[int, int], Callable[[], object]] = {}
-
-    def prepare(self, sequences: int) -> None:
-        """Capture what so many sequences need; the largest first, whose memory the others share."""
-        largest = bucket(min(sequences, self._sequences)) or BUCKETS[-1]
-        reach = self._cache.table.shape[1] * PAGE
-        for size in reversed([size for size in BUCKETS if size <= largest]):
-            for parts in [parts for parts in REACHES if parts <= rung(part_count(reach))]:
-                self._graph(size * self._block, parts)
-        if self._recorder is not None:
-            self._recorder.settle()
-
-    @torch.inference_mode()
-    def __call__(self, features: Sequence[Tensor], context: Array, blocks: Array) -> list[int]:
-        read, drafted = context.shape[1], blocks.shape[1]
-        fitting = next((n * self._block for n in BUCKETS if n * self._block >= max(read, drafted)), 0)
-        if not drafted or not 0 < fitting <= len(self._features):  # prompts
-            return super().__call__(features, context, blocks)
-        inputs = np.zeros((6, fitting), np.int32)
-        inputs[[0, 3, 4]] = -1
-        inputs[:2, :read], inputs[2:, :drafted] = context, blocks
-        staged = torch.from_numpy(inputs.ravel())
-        graph = self._graph(fitting, rung(part_count(int(blocks[2].max()) + 1)))
-        self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
-        if features:
-            torch.cat(list(features), out=self._features[:read])
-        graph()
-        tokens: list[int] = self._best[:drafted].tolist()
-        return tokens
-
-    def _read(self, features: Tensor, context: Array) -> None:
-        positions, sequences = (self._tensor(column) for column in context)
-        dflash.read(self._fused, self._decoder, features, _fused(positions, positions, sequences))
-
-    def _drafted(self, blocks: Array) -> list[int]:
-        columns = [self._tensor(column) for column in blocks]
-        return _tokens(self._logits(*columns, rung(part_count(int(blocks[2].max()) + 1))))
-
-    def _logits(self, tokens: Tensor, positions: Tensor, ends: Tensor, sequences: Tensor, parts: int) -> Tensor:
-        rows, last = _fused(tokens, positions, sequences), _fused(tokens, ends, sequences, parts)
-        return dflash.draft(self._fused, self._decoder, tokens, rows, last)
-
-    def _graph(self, rows: int, parts: int) -> Callable[[], object]:
-        if (graph := self._graphs.get((rows, parts))) is None:
-            graph = self._graphs[rows, parts] = self._captured(rows, parts)
-        return graph
-
-    def _captured(self, rows: int, parts: int) -> Callable[[], object]:
-        columns = self._inputs[: 6 * rows].view(6, rows)
-
-        def run() -> object:
-            read = _fused(columns[0], columns[0], columns[1])
-            dflash.read(self._fused, self._decoder, self._features[:rows], read)
-            logits = self._logits(*columns[2:], parts)
-            return self._best[:rows].copy_(logits.argmax(-1))
-
-        if self._device.type != "cuda":
-            return run
-        self._recorder = self._recorder or recorder(self._device)
-        self._inputs.fill_(-1)  # what is run to compile, and to record, writes nothing
-        self._inputs[2 * rows : 3 * rows].zero_()
-        try:
-            return self._recorder.record(run)[0]
-        except RuntimeError as error:
-            log.warning("drafts of %d rows run without a graph: %s", rows, error)
-            return run
-
-
-def _fused(tokens: Tensor, positions: Tensor, sequences: Tensor, parts: int = 1) -> FusedBatch:
-    return FusedBatch(tokens, positions, sequences, None, None, None, parts)
+        best = iter(self._blocks(features, context, np.array(blocks, np.int32)))
+        return [DraftTokens([*islice(best, r.count + 1)][1:]) if r.count else NO_GUESS for r in requests]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -59,13 +59,10 @@ class BlockDecoder:
     lm_head: Layer
 
     @classmethod
-    def of(cls, network: DFlashNetwork, target: Any) -> BlockDecoder:
-        """`target` is the network of the model that it drafts for."""
+    def of(cls, network: DFlashNetwork, embed_tokens: Layer, lm_head: Layer) -> BlockDecoder:
+        """Build it with the embedding and the head of the target."""
         layers = tuple(DecoderLayer.of(layer, i, network.config) for i, layer in enumerate(network.layers))
-        return cls(
-            network.fc, network.hidden_norm, layers, network.norm, target.get_input_embeddings(),
-            target.get_output_embeddings(),
-        )  # fmt: skip
+        return cls(network.fc, network.hidden_norm, layers, network.norm, embed_tokens, lm_head)
 
 
 def read(ops: TokenOps[A], decoder: BlockDecoder, features: A, rows: Any) -> A:
@@ -91,18 +88,16 @@ def draft(ops: TokenOps[A], decoder: BlockDecoder, tokens: A, rows: Any, ends: A
     return ops.head(ops.rms_norm(x, decoder.norm, to=(decoder.lm_head,)), decoder.lm_head)
 
 
-@dataclass(frozen=True, eq=False)
-class BlockDraft:
-    """A loaded drafter: `block` tokens with the last one before, of which masks are `mask`."""
+class Checkpoint(NamedTuple):
+    """A drafter as published: the last token and masks are a block of at most `block` tokens."""
 
-    name: str
     network: DFlashNetwork
     block: int
-    mask: int
+    mask: int  # the token
 
 
-def load(folder: Path, model: TextModel) -> BlockDraft:
-    """Load a drafter for a model. Raises `TextModelError` for one that does not fit the model, or is of another kind."""
+def load(folder: Path, model: TextModel) -> Checkpoint:
+    """Load a drafter for a model. Raises `TextModelError` for one that does not fit it, or is of another kind."""
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
@@ -138,4 +133,4 @@ def load(folder: Path, model: TextModel) -> BlockDraft:
             raise refuse(f"{key} is {actual.get(key, 'missing')}, where config.json wants {expected.get(key, 'none')}")
     network.load_state_dict(weights)
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    return BlockDraft(folder.resolve().name, network, block, mask)
+    return Checkpoint(network, block, mask)
