@@ -20,7 +20,7 @@ from llm.load import TextModel, TextModelError
 from llm.sequence import SequenceState
 from llm.speculate import NO_GUESS, DraftTokens
 
-_COST = 0.05  # of a guess relative to the model's forward, where load may not decide
+_COST = 0.4  # of its forward relative to the model's, where load may not decide
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class BlockDrafter:
     Each guess is the most likely token of its place: a distribution of one token, which rejection sampling makes exact.
     """
 
-    lookahead, reads, cost = 0, True, _COST
+    lookahead, reads, at_once, cost = 0, True, True, _COST
 
     def __init__(self, draft: BlockDraft, cache: KVCache, blocks: Blocks) -> None:
         self.features, self.prepare = draft.features, blocks.prepare
