@@ -20,7 +20,6 @@ from core.ops.cpu_tokens import CpuTokenOps
 from core.ops.cuda_tokens import CudaTokenOps, FusedBatch
 from core.ops.packed import PackedLayers
 from core.ops.trace import TraceOps
-from core.quant.convert import swap_
 from core.quant.dynamic import Int8DynamicLinear
 from llm import dflash, family
 from llm.dflash import BlockDecoder, Checkpoint, DFlashNetwork
@@ -34,10 +33,9 @@ log = logging.getLogger(__name__)
 def of(checkpoint: Checkpoint, execution: TextExecution, cache: KVCache, sequences: int) -> Blocks:
     """Choose the kernels that run the model of `execution`. Raises ValueError for layers that they do not support."""
     network, target = checkpoint.network, execution.model.network
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    decoder = BlockDecoder.of(network, target.get_input_embeddings(), target.get_output_embeddings())
     if execution.packed is not None:
-        return _Programs(network, embedding, head, cache, execution.packed)
-    decoder = BlockDecoder.of(network, embedding, head)
+        return _Programs(decoder, network, cache, execution.packed)
     if execution.kind == FUSED:
         return _Graphs(decoder, network, cache, execution.model.dtype, checkpoint.block, sequences)
     return Blocks(decoder, network, cache)
@@ -48,14 +46,14 @@ class Blocks:
 
     def __init__(self, decoder: BlockDecoder, network: DFlashNetwork, cache: KVCache) -> None:
         angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
-        self._network, self._angles = network, angles
+        self._angles, self._bytes = angles, sum(weight.nbytes for weight in network.parameters())
         self._decoder, self._cache, self._device = decoder, cache, cache.table.device
         self._ops = TorchTokenOps(cache, angles)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the drafter's own weights."""
-        return sum(x.nbytes for x in (*self._network.parameters(), *self._network.buffers()))
+        return self._bytes
 
     def prepare(self, sequences: int) -> None:
         """Nothing to prepare."""
@@ -103,15 +101,16 @@ class _Programs(Blocks):
     have no share in it.
     """
 
-    def __init__(
-        self, network: DFlashNetwork, embedding: nn.Module, head: nn.Module, cache: KVCache, packed: PackedLayers
-    ) -> None:
-        """`packed` are the model's layers, whose embedding is shared."""
-        linear = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
-        swap_(network, {name: Int8DynamicLinear.of(layer, None) for name, layer in linear.items()})
-        head = Int8DynamicLinear.of(head, None)
-        super().__init__(BlockDecoder.of(network, embedding, head), network, cache)
-        self._layers = PackedLayers(packed.library, nn.ModuleList([network, head]))
+    def __init__(self, decoder: BlockDecoder, network: DFlashNetwork, cache: KVCache, packed: PackedLayers) -> None:
+        """`packed` are the model's layers. Raises ValueError for unsupported ones."""
+        rounded: list[nn.Module] = []
+
+        def in_int8(layer: nn.Linear) -> nn.Module:
+            rounded.append(Int8DynamicLinear.of(layer, None))
+            return rounded[-1]
+
+        super().__init__(decoder.with_linear(in_int8), network, cache)
+        self._layers = PackedLayers(packed.library, nn.ModuleList(rounded))
         self._new = partial(CpuTokenOps, packed.library, self._layers, cache, self._angles)
         self._reads: dict[int, tuple[CpuTokenOps, CpuArray, TokenPositions, CpuArray]] = {}
         self._drafts: dict[int, tuple[CpuTokenOps, Tensor, CpuArray]] = {}
@@ -120,7 +119,7 @@ class _Programs(Blocks):
 
     @property
     def size_bytes(self) -> int:
-        return super().size_bytes + self._layers.size_bytes
+        return self._layers.size_bytes
 
     def release(self) -> None:
         self._layers.release()
