@@ -123,6 +123,7 @@ class _Bench:
 
         from llm.lane import StreamLane
         from llm.load import TextModelError, load
+        from llm.load_draft import load as load_draft
         from workers.build import device_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -138,7 +139,7 @@ class _Bench:
 
         try:
             self.model = self._lane.call(lambda: loaded(name))
-            guide: Any = self._lane.call(lambda: loaded(draft)) if draft else "lookup"
+            guide: Any = self._lane.call(lambda: load_draft(draft or "lookup", self.model, lacks=None))
         except TextModelError as error:
             raise record.BenchError(str(error)) from error
         self.draft = "lookup" if guide == "lookup" else guide.name

@@ -58,13 +58,13 @@ class CpuDecoder:
         family.check(network)
         if cache.keys.dtype == torch.float8_e4m3fn:
             raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
-        self._layers = PackedLayers(library, network, half=half)
+        self.layers = PackedLayers(library, network, half=half)
         decoder = Decoder.of(network, features)
         self._walk, self._cap = bind(trunk, decoder), decoder.cap
         self._ends = {walk: bind(walk, decoder) for walk in (logits, states)}
         self._width, self._vocabulary = int(network.config.hidden_size), int(network.config.vocab_size)
         angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
-        self._ops = partial(CpuTokenOps, library, self._layers, cache, angles)
+        self._ops = partial(CpuTokenOps, library, self.layers, cache, angles)
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[tuple[Walk, int], _Head] = {}
         self._feature_width = len(features) * self._width
@@ -101,12 +101,12 @@ class CpuDecoder:
 
     def release(self) -> None:
         """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""
-        self._layers.release()
+        self.layers.release()
 
     @property
     def size_bytes(self) -> int:
         """Bytes of packed weights."""
-        return self._layers.size_bytes
+        return self.layers.size_bytes
 
     def _trunk(self, count: int) -> _Trunk:
         ops = self._ops()

@@ -63,8 +63,13 @@ class Drafter(Protocol):
         ...
 
     @property
+    def at_once(self) -> bool:
+        """Whether it makes all guesses of a sequence in one forward of its own."""
+        ...
+
+    @property
     def cost(self) -> float:
-        """What a guess takes relative to a forward, where measured times may not decide."""
+        """What a guess, or that forward, takes relative to the model's, where measured times may not decide."""
         ...
 
     @property
@@ -123,7 +128,7 @@ class LookupDrafter:
     """Guesses what followed the last tokens at their previous occurrence (`PromptLookup`)."""
 
     features: tuple[int, ...] = ()
-    reads, lookahead, cost, size_bytes = False, 0, 0.05, 0
+    reads, at_once, lookahead, cost, size_bytes = False, False, 0, 0.05, 0
 
     def limit(self, work: SequenceState, count: int) -> int:
         lookup: PromptLookup = work.own or PromptLookup()
@@ -148,7 +153,7 @@ class ModelDrafter:
     """A smaller model of the same vocabulary, which guesses token by token."""
 
     features: tuple[int, ...] = ()
-    reads, lookahead, cost = True, 0, 0.12
+    reads, at_once, lookahead, cost = True, False, 0, 0.12
 
     def __init__(self, execution: TextExecution) -> None:
         self._execution = execution

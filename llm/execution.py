@@ -21,6 +21,7 @@ from core.kernels.cuda.chunk_kernel import tiles
 from core.kernels.device import HOPPER, TRITON
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch, on_device
 from core.ops.cuda_tokens import FusedBatch
+from core.ops.packed import PackedLayers
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
@@ -84,6 +85,11 @@ class TextExecution:
         if self._programs is not None:
             return self._programs.states
         return self._states if self._fused is None else self._fused.model.states
+
+    @property
+    def packed(self) -> PackedLayers | None:
+        """The layers as the CPU kernels read them, if these run the model."""
+        return None if self._programs is None else self._programs.layers
 
     @property
     def features(self) -> Tensor | None:

@@ -100,11 +100,13 @@ class DraftLengths:
     forward and the time of k guesses.
     """
 
-    def __init__(self, forward_s: float, guess_s: float) -> None:
-        """`forward_s` without guesses, `guess_s` for one more guess of every sequence: made and verified."""
+    def __init__(self, forward_s: float, guess_s: float, draft_s: float = 0.0) -> None:
+        """`forward_s` without guesses, `guess_s` for one more guess of every sequence: made and verified. `draft_s` for
+        any guesses at all.
+        """
         a = np.linspace(0, 0.99, _LEVELS)[:, None]
         k = np.arange(MOST + 1)
-        rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + k * guess_s)
+        rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + (k > 0) * draft_s + k * guess_s)
         self._best = rate.argmax(1)
 
     def __call__(self, acceptance: float) -> int:

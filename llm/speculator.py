@@ -14,6 +14,7 @@ from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import NO_GUESS, DraftLengths, DraftTokens, LinearCost
 
+_ROW = 0.03  # of a forward, for each guess, where measured times may not decide
 _HELD = 64  # positions of a sequence whose features are kept until they are read
 
 
@@ -23,9 +24,9 @@ class Speculator:
     def __init__(self, drafter: Drafter | None = None) -> None:
         self.drafter = drafter
         self.guessed = self.accepted = 0  # tokens, since the start
-        self._nominal = None if drafter is None else DraftLengths(1, drafter.cost)
+        self._nominal = None if drafter is None else _lengths(drafter, 1, drafter.cost, _ROW if drafter.at_once else 0)
         self._line = LinearCost()
-        self._guess_s = 0.0  # per guess of the drafter
+        self._draft_s = 0.0  # of a forward of the drafter
 
     @property
     def active(self) -> bool:
@@ -45,8 +46,9 @@ class Speculator:
             requests = [_request(parts[i].work, parts[i].start, parts[i].work.guesses) for i in asking]
             for i, guess in zip(asking, self.drafter.guess(requests), strict=True):
                 drafts[i] = guess
-            turn_s = (time.perf_counter() - started) / max(request.count for request in requests)
-            self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
+            turns = 1 if self.drafter.at_once else max(request.count for request in requests)
+            draft_s = (time.perf_counter() - started) / turns
+            self._draft_s += 0.2 * (draft_s - self._draft_s) if self._draft_s else draft_s
         return drafts
 
     def read(
@@ -119,12 +121,12 @@ class Speculator:
 
     def lengths(self, decoding: int) -> DraftLengths | None:
         """The model of how many guesses pay off with so many requests; None if speculation is off."""
-        if not self.active:
+        if self.drafter is None:
             return None
-        # A guess's cost over all that are decoding now: its forward of the draft, and their rows in the forward.
+        # A guess's cost over all that are decoding now: a forward of the drafter, and their rows in the model's.
         n = max(1, decoding)
         forward_s, row_s = self._line(n)
-        return DraftLengths(forward_s, self._guess_s + n * row_s)
+        return _lengths(self.drafter, forward_s, self._draft_s, n * row_s)
 
     def plan(self, work: SequenceState, lengths: DraftLengths | None = None) -> None:
         """Set the number of guesses of a decoding answer's next iteration."""
@@ -141,6 +143,11 @@ class Speculator:
         limit = work.most_guesses(pays(work.pace.acceptance))
         if limit > 0:
             work.guesses = self.drafter.limit(work, limit)
+
+
+def _lengths(drafter: Drafter, forward_s: float, draft_s: float, row_s: float) -> DraftLengths:
+    """`row_s` for one more row of every sequence in the model's forward."""
+    return DraftLengths(forward_s, row_s, draft_s) if drafter.at_once else DraftLengths(forward_s, draft_s + row_s)
 
 
 def _request(work: SequenceState, stop: int, count: int, features: Tensor | None = None) -> DraftRequest:

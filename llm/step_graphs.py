@@ -209,7 +209,7 @@ class StepGraphs:
 
         if self._device.type != "cuda":
             return run
-        self._recorder = self._recorder or _recorder(self._device)
+        self._recorder = self._recorder or recorder(self._device)
         # Of nobody: what is run to compile, and to record, writes nothing.
         self._inputs.zero_()
         positions.fill_(-1)
@@ -223,7 +223,7 @@ class StepGraphs:
             return run
 
 
-def _recorder(device: torch.device) -> CudaRecorder:
+def recorder(device: torch.device) -> CudaRecorder:
     """Records with the priority of the current stream."""
     current = torch.cuda.current_stream(device)
     return CudaRecorder(device, None if current == torch.cuda.default_stream(device) else current)

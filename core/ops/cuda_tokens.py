@@ -162,10 +162,11 @@ class CudaTokenOps:
     def rms_norm(
         self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
     ) -> Tensor | Residual:
-        """RMSNorm of the stream for the layers `to`; of a product's sums, added to `residual`, which is the result."""
+        """RMSNorm of the stream, or of a product's sums, for the layers `to`; of sums, added to `residual`, if given."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
         if isinstance(x, SplitSums):
-            assert residual is not None
+            if residual is None:
+                return add_norm(x.whole().to(self._base), weight, eps, *self._reader(tuple(to)))
             residual.x += add_norm(x.whole(), weight, eps, None, self._base)
             return residual
         inverse, dtype = self._reader(tuple(to))
