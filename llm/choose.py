@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -106,7 +107,7 @@ def choose(
         request.plain for request in requests
     ):  # most steps of most servers: hundreds of rows without any adjustment
         return [SampledTokens([best[request.first]], []) for request in requests]
-    logprob_rows = _told(logits, requests)
+    logprob_rows = _unmodified(logits, requests)
     adjusted, refused = _adjust_(logits, requests)
     tokens = _greedy(logits, requests, best, adjusted) | _sampled(logits, requests)
     results = [
@@ -120,16 +121,33 @@ def draw_on_device(logits: Tensor, requests: Sequence[SampleRequest], best: Tens
     """The next token of each request, all of which are `drawn_on_device`, at its row: int64 [L], without waiting for
     the device. `best` [L] is `sample.likeliest` of logits [L, V], and what other rows get.
     """
-    drawn = [request for request in requests if request.work.settings is not None]
-    if not drawn:
+    sampled = [request for request in requests if request.work.settings is not None]
+    if not sampled:
         return best
-    rows = on_device(torch.tensor([request.first for request in drawn]), logits.device)
-    settings = sample.gathered([s for request in drawn if (s := request.work.settings) is not None])
-    p = sample.probabilities(logits[rows], settings)
-    p /= p.sum(-1, keepdim=True)
-    index = np.array([request.position for request in drawn], np.int64)
-    tokens = sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN))
-    return best.index_copy(0, rows, torch.where(best[rows] < 0, -1, tokens))
+    rows = on_device(torch.tensor([request.first for request in sampled]), logits.device)
+    return best.index_copy(0, rows, torch.where(best[rows] < 0, -1, _Distributions.of(logits, sampled).draw()))
+
+
+class _Distributions(NamedTuple):
+    """The distributions of sampled requests' next tokens, one after each of their guesses."""
+
+    p: Tensor  # [rows, V], normalized
+    settings: sample.SamplingSettings  # of requests
+    indices: sample.Counts  # of each request's next token
+
+    @classmethod
+    def of(cls, logits: Tensor, requests: Sequence[SampleRequest]) -> Self:
+        rows = [row for request in requests for row in request.rows]
+        settings = sample.gathered([s for request in requests if (s := request.work.settings) is not None])
+        owners = torch.tensor([i for i, request in enumerate(requests) for _ in request.rows])
+        selected = logits if rows == list(range(len(logits))) else logits[on_device(torch.tensor(rows), logits.device)]
+        p = sample.probabilities(selected, settings if len(owners) == len(requests) else settings.at(owners))
+        p /= p.sum(-1, keepdim=True)
+        return cls(p, settings, np.array([request.position for request in requests], np.int64))
+
+    def draw(self) -> Tensor:
+        """The next tokens of requests without guesses: int64 [rows], on the device."""
+        return sample.draw(self.p, sample.uniform(self.settings.seeds, self.indices, sample.TOKEN))
 
 
 def _greedy(
@@ -153,18 +171,12 @@ def _sampled(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, lis
 
 
 def _drawn(logits: Tensor, requests: Sequence[SampleRequest]) -> list[list[int]]:
-    rows = [row for request in requests for row in request.rows]
-    owners = [i for i, request in enumerate(requests) for _ in request.rows]
-    settings = sample.gathered([s for request in requests if (s := request.work.settings) is not None])
-    selected = logits if rows == list(range(len(logits))) else logits[on_device(torch.tensor(rows), logits.device)]
-    p = sample.probabilities(selected, settings.at(torch.tensor(owners)))
-    p /= p.sum(-1, keepdim=True)
+    distributions = _Distributions.of(logits, requests)
     counts = [len(request.rows) for request in requests]
-    firsts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(int).tolist()
-    index = np.array([request.position for request in requests], np.int64)
-    if len(rows) == len(requests):
-        return [[token] for token in sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN)).tolist()]
-    return accepted(p, firsts, [request.guess for request in requests], settings, index)
+    if len(distributions.p) == len(requests):
+        return [[token] for token in distributions.draw().tolist()]
+    firsts = np.cumsum([0, *counts[:-1]]).tolist()
+    return accepted(distributions.p, firsts, [r.guess for r in requests], distributions.settings, distributions.indices)
 
 
 def _adjust_(logits: Tensor, requests: Sequence[SampleRequest]) -> tuple[set[int], dict[int, Invalid]]:
@@ -216,8 +228,8 @@ def _constrain_(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, 
     return refused
 
 
-def _told(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Tensor]:
-    """The model's unmodified logits, of requests that want log probabilities."""
+def _unmodified(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Tensor]:
+    """The model's unmodified logits, of requests for log probabilities."""
     return {
         i: logits[list(request.rows)]
         for i, request in enumerate(requests)

@@ -26,7 +26,7 @@ from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
-from llm.step_graphs import Step, StepGraphs, rung
+from llm.step_graphs import StepGraphs, StepInputs, rung
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class FusedTextExecution:
         self.best = self.graphs.best[:count] if count <= len(self.graphs.best) else None
         return logits
 
-    def _step(self, batch: TokenBatch) -> Step:
+    def _step(self, batch: TokenBatch) -> StepInputs:
         """The step's rows, grouped for attention."""
         columns = np.stack([part.cpu().numpy() for part in (batch.tokens, batch.positions, batch.sequences)])
         rows = columns.shape[1]
@@ -269,9 +269,9 @@ class FusedTextExecution:
         ]
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = decode_kernel.part_count(int(columns[1, singles].max()) + 1) if len(singles) else 1
-        return Step(columns, batch.output_rows.cpu().numpy(), singles.astype(np.int32), cut, parts)
+        return StepInputs(columns, batch.output_rows.cpu().numpy(), singles.astype(np.int32), cut, parts)
 
-    def _on_device(self, step: Step) -> tuple[FusedBatch, Tensor]:
+    def _on_device(self, step: StepInputs) -> tuple[FusedBatch, Tensor]:
         """A step of any shape, copied to the device at once, and the sequences of its output rows."""
         rows = step.columns.shape[1]
         arrays = [*step.columns, step.output_rows, step.columns[2][step.output_rows], step.singles, step.tiles.ravel()]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,33 +27,44 @@ from llm.speculator import Speculator
 
 
 @dataclass(slots=True, eq=False)
-class StepResult:
-    """The results of an iteration, by part: next tokens, None where there are none, or an error. Tokens are empty where
-    the mask of a grammar was too late: the part is to be run again.
+class PartResult:
+    """What an iteration computed for a part: its next tokens, None where there are none, or an error.
 
-    Of one that runs ahead these are pending tokens of the iterations before; its own are in `pending`.
+    Tokens are empty where the mask of a grammar was late: the part is to be run again. Of an answer that runs ahead,
+    tokens are those of the iteration before, and this one's is `pending`.
     """
 
-    guesses: list[DraftTokens]
-    pending: list[PendingToken | None]
-    outcomes: list[SampledTokens | BaseException | None] = field(default_factory=list)
-    scores: list[list[Logprob]] = field(default_factory=list)  # of prompts' tokens
-    pooled: list[PooledStates | None] = field(default_factory=list)  # of embedded prompts, with what was pooled before
-    features: list[Tensor | None] = field(default_factory=list)  # for `Speculator.settle`
-    # Of iterations that ended: rows, seconds, and of these those in which the forward had ended, and masks had not.
-    timings: list[tuple[int, float, float]] = field(default_factory=list)
+    guess: DraftTokens
+    outcome: SampledTokens | BaseException | None = None
+    pending: PendingToken | None = None
+    scores: list[Logprob] = field(default_factory=list)  # of the prompt's tokens
+    pooled: PooledStates | None = None  # of an embedded prompt, with what was pooled before
+    features: Tensor | None = None  # for `Speculator.settle`
+
+
+class Timing(NamedTuple):
+    """Rows and seconds of a forward, and of these the seconds in which it had ended, but masks had not."""
+
+    rows: int
+    seconds: float
+    masks_s: float
+
+
+class StepResult(NamedTuple):
+    """An iteration's results by part, and the timings of the forwards that have ended."""
+
+    parts: list[PartResult]
+    timings: list[Timing]
 
 
 class _Timer:
-    """Seconds of an iteration from its first forward on, by the device's clock on a GPU.
+    """The time that a forward of so many rows takes, from now on; by the device's clock on a GPU."""
 
-    `masks` are from when to when a forward had ended, and masks had not: nothing where the masks were first.
-    """
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rows: int) -> None:
         self._cuda = device.type == "cuda"
-        self.masks: list[tuple[Any, Any]] = []
-        self._start, self._end = self.now(), self.now()
+        self._rows = rows
+        self._waits: list[tuple[Any, Any]] = []  # for masks
+        self._start = self._end = self.now()
 
     def now(self) -> Any:
         """The time now; on a GPU that at which it has done all that was submitted before."""
@@ -63,14 +74,19 @@ class _Timer:
         event.record()
         return event
 
+    def waited(self, since: Any) -> None:
+        """Count the time since then as that of masks."""
+        self._waits.append((since, self.now()))
+
     def stop(self) -> None:
         self._end = self.now()
 
-    def seconds(self) -> tuple[float, float]:
-        """The iteration's seconds, and those of them for masks. Waits for the end."""
+    def timing(self) -> Timing:
+        """Wait for the forward's end."""
         if self._cuda:
             self._end.synchronize()
-        return self._between(self._start, self._end), sum(self._between(*span) for span in self.masks)
+        masks_s = sum(self._between(*span) for span in self._waits)
+        return Timing(self._rows, self._between(self._start, self._end), masks_s)
 
     def _between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1e3 if self._cuda else float(end - start)
@@ -96,7 +112,7 @@ class ModelRunner:
         self.execution = execution
         self._guessing = guessing
         self._ahead = ahead
-        self._flying: list[tuple[PendingTokens, int, _Timer]] = []  # an iteration that may still run, and its rows
+        self._submitted: list[tuple[PendingTokens, _Timer]] = []  # forwards whose tokens are to be collected
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
@@ -106,49 +122,24 @@ class ModelRunner:
     def close(self) -> None:
         """End the thread that computes masks, and wait for what still runs: it writes to memory that is freed next."""
         self._masks.shutdown()
-        for tokens, _, _ in self._flying:
-            tokens.wait()
-        self._flying = []
+        self._collect(self._submitted)
+        self._submitted = []
 
     @torch.inference_mode()
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
-        guesses = self._guessing.make(parts)
-        result = StepResult(guesses, [None] * len(parts))
-        previous, self._flying = self._flying, []
-        timer, rows = _Timer(self.execution.model.device), 0
+        """Submit an iteration's forwards, then collect the tokens of those that the iteration before submitted."""
+        results = [PartResult(guess) for guess in self._guessing.make(parts)]
+        previous, self._submitted = self._submitted, []
+        timings: list[Timing] = []
         try:
             for run in self._runs(parts):
-                step = gather_step(parts[run], guesses[run])
-                outcomes, scores = self._forward(parts[run], step, run.start, result, timer)
-                result.features += self._guessing.read(parts[run], guesses[run], outcomes, self.execution.features)
-                result.pooled += self._pool(parts[run], step, outcomes)
-                result.outcomes += outcomes
-                result.scores += scores
-                rows += len(step.tokens.tokens)
+                timings += self._forward(parts[run], results[run])
         finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
-            for tokens, count, ended in previous:
-                tokens.wait()
-                result.timings.append((count, *ended.seconds()))
-        if rows and not self._flying:
-            timer.stop()
-            result.timings.append((rows, *timer.seconds()))
-        for i, part in enumerate(parts):
-            if (pending := part.work.pending) is not None:
-                token, outcome = pending.known, result.outcomes[i]
-                result.outcomes[i] = (
-                    SampledTokens([token], []) if outcome is None and token >= 0 else self._joined(token, outcome)
-                )
-        return result
-
-    def _joined(
-        self, token: int, outcome: SampledTokens | BaseException | None
-    ) -> SampledTokens | BaseException | None:
-        """A pending token, and the tokens after it."""
-        if token < 0:
-            return self._nan()
-        if isinstance(outcome, SampledTokens):
-            outcome.tokens.insert(0, token)
-        return outcome
+            timings[:0] = self._collect(previous)
+        for part, result in zip(parts, results, strict=True):
+            if part.work.pending is not None:
+                self._prepend(part.work.pending.known, result)
+        return StepResult(results, timings)
 
     def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
         """The parts of each forward, of which there is one unless prompts are scored."""
@@ -161,81 +152,114 @@ class ModelRunner:
             scored += count
         yield slice(first, len(parts))
 
-    def _forward(
-        self, parts: Sequence[ScheduledTokens], step: Step, first: int, result: StepResult, timer: _Timer
-    ) -> tuple[list[SampledTokens | BaseException | None], list[list[Logprob]]]:
-        """Compute these parts, the first of which is the iteration's `first`. Returns their outcomes and scores, and
-        puts tokens that are not waited for into `result.pending`.
-        """
-        outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
-        scores: list[list[Logprob]] = [[] for _ in parts]
-        sample_requests, score_requests, rows = step.sampled, step.scored, len(step.tokens.tokens)
-        if not rows:
-            return outcomes, scores
-        matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
-        enough = threading.Event()
-        masks = self._masks.submit(_compute, matchers, enough) if matchers else None
-        try:
-            logits = self.execution(step.tokens)
-        finally:
-            if masks is not None:
-                computed = timer.now()
-                wait([masks], _MASKS_S)
-                enough.set()
-                masks.result()
-                timer.masks.append((computed, timer.now()))
-        requests = list(sample_requests.values())
-        if self._ahead and not score_requests and all(request.work.drawn_on_device for request in requests):
-            best = self.execution.best
-            tokens = draw_on_device(logits, requests, likeliest(logits) if best is None else best)
-            if tokens is not best:
-                self.execution.keep(step.tokens, tokens)
-            pending = PendingTokens(tokens)
-            timer.stop()
-            self._flying.append((pending, rows, timer))
-            for i, request in sample_requests.items():
-                result.pending[first + i] = PendingToken(pending, request.first)
-            return outcomes, scores
-        for i, request in [*sample_requests.items()]:
-            if request.work.matcher is not None and not request.work.matcher.ready:
-                outcomes[i] = SampledTokens([], [])
-                del sample_requests[i]
-        best_tokens = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
-        good = list(sample_requests)
-        if min(best_tokens, default=0) < 0:
-            asked = [(i, request.rows) for i, request in sample_requests.items()]
-            asked += [(i, request.rows) for i, request in score_requests.items()]
-            bad = {i for i, request_rows in asked if any(best_tokens[row] < 0 for row in request_rows)}
-            good = [i for i in sample_requests if i not in bad]
-            for i in bad:
-                outcomes[i] = self._nan()
-        for i, score_request in score_requests.items():  # before `choose`, which overwrites logits
-            if outcomes[i] is None:
-                scores[i] = score_request.logprobs(logits)
-        for i, chosen in zip(good, choose(logits, [sample_requests[i] for i in good], best_tokens), strict=True):
-            outcomes[i] = chosen
-        return outcomes, scores
+    # -- submit: a forward, and tokens that the device draws -------------------------------------------------------
 
-    def _pool(
-        self, parts: Sequence[ScheduledTokens], step: Step, outcomes: list[SampledTokens | BaseException | None]
-    ) -> list[PooledStates | None]:
-        """Pool the last forward's hidden states; prompts whose states are not finite get an error as outcome."""
-        pooled: list[PooledStates | None] = [None] * len(parts)
-        if not step.pooled:
-            return pooled
+    def _forward(self, parts: Sequence[ScheduledTokens], results: Sequence[PartResult]) -> list[Timing]:
+        """Compute these parts; returns the forward's timing, unless it is one to collect."""
+        step = gather_step(parts, [result.guess for result in results])
+        if not (rows := len(step.tokens.tokens)):  # last tokens alone are waited for
+            return []
+        timer = _Timer(self.execution.model.device, rows)
+        logits = self._logits(step, timer)
+        if ahead := self._runs_ahead(step):
+            self._submitted.append((self._draw(step, logits, results), timer))
+        else:
+            self._choose(step, logits, results)
+        timer.stop()
+        outcomes = [result.outcome for result in results]
+        guesses = [result.guess for result in results]
+        for result, features in zip(
+            results, self._guessing.read(parts, guesses, outcomes, self.execution.features), strict=True
+        ):
+            result.features = features
+        if step.pooled:
+            self._pool(step, parts, results)
+        return [] if ahead else [timer.timing()]
+
+    def _logits(self, step: Step, timer: _Timer) -> Tensor:
+        """The forward's logits [L, V]; the masks of its grammars are computed beside it, as far as time allows."""
+        works = (request.work for request in step.sampled.values())
+        matchers = [work.matcher for work in works if work.matcher is not None]
+        if not matchers:
+            return self.execution(step.tokens)
+        enough = threading.Event()
+        masks = self._masks.submit(_compute, matchers, enough)
+        try:
+            return self.execution(step.tokens)
+        finally:
+            computed = timer.now()
+            wait([masks], _MASKS_S)
+            enough.set()
+            masks.result()
+            timer.waited(computed)
+
+    def _runs_ahead(self, step: Step) -> bool:
+        """Return whether the device alone can draw all tokens of the step."""
+        return self._ahead and not step.scored and all(r.work.drawn_on_device for r in step.sampled.values())
+
+    def _draw(self, step: Step, logits: Tensor, results: Sequence[PartResult]) -> PendingTokens:
+        """Draw the step's tokens on the device, for the next iteration to collect."""
+        best = self.execution.best
+        tokens = draw_on_device(logits, [*step.sampled.values()], likeliest(logits) if best is None else best)
+        if tokens is not best:
+            self.execution.keep(step.tokens, tokens)
+        pending = PendingTokens(tokens)
+        for i, request in step.sampled.items():
+            results[i].pending = PendingToken(pending, request.first)
+        return pending
+
+    # -- collect: what the host waits for --------------------------------------------------------------------------
+
+    def _collect(self, submitted: Sequence[tuple[PendingTokens, _Timer]]) -> list[Timing]:
+        """Wait for forwards' tokens; returns their timings."""
+        for tokens, _ in submitted:
+            tokens.wait()
+        return [timer.timing() for _, timer in submitted]
+
+    def _prepend(self, token: int, result: PartResult) -> None:
+        """Put a token that was pending before those of this iteration."""
+        if token < 0:
+            result.outcome = self._nan()
+        elif result.outcome is None:
+            result.outcome = SampledTokens([token], [])
+        elif isinstance(result.outcome, SampledTokens):
+            result.outcome.tokens.insert(0, token)
+
+    def _choose(self, step: Step, logits: Tensor, results: Sequence[PartResult]) -> None:
+        """Wait for the logits, and choose the tokens after them; prompts are scored."""
+        for i, request in step.sampled.items():
+            if request.work.matcher is not None and not request.work.matcher.ready:
+                results[i].outcome = SampledTokens([], [])
+        sampled = {i: request for i, request in step.sampled.items() if results[i].outcome is None}
+        best = greedy_tokens(logits, [*sampled.values()], self.execution.best)
+        if min(best, default=0) < 0:
+            rows = [(i, request.rows) for i, request in sampled.items()]
+            for i, its_rows in rows + [(i, request.rows) for i, request in step.scored.items()]:
+                if any(best[row] < 0 for row in its_rows):
+                    results[i].outcome = self._nan()
+            sampled = {i: request for i, request in sampled.items() if results[i].outcome is None}
+        for i, score_request in step.scored.items():  # before `choose`, which overwrites logits
+            if results[i].outcome is None:
+                results[i].scores = score_request.logprobs(logits)
+        for i, outcome in zip(sampled, choose(logits, [*sampled.values()], best), strict=True):
+            results[i].outcome = outcome
+
+    def _pool(self, step: Step, parts: Sequence[ScheduledTokens], results: Sequence[PartResult]) -> None:
+        """Pool the forward's hidden states; prompts whose states are not finite get an error."""
         assert self.execution.states is not None
         states = self.execution.states.float().cpu()
         finite = states.isfinite().all(-1)
         for i, rows in step.pooled.items():
             if bool(finite[rows].all()):
-                pooled[i] = parts[i].work.pooled.plus(states[rows])
+                results[i].pooled = parts[i].work.pooled.plus(states[rows])
             else:
-                outcomes[i] = self._nan()
-        return pooled
+                results[i].outcome = self._nan()
 
     def _nan(self) -> FloatingPointError:
         model = self.execution.model
         return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+
+    # -- before it serves ------------------------------------------------------------------------------------------
 
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
         """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width.

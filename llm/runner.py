@@ -11,8 +11,6 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import Tensor
-
 from contract.errors import UNSUPPORTED, Invalid
 from contract.text import EMBEDS_ONLY, NO_EMBEDDINGS
 from contract.tools import TOOLS
@@ -21,7 +19,6 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind
 from llm import parameters
-from llm.choose import SampledTokens
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
 from llm.drafts import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
@@ -30,13 +27,11 @@ from llm.kv_allocator import KVAllocator
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
 from llm.mask_turns import MaskTurns
-from llm.model_runner import ModelRunner, StepResult
+from llm.model_runner import ModelRunner, PartResult, StepResult
 from llm.pages import PAGE, PageAllocator
-from llm.parameters import Logprob
 from llm.parts import ScheduledTokens
-from llm.pooling import PooledStates
-from llm.sequence import PendingToken, SequenceState
-from llm.speculate import MOST, DraftTokens
+from llm.sequence import SequenceState
+from llm.speculate import MOST
 from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 
@@ -199,18 +194,8 @@ class TextRunner:
             for rows, seconds, masks_s in step.timings:
                 self.guessing.observe(rows, seconds - masks_s)
             outcomes = {
-                request.id: self._commit(part, *results)
-                for request, part, *results in zip(
-                    requests,
-                    parts,
-                    step.outcomes,
-                    step.guesses,
-                    step.features,
-                    step.scores,
-                    step.pooled,
-                    step.pending,
-                    strict=True,
-                )
+                request.id: self._commit(part, result)
+                for request, part, result in zip(requests, parts, step.parts, strict=True)
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
@@ -238,30 +223,22 @@ class TextRunner:
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _commit(
-        self,
-        part: ScheduledTokens,
-        outcome: SampledTokens | BaseException | None,
-        guess: DraftTokens,
-        features: Tensor | None,
-        scores: list[Logprob],
-        pooled: PooledStates | None,
-        pending: PendingToken | None,
-    ) -> Outcome:
+    def _commit(self, part: ScheduledTokens, result: PartResult) -> Outcome:
+        outcome, guess = result.outcome, result.guess
         if isinstance(outcome, BaseException):
             return Outcome(error=outcome)
         if outcome is not None and not outcome.tokens:
             return Outcome()
         work, total = part.work, part.work.parameters.max_tokens
         accepted = len(outcome.tokens) - 1 if outcome is not None and guess.tokens else 0
-        work.pending = pending
+        work.pending = result.pending
         news = text = None
         try:
             if self.guessing.active:
-                self.guessing.settle(part, guess, accepted, features)
+                self.guessing.settle(part, guess, accepted, result.features)
             work.computed = part.start + part.count + accepted
-            work.prompt_logprobs += scores
-            work.pooled = pooled or work.pooled
+            work.prompt_logprobs += result.scores
+            work.pooled = result.pooled or work.pooled
             if outcome is not None or (part.last and not total):
                 tokens, logprobs = ([], []) if outcome is None else (outcome.tokens, outcome.logprobs)
                 news, text = work.take(tokens, logprobs, self.model.ends)

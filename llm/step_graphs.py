@@ -35,7 +35,7 @@ REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up t
 Array = npt.NDArray[np.int32]
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """A step's inputs on the host, all int32."""
 
     columns: Array  # [3, T]: tokens, positions, sequences
@@ -115,7 +115,7 @@ class StepGraphs:
         if self._recorder is not None:
             self._recorder.settle()
 
-    def __call__(self, step: Step) -> Tensor | None:
+    def __call__(self, step: StepInputs) -> Tensor | None:
         """Logits [L, V] in fp32, overwritten by the next call. None: no graph fits the step."""
         shape = self._shape(step)
         if shape is None:
@@ -147,7 +147,7 @@ class StepGraphs:
 
     # -- shapes and inputs -------------------------------------------------------------------------------------------
 
-    def _shape(self, step: Step) -> Shape | None:
+    def _shape(self, step: StepInputs) -> Shape | None:
         rows, parts = step.columns.shape[1], rung(step.parts)
         if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
             return Shape(size, False, parts)
@@ -167,7 +167,7 @@ class StepGraphs:
         rows, most = shape.rows, self._most
         return [rows] * 3 + ([most, most, most, 3 * self._tiles(rows)] if shape.mixed else [rows])
 
-    def _padded(self, step: Step, shape: Shape) -> Array:
+    def _padded(self, step: StepInputs, shape: Shape) -> Array:
         rows, nobody = step.columns.shape[1], self._sequences
         layout = self._layout(shape)
         inputs = np.zeros(_size(layout), np.int32)

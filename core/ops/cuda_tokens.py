@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cuda import decode_kernel, driver, int4_kernel, stream_kernel, tiles
+from core.kernels.cuda import decode_kernel, driver, int4_kernel, stream, stream_kernel, tiles
 from core.kernels.cuda.chunk_kernel import chunks
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
@@ -57,7 +57,11 @@ class TokenLinear(Linear):
 
     def few(self, x: Tensor, early: int) -> SplitSums:
         """x of the input's type, at most `MOST_ROWS` rows."""
-        return SplitSums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
+        if stream.unsupported_reason(x, self.weight) is None:
+            parts = stream.stream(x, self.weight, early=bool(early))[None]
+        else:
+            parts = stream_kernel.stream(x, self.weight, early=early)
+        return SplitSums(parts, self.scale, self.bias)
 
     def few_gated(
         self, x: Tensor, inverse: Tensor | None, dtype: torch.dtype, early: int, *, gelu: bool = False
@@ -65,6 +69,8 @@ class TokenLinear(Linear):
         """silu(gate) · up, or GELU, times `inverse`, as `dtype`, of at most `MOST_ROWS` rows; the gate's weights come
         first.
         """
+        if self.scale is not None and stream.unsupported_reason(x, self.weight, gated=True) is None:
+            return stream.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=bool(early))
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
 
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

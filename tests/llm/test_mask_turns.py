@@ -130,9 +130,9 @@ def test_masks_that_are_late_are_left_to_the_next_step(
     outcomes: list[SampledTokens | BaseException | None] = []
     commit, compute = runner._commit, model_runner._compute
 
-    def noted(part: ScheduledTokens, outcome: SampledTokens | BaseException | None, *more: Any) -> Outcome:
-        outcomes.append(outcome)
-        return commit(part, outcome, *more)
+    def noted(part: ScheduledTokens, result: model_runner.PartResult) -> Outcome:
+        outcomes.append(result.outcome)
+        return commit(part, result)
 
     monkeypatch.setattr(model_runner, "_compute", lambda matchers, enough: compute(matchers[:1], enough))
     monkeypatch.setattr(runner, "_commit", noted)

@@ -30,6 +30,7 @@ _DATA_TYPES = {
 }
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +182,21 @@ def _not_kept(folder: Path, reason: str) -> None:
     log.warning("GPU kernels are compiled at every start: %s cannot be written (%s)", folder, reason)
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, its value as words."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
 class Kernel:
     """One compiled kernel, loaded into torch's CUDA context."""
 
@@ -195,15 +211,18 @@ class Kernel:
         code = _cuda().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         _check(code, "cuFuncSetAttribute")
 
-    def launch(self, blocks: int, *arguments: Any) -> None:
-        """Launch `blocks` blocks on torch's current stream. Arguments: ctypes structures, passed by value."""
+    def launch(self, blocks: int, *arguments: Any, early: bool = False) -> None:
+        """Launch `blocks` blocks on torch's current stream. Arguments: ctypes structures, passed by value. `early`: by
+        programmatic dependent launch.
+        """
         _enter()
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = _cuda().cuLaunchKernel(
-            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, pointers, None
-        )
-        _check(code, "cuLaunchKernel")
+        attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+        launch = _LaunchConfig(
+            (blocks, 1, 1), (self._threads, 1, 1), self._shared, torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(attribute), int(early),
+        )  # fmt: skip
+        _check(_cuda().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None), "cuLaunchKernelEx")
 
 
 def tensor_map(
