@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from core.ops.ops import Layer, TokenOps
 from llm.load import TextModel, TextModelError
@@ -142,7 +142,8 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
             f"is for a model of width {config.hidden_size}, {config.vocab_size} words and {layers} layers, where "
             f"{model.name} has {width}, {model.vocabulary} and {model.layers}"
         )
-    network, weights = DFlashNetwork(config, tuple(sources)), {}
+    network = DFlashNetwork(config, tuple(sources))
+    weights: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             weights |= load_file(path)
@@ -155,4 +156,5 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
             raise refuse(f"{key} is {actual.get(key, 'missing')}, where config.json wants {expected.get(key, 'none')}")
     network.load_state_dict(weights)
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
+    assert isinstance(block, int) and isinstance(mask, int)
     return Checkpoint(network, block, mask)

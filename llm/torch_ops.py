@@ -31,7 +31,8 @@ class TorchTokenOps(TorchOps):
         kv_heads = self._cache.kv_heads
         queries, keys, values = turned.split([heads, kv_heads, kv_heads], dim=1)
         self._cache.write(layer, keys, values, rows)
-        return queries.flatten(1)
+        flat: Tensor = queries.flatten(1)
+        return flat
 
     def attend_paged(
         self, q: Tensor, rows: TokenBatch, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0

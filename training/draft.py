@@ -86,7 +86,7 @@ def _written(run: TrainingRun, model: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), run.autocast():
             written = model.generate(
                 input_ids=ids, attention_mask=(ids != pad).long(), max_new_tokens=lm.LENGTH - width, do_sample=sampled,
-                top_k=0, pad_token_id=pad, eos_token_id=end,
+                pad_token_id=pad, eos_token_id=end, **({"top_k": 0} if sampled else {}),
             )[:, width:].cpu()  # fmt: skip
         for row, (prompt, answer) in enumerate(zip(chunk, written.tolist(), strict=True), first):
             answer = answer[: answer.index(end) + 1] if end in answer else answer

@@ -162,7 +162,7 @@ class CudaTokenOps:
     def rms_norm(
         self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
     ) -> Tensor | Residual:
-        """RMSNorm of the stream, or of a product's sums, for the layers `to`; of sums, added to `residual`, if given."""
+        """RMSNorm of the stream for the layers `to`; or of a product's sums, added to `residual` if that is given."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
         if isinstance(x, SplitSums):
             if residual is None:
