@@ -49,7 +49,7 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The layers whose inputs it reads, the model's residual stream, in rising order; none: it reads tokens."""
+        """The layers whose inputs it reads, the model's residual stream; none: it reads tokens."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class Drafter(Protocol):
         ...
 
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """Read and guess for all of them at once, each a chain or a tree of at most `count` tokens."""
+        """Read and guess for all of them at once, each at most `count` tokens."""
         ...
 
     def kept(self, count: int, accepted: int) -> int:

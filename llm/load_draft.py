@@ -8,6 +8,8 @@ from typing import Literal
 from llm import precision, tiny
 from llm.block_drafter import BlockDraft
 from llm.drafts import DrafterFactory
+from llm.eagle import ARCHITECTURES
+from llm.eagle_drafter import EagleDraft
 from llm.load import TextModel, TextModelError, find
 
 
@@ -26,4 +28,6 @@ def load(name: str, model: TextModel, *, lacks: str | None) -> TextModel | Liter
             raise TextModelError(f"{name}: config.json: {error}") from error
         if any(str(architecture).startswith("DFlash") for architecture in architectures or ()):
             return BlockDraft.read(folder, model)
+        if any(architecture in ARCHITECTURES for architecture in architectures or ()):
+            return EagleDraft.read(folder, model)
     return precision.load(name, "auto", device=str(model.device), lacks=lacks)[0]

@@ -98,8 +98,9 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
     """Tokens [T] to hidden states [T, C], on the KV cache of `ops`; `rows` as for `TokenOps`."""
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
-        if layer.index in decoder.features:  # here, since a GPU adds a branch's sums to x in the layer's first norm
-            ops.capture(x, rows, decoder.features.index(layer.index))
+        for place, source in enumerate(decoder.features):
+            if source == layer.index:  # here, since a GPU adds a branch's sums to x in the layer's first norm
+                ops.capture(x, rows, place)
         q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
         return ops.attend_paged(
             q, rows, layer.index, scale=layer.scale, to=layer.o_proj, window=layer.window, cap=layer.cap

@@ -115,15 +115,10 @@ class DraftLengths:
 
 @dataclass(frozen=True, eq=False)
 class DraftTokens:
-    """`tokens` k, a chain or a tree, and the distributions they were drawn from: [k, V], or None for deterministic
-    ones, which a tree's always are.
-
-    `parents` of a tree: by token the index of the one before it, which is smaller; -1: the sequence's last token.
-    """
+    """`tokens` k, and the distributions they were drawn from: [k, V], or None for deterministic guesses."""
 
     tokens: list[int]
     q: Tensor | None = None
-    parents: list[int] | None = None
 
 
 NO_GUESS = DraftTokens([])

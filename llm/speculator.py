@@ -70,10 +70,10 @@ class Speculator:
         for i, (part, guess, outcome) in enumerate(zip(parts, guesses, outcomes, strict=True)):
             start, work, unread = part.start, part.work, part.count
             if self._reads(part):
-                stop = self._readable(part)
-                unread = start + part.count - stop
-                new = None if features is None else features[first : first + stop - start]
-                requests += [_request(work, stop, 0, new)] if stop > start else []
+                unread = min(self.drafter.lookahead, part.count)
+                stop = start + part.count - unread
+                new = None if features is None else _joined(work.features, features[first : first + stop - start])
+                requests += [_request(work, stop, 0, new)]
             rows[i] = list(range(first + part.count - unread, first + part.count))
             if isinstance(outcome, SampledTokens) and guess.tokens:
                 rows[i] += [first + part.count + j for j in outcome.path]
@@ -97,9 +97,9 @@ class Speculator:
         elif guess is not NO_GUESS:
             work.drafted, work.features = part.start + self.drafter.kept(count, accepted), features
         elif self._reads(part):
-            work.drafted, work.features = self._readable(part), features
+            work.drafted, work.features = part.start + part.count - min(self.drafter.lookahead, part.count), features
         elif features is not None:
-            held = features if work.features is None else torch.cat([work.features, features])
+            held = _joined(work.features, features)
             work.features = held if len(held) <= _HELD else None  # `plan` then leaves the sequence alone
         if count:
             work.pace.learn(count, accepted)
@@ -107,13 +107,27 @@ class Speculator:
             self.accepted += accepted
 
     def _reads(self, part: ScheduledTokens) -> bool:
-        """Return whether the drafter reads a part of a prompt with the model."""
-        return part.count > 1 and part.work.drafted == part.start
+        """Return whether the drafter reads a part of a prompt with the model; of each the last positions later, with
+        the tokens that follow.
+        """
+        held = 0 if part.work.features is None else len(part.work.features)
+        return part.count > 1 and part.work.drafted + held == part.start
 
-    def _readable(self, part: ScheduledTokens) -> int:
-        """The positions of a part of a prompt that the drafter can read up to, since enough tokens follow."""
-        assert self.drafter is not None
-        return max(part.start, min(part.start + part.count, len(part.work.tokens) - self.drafter.lookahead))
+    def time(self, channels: int, sequences: int) -> None:
+        """Time the drafter with tokens of nobody, before requests come: the first guesses, which compile what they
+        need, would make it look dearer than it is. `channels` of features.
+        """
+        if self.drafter is None:
+            return
+        self.drafter.prepare(sequences)
+        if not self.drafter.reads:
+            return
+        for count in (MOST, *[4] * _TIMED):
+            features = torch.zeros(1, channels, device=self.device, dtype=self.dtype) if channels else None
+            started = time.perf_counter()
+            self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
+            seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
+            self._draft_s = seconds if count == MOST else min(self._draft_s, seconds)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Record the time of a forward of the model, without making guesses."""
@@ -153,3 +167,8 @@ def _lengths(drafter: Drafter, forward_s: float, draft_s: float, row_s: float) -
 def _request(work: SequenceState, stop: int, count: int, features: Tensor | None = None) -> DraftRequest:
     features = work.features if features is None else features
     return DraftRequest(work.row, work.tokens, work.drafted, stop, count, work.settings, features, work.own)
+
+
+def _joined(held: Tensor | None, new: Tensor) -> Tensor:
+    """The features of positions that were held before, and of new ones."""
+    return new if held is None else torch.cat([held, new])

@@ -50,6 +50,13 @@ class CpuTokenOps(CpuOps):
         )
         return self._own(out, q.shape[:-1])
 
+    def side_by_side(self, x: Array, y: Array) -> Array:
+        width = x.x.shape[1]
+        out = self.program.buffer(x.x.shape[0], width + y.x.shape[1], dtype=x.x.dtype)
+        self.program.place(x.x, out[:, :width], images=1)
+        self.program.place(y.x, out[:, width:], images=1)
+        return self._own(out, x.shape[:-1])
+
     def capture(self, x: Array, rows: TokenPositions, place: int) -> None:
         assert rows.features is not None
         width = x.shape[-1]

@@ -230,6 +230,9 @@ class CudaTokenOps:
             chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
 
+    def side_by_side(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], -1)
+
     def capture(self, x: Residual, rows: FusedBatch, place: int) -> None:
         assert rows.features is not None
         width = x.x.shape[1]

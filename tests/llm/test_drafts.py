@@ -15,7 +15,7 @@ from llm.speculate import DraftTokens
 from llm.speculator import Speculator
 from tests.llm import stage
 
-LAYERS = (0, 1)
+LAYERS = (1, 0, 1)
 
 
 class Witness:
