@@ -98,7 +98,7 @@ class EagleDrafter:
         return self._steps.size_bytes + self._cache.size_bytes
 
     def limit(self, work: SequenceState, count: int) -> int:
-        return count
+        return min(count, MOST)
 
     def kept(self, count: int, accepted: int) -> int:
         """None: keys and values of guesses are those of guessed states."""
