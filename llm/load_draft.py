@@ -19,7 +19,7 @@ def load(name: str, model: TextModel, *, lacks: str | None) -> TextModel | Liter
     `lacks` as for `precision.choose`. Raises `TextModelError` for one that does not load, or does not fit.
     """
     if name == "lookup":
-        return name
+        return "lookup"
     if name not in tiny.SHAPES:
         folder = find(name)
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from core.ops.ops import Activation, Layer, Ops, TokenOps
+from core.ops.ops import Activation, Layer, Ops, TokenOps, TrunkOps
 from llm import family
 
 A = TypeVar("A")
@@ -94,7 +94,7 @@ class Decoder:
         return cls(model.embed_tokens, layers, ShiftedNorm(model.norm), head, float(scale), cap, features)
 
 
-def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
+def trunk(ops: TrunkOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
     """Tokens [T] to hidden states [T, C], on the KV cache of `ops`; `rows` as for `TokenOps`."""
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
