@@ -216,7 +216,8 @@ class Settings(BaseSettings):
         description="auto: int8 or fp8 where the model has such a variant and the kernels run, else fp32 or bf16",
     )
     text_draft: str = Field(
-        default="", description="makes guesses: a smaller text model, or lookup for what was said; empty: none"
+        default="",
+        description="makes guesses: a smaller text model, a DFlash drafter, or lookup for what was said; empty: none",
     )
     text_kv: Literal["float", "int8", "fp8"] = Field(default="float", description="what keys and values are kept in")
     text_requests: int = Field(default=64, ge=1, le=4096, description="answers in the making at once")

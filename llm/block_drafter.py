@@ -45,7 +45,7 @@ class BlockDraft:
         self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
         kernels: ctypes.CDLL | None,
     ) -> BlockDrafter:  # fmt: skip
-        """As `DrafterFactory`."""
+        """Make the drafter; see `DrafterFactory`."""
         network, model = self.checkpoint.network, execution.model
         config = network.config
         if config.max_position_embeddings < context:
@@ -100,13 +100,14 @@ class BlockDrafter:
         context = np.array([positions, [r.row for r in unread for _ in range(r.read, r.stop)]], np.int32)
         blocks: tuple[list[int], ...] = ([], [], [], [])
         tokens, places, ends, rows = blocks
-        for request in requests:
-            if request.count:
-                end = request.stop + request.count
-                tokens += [request.tokens[request.stop], *[self._mask] * request.count]
+        counts = [min(request.count, self._block - 1) for request in requests]
+        for request, count in zip(requests, counts, strict=True):
+            if count:
+                end = request.stop + count
+                tokens += [request.tokens[request.stop], *[self._mask] * count]
                 places += range(request.stop, end + 1)
-                ends += [end] * (request.count + 1)
-                rows += [request.row] * (request.count + 1)
+                ends += [end] * (count + 1)
+                rows += [request.row] * (count + 1)
         self._cache.settle()
         best = iter(self._blocks(features, context, np.array(blocks, np.int32)))
-        return [DraftTokens([*islice(best, r.count + 1)][1:]) if r.count else NO_GUESS for r in requests]
+        return [DraftTokens([*islice(best, count + 1)][1:]) if count else NO_GUESS for count in counts]

@@ -18,9 +18,9 @@ from core.kernels.kv_cache import PAGE, KVCache, TokenBatch, on_device
 from core.ops.cpu_arrays import Array as CpuArray
 from core.ops.cpu_tokens import CpuTokenOps
 from core.ops.cuda_tokens import CudaTokenOps, FusedBatch
+from core.ops.ops import bind
 from core.ops.packed import PackedLayers
 from core.ops.trace import TraceOps
-from core.quant.convert import swap_
 from core.quant.dynamic import Int8DynamicLinear
 from llm import dflash, family
 from llm.dflash import BlockDecoder, Checkpoint, DFlashNetwork
@@ -29,15 +29,15 @@ from llm.step_graphs import BUCKETS, REACHES, Array, bucket, recorder, rung
 from llm.torch_ops import TorchTokenOps
 
 log = logging.getLogger(__name__)
+_POSITIONS = (0, 3, 4)  # among the columns of a graph's inputs
 
 
 def of(checkpoint: Checkpoint, execution: TextExecution, cache: KVCache, sequences: int) -> Blocks:
     """Choose the kernels that run the model of `execution`. Raises ValueError for layers that they do not support."""
     network, target = checkpoint.network, execution.model.network
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    decoder = BlockDecoder.of(network, target.get_input_embeddings(), target.get_output_embeddings())
     if execution.packed is not None:
-        return _Programs(network, embedding, head, cache, execution.packed)
-    decoder = BlockDecoder.of(network, embedding, head)
+        return _Programs(decoder, network, cache, execution.packed)
     if execution.kind == FUSED:
         return _Graphs(decoder, network, cache, execution.model.dtype, checkpoint.block, sequences)
     return Blocks(decoder, network, cache)
@@ -48,14 +48,15 @@ class Blocks:
 
     def __init__(self, decoder: BlockDecoder, network: DFlashNetwork, cache: KVCache) -> None:
         angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
-        self._network, self._angles = network, angles
-        self._decoder, self._cache, self._device = decoder, cache, cache.table.device
+        self._angles, self._bytes = angles, sum(weight.nbytes for weight in network.parameters())
+        self._cache, self._device, self._width = cache, cache.table.device, int(decoder.fc.in_features)
+        self._read_walk, self._draft_walk = bind(dflash.read, decoder), bind(dflash.draft, decoder)
         self._ops = TorchTokenOps(cache, angles)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the drafter's own weights."""
-        return sum(x.nbytes for x in (*self._network.parameters(), *self._network.buffers()))
+        return self._bytes
 
     def prepare(self, sequences: int) -> None:
         """Nothing to prepare."""
@@ -74,12 +75,12 @@ class Blocks:
         return self._drafted(blocks) if blocks.size else []
 
     def _read(self, features: Tensor, context: Array) -> None:
-        dflash.read(self._ops, self._decoder, features, self._batch(*context))
+        self._read_walk(self._ops, features, self._batch(*context))
 
     def _drafted(self, blocks: Array) -> list[int]:
         tokens, positions, ends, sequences = blocks
         rows = self._batch(positions, sequences)
-        logits = dflash.draft(self._ops, self._decoder, self._tensor(tokens), rows, self._batch(ends, sequences))
+        logits = self._draft_walk(self._ops, self._tensor(tokens), rows, self._batch(ends, sequences))
         return _tokens(logits)
 
     def _batch(self, positions: Array, sequences: Array) -> TokenBatch:
@@ -103,15 +104,16 @@ class _Programs(Blocks):
     have no share in it.
     """
 
-    def __init__(
-        self, network: DFlashNetwork, embedding: nn.Module, head: nn.Module, cache: KVCache, packed: PackedLayers
-    ) -> None:
-        """`packed` are the model's layers, whose embedding is shared."""
-        linear = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
-        swap_(network, {name: Int8DynamicLinear.of(layer, None) for name, layer in linear.items()})
-        head = Int8DynamicLinear.of(head, None)
-        super().__init__(BlockDecoder.of(network, embedding, head), network, cache)
-        self._layers = PackedLayers(packed.library, nn.ModuleList([network, head]))
+    def __init__(self, decoder: BlockDecoder, network: DFlashNetwork, cache: KVCache, packed: PackedLayers) -> None:
+        """`packed` are the model's layers. Raises ValueError for unsupported ones."""
+        rounded: list[nn.Module] = []
+
+        def in_int8(layer: nn.Linear) -> nn.Module:
+            rounded.append(Int8DynamicLinear.of(layer, None))
+            return rounded[-1]
+
+        super().__init__(decoder.with_linear(in_int8), network, cache)
+        self._layers = PackedLayers(packed.library, nn.ModuleList(rounded))
         self._new = partial(CpuTokenOps, packed.library, self._layers, cache, self._angles)
         self._reads: dict[int, tuple[CpuTokenOps, CpuArray, TokenPositions, CpuArray]] = {}
         self._drafts: dict[int, tuple[CpuTokenOps, Tensor, CpuArray]] = {}
@@ -120,7 +122,7 @@ class _Programs(Blocks):
 
     @property
     def size_bytes(self) -> int:
-        return super().size_bytes + self._layers.size_bytes
+        return self._layers.size_bytes
 
     def release(self) -> None:
         self._layers.release()
@@ -142,8 +144,8 @@ class _Programs(Blocks):
 
     def _context_program(self, count: int) -> tuple[CpuTokenOps, CpuArray, TokenPositions, CpuArray]:
         ops = self._new()
-        x, rows = ops.input((count, self._decoder.fc.in_features)), ops.rows(count)
-        program = self._reads[count] = ops, x, rows, dflash.read(ops, self._decoder, x, rows)
+        x, rows = ops.input((count, self._width)), ops.rows(count)
+        program = self._reads[count] = ops, x, rows, self._read_walk(ops, x, rows)
         return program
 
     def _draft_program(self, count: int) -> tuple[CpuTokenOps, Tensor, CpuArray]:
@@ -151,7 +153,7 @@ class _Programs(Blocks):
         inputs = ops.program.buffer(4, count, dtype=torch.int32)
         tokens, positions, ends, sequences = inputs
         rows = TokenPositions(positions, sequences, self._cache.table)
-        out = dflash.draft(ops, self._decoder, CpuArray(tokens, (count,), None), rows, replace(rows, positions=ends))
+        out = self._draft_walk(ops, CpuArray(tokens, (count,), None), rows, replace(rows, positions=ends))
         program = self._drafts[count] = ops, inputs, out
         return program
 
@@ -165,10 +167,10 @@ class _Graphs(Blocks):
     ) -> None:  # fmt: skip
         """`block` rows of each of at most so many sequences."""
         super().__init__(decoder, network, cache)
-        self._fused, width = CudaTokenOps(dtype, cache, self._angles), decoder.fc.in_features
+        self._fused, width = CudaTokenOps(dtype, cache, self._angles), self._width
         followed = TraceOps()
-        dflash.read(followed, decoder, (1, width), None)
-        dflash.draft(followed, decoder, (1,), None, None)
+        self._read_walk(followed, (1, width), None)
+        self._draft_walk(followed, (1,), None, None)
         for call in followed.calls:  # joined weights exist before anything is recorded
             self._fused.pack(call.operation, call.layers)
         self._block, self._sequences = -(-block // 4) * 4, sequences  # rows of a sequence, aligned as kernels want
@@ -197,7 +199,7 @@ class _Graphs(Blocks):
         if not drafted or not 0 < fitting <= len(self._features):  # prompts
             return super().__call__(features, context, blocks)
         inputs = np.zeros((6, fitting), np.int32)
-        inputs[[0, 3, 4]] = -1
+        inputs[[*_POSITIONS]] = -1
         inputs[:2, :read], inputs[2:, :drafted] = context, blocks
         staged = torch.from_numpy(inputs.ravel())
         graph = self._graph(fitting, rung(part_count(int(blocks[2].max()) + 1)))
@@ -210,15 +212,17 @@ class _Graphs(Blocks):
 
     def _read(self, features: Tensor, context: Array) -> None:
         positions, sequences = (self._tensor(column) for column in context)
-        dflash.read(self._fused, self._decoder, features, _fused(positions, positions, sequences))
+        self._read_walk(self._fused, features, _fused(positions, positions, sequences))
 
     def _drafted(self, blocks: Array) -> list[int]:
-        columns = [self._tensor(column) for column in blocks]
-        return _tokens(self._logits(*columns, rung(part_count(int(blocks[2].max()) + 1))))
+        columns = torch.stack([self._tensor(column) for column in blocks])
+        return _tokens(self._logits(columns, rung(part_count(int(blocks[2].max()) + 1))))
 
-    def _logits(self, tokens: Tensor, positions: Tensor, ends: Tensor, sequences: Tensor, parts: int) -> Tensor:
+    def _logits(self, columns: Tensor, parts: int) -> Tensor:
+        tokens, positions, ends, sequences = columns
         rows, last = _fused(tokens, positions, sequences), _fused(tokens, ends, sequences, parts)
-        return dflash.draft(self._fused, self._decoder, tokens, rows, last)
+        logits: Tensor = self._draft_walk(self._fused, tokens, rows, last)
+        return logits
 
     def _graph(self, rows: int, parts: int) -> Callable[[], object]:
         if (graph := self._graphs.get((rows, parts))) is None:
@@ -230,15 +234,15 @@ class _Graphs(Blocks):
 
         def run() -> object:
             read = _fused(columns[0], columns[0], columns[1])
-            dflash.read(self._fused, self._decoder, self._features[:rows], read)
-            logits = self._logits(*columns[2:], parts)
+            self._read_walk(self._fused, self._features[:rows], read)
+            logits = self._logits(columns[2:], parts)
             return self._best[:rows].copy_(logits.argmax(-1))
 
         if self._device.type != "cuda":
             return run
         self._recorder = self._recorder or recorder(self._device)
-        self._inputs.fill_(-1)  # what is run to compile, and to record, writes nothing
-        self._inputs[2 * rows : 3 * rows].zero_()
+        columns.zero_()
+        columns[[*_POSITIONS]] = -1  # what is run to compile, and to record, writes nothing
         try:
             return self._recorder.record(run)[0]
         except RuntimeError as error:

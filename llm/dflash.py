@@ -9,11 +9,12 @@ of them. Embedding and head are the target's.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from core.ops.ops import Layer, TokenOps
 from llm.load import TextModel, TextModelError
@@ -64,6 +65,17 @@ class BlockDecoder:
         layers = tuple(DecoderLayer.of(layer, i, network.config) for i, layer in enumerate(network.layers))
         return cls(network.fc, network.hidden_norm, layers, network.norm, embed_tokens, lm_head)
 
+    def with_linear(self, make: Callable[[Layer], Layer]) -> BlockDecoder:
+        """The same with what `make` makes of each linear layer."""
+        layers = [
+            replace(
+                layer, qkv=tuple(map(make, layer.qkv)), o_proj=make(layer.o_proj),
+                up_gate=tuple(map(make, layer.up_gate)), down_proj=make(layer.down_proj),
+            )
+            for layer in self.layers
+        ]  # fmt: skip
+        return replace(self, fc=make(self.fc), layers=tuple(layers), lm_head=make(self.lm_head))
+
 
 def read(ops: TokenOps[A], decoder: BlockDecoder, features: A, rows: Any) -> A:
     """Put keys and values of the context's features [T, sources · C] into the pages; returns the last layer's."""
@@ -98,17 +110,23 @@ class Checkpoint(NamedTuple):
 
 def load(folder: Path, model: TextModel) -> Checkpoint:
     """Load a drafter for a model. Raises `TextModelError` for one that does not fit it, or is of another kind."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
     def refuse(reason: str) -> TextModelError:
         return TextModelError(f"draft {folder}: {reason}")
 
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    own = fields.get("dflash_config") or {}
-    block, mask = (own.get(key, fields.get(key)) for key in ("block_size", "mask_token_id"))
-    config = Qwen3Config(**{key: value for key, value in fields.items() if key != "dflash_config"})
-    sources = own.get("target_layer_ids") or target_layers(model.layers, config.num_hidden_layers)
+    try:
+        fields: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        own = fields.pop("dflash_config", None) or {}
+        if not isinstance(own, dict):
+            raise ValueError(f"dflash_config must be an object, not {str(own)[:40]}")
+        config = Qwen3Config(**fields)
+        block, mask = (own.get(key, fields.get(key)) for key in ("block_size", "mask_token_id"))
+        sources = own.get("target_layer_ids") or target_layers(model.layers, config.num_hidden_layers)
+    except Exception as error:  # transformers checks fields in ways of its own
+        raise refuse(f"config.json: {error}") from error
     if (kind := fields.get("architectures")) != [ARCHITECTURE]:
         raise refuse(f"config.json: architectures must be {[ARCHITECTURE]}, not {kind}")
     for key, value, most in (("block_size", block, 64), ("mask_token_id", mask, model.vocabulary - 1)):
@@ -125,7 +143,12 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
             f"{model.name} has {width}, {model.vocabulary} and {model.layers}"
         )
     network = DFlashNetwork(config, tuple(sources))
-    weights = {key: tensor for path in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(path).items()}
+    weights: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            weights |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise refuse(f"{path.name}: {error}") from error
     expected = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
     actual = {key: tuple(tensor.shape) for key, tensor in weights.items()}
     for key in sorted(expected.keys() | actual.keys()):
@@ -133,4 +156,5 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
             raise refuse(f"{key} is {actual.get(key, 'missing')}, where config.json wants {expected.get(key, 'none')}")
     network.load_state_dict(weights)
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
+    assert isinstance(block, int) and isinstance(mask, int)
     return Checkpoint(network, block, mask)

@@ -19,7 +19,7 @@ from core.kernels.kv_cache import Kind, TokenBatch
 from llm import sample
 from llm.execution import TextExecution
 from llm.sequence import SequenceState
-from llm.speculate import NO_GUESS, DraftTokens, PromptLookup
+from llm.speculate import MOST, NO_GUESS, DraftTokens, PromptLookup
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +106,12 @@ class DrafterFactory(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """As of the drafter."""
+        """Return the drafter's."""
         ...
 
     @property
     def lookahead(self) -> int:
-        """As of the drafter."""
+        """Return the drafter's."""
         ...
 
     def __call__(
@@ -134,7 +134,7 @@ class LookupDrafter:
         lookup: PromptLookup = work.own or PromptLookup()
         work.own = lookup
         lookup.extend(work.tokens[len(lookup) :])
-        return len(lookup.guess(count))
+        return len(lookup.guess(min(count, MOST)))
 
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
         return [DraftTokens(r.own.guess(r.count)) if r.count else NO_GUESS for r in requests]
@@ -164,13 +164,13 @@ class ModelDrafter:
         return self._execution.size_bytes
 
     def limit(self, work: SequenceState, count: int) -> int:
-        return count
+        return min(count, MOST)
 
     def kept(self, count: int, accepted: int) -> int:
         return 1 + min(accepted, count - 1) if count else 0  # it has read the last token, and all guesses but one
 
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """As many forwards as the longest has guesses."""
+        """Run as many forwards as the longest has guesses."""
         drafts: list[list[int]] = [[] for _ in requests]
         probabilities: list[list[Tensor]] = [[] for _ in requests]
         if any(not request.count for request in requests):

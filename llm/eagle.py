@@ -84,7 +84,7 @@ def draft(ops: TokenOps[A], decoder: EagleDecoder, tokens: A, x: A, rows: Any) -
     layer = decoder.layer
     a = ops.rms_norm(ops.embed(tokens, decoder.embed_tokens), layer.input_layernorm, to=layer.qkv)
     b = ops.rms_norm(x, decoder.hidden_norm, to=layer.qkv)
-    q = ops.rotate_paged(ops.linear(ops.side_by_side(a, b), *layer.qkv), rows, 0, heads=layer.heads)
+    q = ops.rotate_paged(ops.linear(ops.cat(a, b), *layer.qkv), rows, 0, heads=layer.heads)
     x = ops.linear(ops.attend_paged(q, rows, 0, scale=layer.scale, to=layer.o_proj), layer.o_proj, residual=x)
     a = ops.rms_norm(x, layer.mlp_layernorm, to=layer.up_gate)
     b = ops.gated(a, *layer.up_gate, act=layer.act, to=layer.down_proj)

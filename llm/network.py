@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from core.ops.ops import Activation, Layer, Ops, TokenOps, TrunkOps
+from core.ops.ops import Activation, Layer, Ops, TokenOps
 from llm import family
 
 A = TypeVar("A")
@@ -94,13 +94,14 @@ class Decoder:
         return cls(model.embed_tokens, layers, ShiftedNorm(model.norm), head, float(scale), cap, features)
 
 
-def trunk(ops: TrunkOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
+def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
     """Tokens [T] to hidden states [T, C], on the KV cache of `ops`; `rows` as for `TokenOps`."""
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
         for place, source in enumerate(decoder.features):
-            if source == layer.index:  # here, since a GPU adds a branch's sums to x in the layer's first norm
-                ops.capture(x, rows, place)
+            # Here, since a GPU adds a branch's sums to x in the layer's first norm.
+            if source == layer.index and rows is not None:
+                rows.capture(x, place)
         q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
         return ops.attend_paged(
             q, rows, layer.index, scale=layer.scale, to=layer.o_proj, window=layer.window, cap=layer.cap

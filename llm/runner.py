@@ -31,7 +31,7 @@ from llm.model_runner import ModelRunner, PartResult, StepResult
 from llm.pages import PAGE, PageAllocator
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST
+from llm.speculate import MOST_AT_ONCE
 from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 
@@ -81,7 +81,7 @@ class TextRunner:
         self._on_cpu = model.device.type == "cpu"
         usual = _ROWS if self._on_cpu else _GPU_ROWS
         chunk = chunk or usual[1]
-        self._max_rows = max(max_rows or usual[0], chunk, MOST + 1)
+        self._max_rows = max(max_rows or usual[0], chunk, MOST_AT_ONCE + 1)
 
         size: dict[str, Any] = {
             "pages": self.pages.capacity, "sequences": max_requests, "context": self.context, "rows": self._max_rows,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from llm import sample
 
-MOST = 8  # guesses at a time
+MOST = 8  # guesses at a time, made one after the other
+MOST_AT_ONCE = 15  # of a block
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
 _LEVELS = 32  # of acceptance, for the table of lengths
 _RATE = 0.08  # learning rate of the acceptance
@@ -105,7 +106,7 @@ class DraftLengths:
         any guesses at all.
         """
         a = np.linspace(0, 0.99, _LEVELS)[:, None]
-        k = np.arange(MOST + 1)
+        k = np.arange(MOST_AT_ONCE + 1)
         rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + (k > 0) * draft_s + k * guess_s)
         self._best = rate.argmax(1)
 

@@ -31,16 +31,14 @@ class TorchTokenOps(TorchOps):
         kv_heads = self._cache.kv_heads
         queries, keys, values = turned.split([heads, kv_heads, kv_heads], dim=1)
         self._cache.write(layer, keys, values, rows)
-        return queries.flatten(1)
+        flat: Tensor = queries.flatten(1)
+        return flat
 
     def attend_paged(
         self, q: Tensor, rows: TokenBatch, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0
     ) -> Tensor:
         queries, context = q.unflatten(1, (-1, self._cache.head_dim)), PagedContext.of(self._cache, rows)
         return paged_attention(queries, context, layer, scale, window, cap).flatten(1)
-
-    def side_by_side(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.cat(x, y)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         return self.linear(x, layer).float()

@@ -86,7 +86,7 @@ def _written(run: TrainingRun, model: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), run.autocast():
             written = model.generate(
                 input_ids=ids, attention_mask=(ids != pad).long(), max_new_tokens=lm.LENGTH - width, do_sample=sampled,
-                top_k=0, pad_token_id=pad, eos_token_id=end,
+                pad_token_id=pad, eos_token_id=end, **({"top_k": 0} if sampled else {}),
             )[:, width:].cpu()  # fmt: skip
         for row, (prompt, answer) in enumerate(zip(chunk, written.tolist(), strict=True), first):
             answer = answer[: answer.index(end) + 1] if end in answer else answer
@@ -128,6 +128,24 @@ def states(model: DFlashNetwork, x: Tensor, context: Tensor, positions: Tensor, 
     return normed
 
 
+def blocks(model: DFlashNetwork, teacher: Any, ids: Tensor, anchors: Tensor, size: int, mask: int) -> Tensor:
+    """Normed hidden states [B, N, size, C] of blocks behind the tokens `anchors` [B, N] of rows ids [B, T], each of
+    which sees what is before its anchor, and itself.
+    """
+    (rows, width), count, device = ids.shape, anchors.shape[1], ids.device
+    embedding = teacher.get_input_embeddings()
+    with torch.no_grad():
+        context = features(teacher, ids, model.sources)
+        x = embedding.weight[mask].expand(rows, count, size, -1).clone()
+        x[:, :, 0] = embedding(ids.gather(1, anchors))
+    before = torch.arange(width, device=device) < anchors[..., None, None]  # [B, N, 1, T]
+    owner = torch.arange(count, device=device).repeat_interleave(size)
+    within = (owner[:, None] == owner).expand(rows, -1, -1)
+    seen = torch.cat([before.expand(-1, -1, size, -1).flatten(1, 2), within], -1)
+    positions = anchors[..., None] + torch.arange(size, device=device)
+    return states(model, x.flatten(1, 2).to(context.dtype), context, positions.flatten(1), seen).view(*x.shape)
+
+
 def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the drafter; the target stays as it is."""
     teacher, model = target(run), build(run)
@@ -139,42 +157,28 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     block, batch = run.shapes.draft_block, run.batch or 32
     offsets = torch.arange(block, device=run.device)
     weights = torch.exp(-(offsets[1:] - 1) / _FADE)
-    embedding, head = teacher.get_input_embeddings(), teacher.get_output_embeddings()
-    mask_embedding = embedding.weight[tokens.lm_tokenizer(run).pad_token_id]
+    head, mask = teacher.get_output_embeddings(), tokens.lm_tokenizer(run).pad_token_id
 
     def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         factory = loop.factory(generator)
         drawn = torch.randint(len(rows), (batch,), **factory)
         first, length = spans[drawn].unbind(1)
-        width = int(length.max())
-        ids = rows[drawn, :width]
+        ids = rows[drawn, : int(length.max())]
         share = torch.rand(batch, ANCHORS, **factory)
         anchors = first[:, None] + (share * (length - 1 - first)[:, None]).long()
-        positions = anchors[..., None] + offsets  # [B, anchors, block]
+        positions = anchors[..., None] + offsets[1:]  # [B, anchors, block - 1]
         known = positions < length[:, None, None]
-        with torch.no_grad(), run.autocast():
-            context = features(teacher, ids, model.sources)
-            labels = ids.gather(1, positions.clamp(max=width - 1).flatten(1)).view(positions.shape)
-            x = mask_embedding.expand(batch, ANCHORS, block, -1).clone()
-            x[:, :, 0] = embedding(labels[:, :, 0])
-            x = x.to(context.dtype)
-        places = torch.arange(width, device=run.device).expand(batch, -1)
-        before = places[:, None, None] < anchors[..., None, None]  # [B, anchors, 1, T]
-        owner = torch.arange(ANCHORS, device=run.device).repeat_interleave(block)
-        within = (owner[:, None] == owner).expand(batch, -1, -1)
-        seen = torch.cat([before.expand(-1, -1, block, -1).flatten(1, 2), within], -1)
+        truth = ids.gather(1, positions.clamp(max=ids.shape[1] - 1).flatten(1)).view(positions.shape)[known]
         with run.autocast():
-            y = states(model, x.flatten(1, 2), context, positions.flatten(1), seen)
-            scores = head(y.view(batch, ANCHORS, block, -1)[:, :, 1:][known[:, :, 1:]]).float()
-        truth = labels[:, :, 1:][known[:, :, 1:]]
+            scores = head(blocks(model, teacher, ids, anchors, block, mask)[:, :, 1:][known]).float()
         losses = F.cross_entropy(scores, truth, reduction="none")
-        weight = weights.expand(batch, ANCHORS, -1)[known[:, :, 1:]]
-        right = torch.zeros(known[:, :, 1:].shape, device=run.device)
-        right[known[:, :, 1:]] = (scores.detach().argmax(-1) == truth).float()
-        accepted = right.cumprod(-1).sum() / known[:, :, 1].sum()
+        weight = weights.expand(batch, ANCHORS, -1)[known]
+        right = torch.zeros(known.shape, device=run.device)
+        right[known] = (scores.detach().argmax(-1) == truth).float()
+        accepted = right.cumprod(-1).sum() / known[:, :, 0].sum()
         return (losses * weight).sum() / weight.sum(), {"accepted": accepted, "right": right.sum() / len(truth)}
 
-    stage = loop.Stage("draft", {"draft": model}, loss, rate=run.rate(RATE, "draft"), decay=0.05, average=0.998)
+    stage = loop.Stage("draft", {"draft": model}, loss, rate=run.rate(5e-3, "draft"), decay=0.05, average=0.998)
     return loop.train(stage, run)
 
 
