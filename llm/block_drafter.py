@@ -45,7 +45,7 @@ class BlockDraft:
         self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
         kernels: ctypes.CDLL | None,
     ) -> BlockDrafter:  # fmt: skip
-        """As `DrafterFactory`."""
+        """Make the drafter; see `DrafterFactory`."""
         network, model = self.checkpoint.network, execution.model
         config = network.config
         if config.max_position_embeddings < context:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
 from core.ops.cpu_arrays import Array
-from core.ops.cpu_tokens import CpuTokenOps
+from core.ops.cpu_tokens import CpuTokenOps, TokenRows
 from core.ops.ops import Walk, bind
 from core.ops.packed import PackedLayers
 from llm import family
@@ -27,7 +26,7 @@ class _Trunk(NamedTuple):
 
     ops: CpuTokenOps
     tokens: Array  # [T]
-    rows: TokenPositions
+    rows: TokenRows
     x: Array  # [T, C]
 
 

@@ -106,12 +106,12 @@ class DrafterFactory(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """As of the drafter."""
+        """Return the drafter's."""
         ...
 
     @property
     def lookahead(self) -> int:
-        """As of the drafter."""
+        """Return the drafter's."""
         ...
 
     def __call__(
@@ -170,7 +170,7 @@ class ModelDrafter:
         return 1 + min(accepted, count - 1) if count else 0  # it has read the last token, and all guesses but one
 
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """As many forwards as the longest has guesses."""
+        """Run as many forwards as the longest has guesses."""
         drafts: list[list[int]] = [[] for _ in requests]
         probabilities: list[list[Tensor]] = [[] for _ in requests]
         if any(not request.count for request in requests):

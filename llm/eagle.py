@@ -22,7 +22,7 @@ from llm.load import TextModel, TextModelError
 from llm.network import DecoderLayer
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 A = TypeVar("A")
 
 
@@ -84,7 +84,7 @@ def draft(ops: TokenOps[A], decoder: EagleDecoder, tokens: A, x: A, rows: Any) -
     layer = decoder.layer
     a = ops.rms_norm(ops.embed(tokens, decoder.embed_tokens), layer.input_layernorm, to=layer.qkv)
     b = ops.rms_norm(x, decoder.hidden_norm, to=layer.qkv)
-    q = ops.rotate_paged(ops.linear(ops.side_by_side(a, b), *layer.qkv), rows, 0, heads=layer.heads)
+    q = ops.rotate_paged(ops.linear(ops.cat(a, b), *layer.qkv), rows, 0, heads=layer.heads)
     x = ops.linear(ops.attend_paged(q, rows, 0, scale=layer.scale, to=layer.o_proj), layer.o_proj, residual=x)
     a = ops.rms_norm(x, layer.mlp_layernorm, to=layer.up_gate)
     b = ops.gated(a, *layer.up_gate, act=layer.act, to=layer.down_proj)
@@ -98,7 +98,7 @@ def logits(ops: TokenOps[A], decoder: EagleDecoder, x: A) -> A:
 
 def sources_of(fields: dict[str, Any], layers: int) -> tuple[int, ...]:
     """The target's layers whose inputs a checkpoint reads: as its config.json says, or else as published ones do."""
-    named = (fields.get("eagle_config") or {}).get(_IDS, fields.get(_IDS))
+    named = (fields.get("eagle_config") or {}).get(LAYER_IDS, fields.get(LAYER_IDS))
     return tuple(named) if named else (2, layers // 2, layers - 3)
 
 
@@ -116,7 +116,7 @@ def load(folder: Path, model: TextModel) -> EagleNetwork:
     config = LlamaConfig(**fields)
     sources = sources_of(fields, model.layers)
     if not all(isinstance(source, int) and 0 <= source < model.layers for source in sources):
-        raise refuse(f"config.json: {_IDS} must be layers of {model.name}, not {[*sources]}")
+        raise refuse(f"config.json: {LAYER_IDS} must be layers of {model.name}, not {[*sources]}")
     if not isinstance(words, int) or not 0 < words <= config.vocab_size:
         raise refuse(f"config.json: draft_vocab_size must be a whole number up to vocab_size, not {words!r}")
     width = model.config.hidden_size

@@ -62,7 +62,7 @@ class EagleDraft:
         self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
         kernels: ctypes.CDLL | None,
     ) -> EagleDrafter:  # fmt: skip
-        """As `DrafterFactory`."""
+        """Make the drafter; see `DrafterFactory`."""
         config, model = self.network.config, execution.model
         if config.max_position_embeddings < context:
             raise TextModelError(
@@ -268,7 +268,7 @@ class _Programs(Steps):
         return program
 
     def _program(self, count: int, first: bool, speaks: bool) -> _Program:
-        ops = self._new()
+        ops: Any = self._new()
         inputs = ops.program.buffer(3, count, dtype=torch.int32)
         tokens, positions, sequences = inputs
         width = self._network.fc.in_features if first else self._network.fc.out_features

@@ -101,6 +101,12 @@ class TextExecution:
         return torch.cat([self._inputs[layer] for layer in self._captured], -1) if self._captured else None
 
     @property
+    def no_features(self) -> Tensor | None:
+        """The features [1, layers · C] of a token of nobody."""
+        width = len(self._captured) * int(self.model.config.hidden_size)
+        return torch.zeros(1, width, dtype=self.cache.dtype, device=self.model.device) if width else None
+
+    @property
     def kernels(self) -> str:
         """The kernels that run the model, by their name in `core.kernels.device`."""
         if self._programs is not None and self._library is not None:

@@ -99,8 +99,9 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
         for place, source in enumerate(decoder.features):
-            if source == layer.index:  # here, since a GPU adds a branch's sums to x in the layer's first norm
-                ops.capture(x, rows, place)
+            # Here, since a GPU adds a branch's sums to x in the layer's first norm.
+            if source == layer.index and rows is not None:
+                rows.capture(x, place)
         q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
         return ops.attend_paged(
             q, rows, layer.index, scale=layer.scale, to=layer.o_proj, window=layer.window, cap=layer.cap

@@ -191,8 +191,6 @@ class TextRunner:
 
         def commit(step: StepResult) -> dict[str, Outcome]:
             started = time.perf_counter()
-            for rows, seconds, masks_s in step.timings:
-                self.guessing.observe(rows, seconds - masks_s)
             outcomes = {
                 request.id: self._commit(part, result)
                 for request, part, result in zip(requests, parts, step.parts, strict=True)
@@ -203,6 +201,7 @@ class TextRunner:
             for rows, seconds, masks_s in step.timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
+                self.guessing.observe(rows, seconds - masks_s + host_s)
             return outcomes | waiting
 
         return self._lane.start(lambda: self._model_runner(parts), commit)
@@ -271,6 +270,7 @@ class TextRunner:
         def measure() -> None:
             for each in self._executions:
                 each.prepare(self._sequences)
+            self.guessing.time(self.execution.no_features)
             until = time.monotonic() + measure_s
             likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
             widths = sorted(likely & {*range(1, self._max_rows + 1)})
@@ -278,6 +278,7 @@ class TextRunner:
             for width, seconds in self._model_runner.time_widths(widths, sequences=room, until=until):
                 self._costs[GROUP].observe(width, seconds)
                 self._forwards[GROUP].observe(width, seconds)
+                self.guessing.observe(width, seconds)
 
         self._lane.call(measure)
 

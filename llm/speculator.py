@@ -12,9 +12,10 @@ from llm.choose import SampledTokens
 from llm.drafts import Drafter, DraftRequest
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import NO_GUESS, DraftLengths, DraftTokens, LinearCost
+from llm.speculate import MOST, NO_GUESS, DraftLengths, DraftTokens, LinearCost
 
 _ROW = 0.03  # of a forward, for each guess, where measured times may not decide
+_TIMED = 4  # guesses at a time, and times
 _HELD = 64  # positions of a sequence whose features are kept until they are read
 
 
@@ -113,17 +114,14 @@ class Speculator:
         held = 0 if part.work.features is None else len(part.work.features)
         return part.count > 1 and part.work.drafted + held == part.start
 
-    def time(self, channels: int, sequences: int) -> None:
-        """Time the drafter with tokens of nobody, before requests come: the first guesses, which compile what they
-        need, would make it look dearer than it is. `channels` of features.
+    def time(self, features: Tensor | None) -> None:
+        """Time the drafter on a token of nobody, whose features [1, ...] these are, before requests come.
+
+        The first guesses, which compile what they need, would make it look dearer than it is, and never be repeated.
         """
-        if self.drafter is None:
+        if self.drafter is None or not self.drafter.reads:
             return
-        self.drafter.prepare(sequences)
-        if not self.drafter.reads:
-            return
-        for count in (MOST, *[4] * _TIMED):
-            features = torch.zeros(1, channels, device=self.device, dtype=self.dtype) if channels else None
+        for count in (MOST, *[_TIMED] * _TIMED):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
@@ -140,6 +138,8 @@ class Speculator:
         # A guess's cost over all that are decoding now: a forward of the drafter, and their rows in the model's.
         n = max(1, decoding)
         forward_s, row_s = self._line(n)
+        if not forward_s:
+            return self._nominal  # nothing was measured yet
         return _lengths(self.drafter, forward_s, self._draft_s, n * row_s)
 
     def plan(self, work: SequenceState, lengths: DraftLengths | None = None) -> None:

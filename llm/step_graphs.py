@@ -71,9 +71,9 @@ def rung(parts: int) -> int:
 
 def mixed_buckets(rows: int) -> tuple[int, ...]:
     """The rows of mixed graphs for steps of at most so many: what a step takes is linear in them."""
-    sizes = [64]
+    sizes = [8]  # a user's last token and guesses
     while sizes[-1] < rows:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+        sizes.append(2 * sizes[-1] if sizes[-1] < 64 else sizes[-1] + (64 if sizes[-1] < 512 else 128))
     return tuple(sizes)
 
 

@@ -40,8 +40,5 @@ class TorchTokenOps(TorchOps):
         queries, context = q.unflatten(1, (-1, self._cache.head_dim)), PagedContext.of(self._cache, rows)
         return paged_attention(queries, context, layer, scale, window, cap).flatten(1)
 
-    def side_by_side(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.cat(x, y)
-
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         return self.linear(x, layer).float()

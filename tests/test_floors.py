@@ -77,6 +77,7 @@ LARGE_CLASSES = {
     "core.ops.ops.TokenOps": 22,
     "core.ops.reference.TorchOps": 18,
     "core.ops.trace.TraceOps": 22,
+    "llm.torch_ops.TorchTokenOps": 22,
     "llm.runner.TextRunner": 20,
     "pipeline.families.diffusers.runner.DiffusersRunner": 19,
     "pipeline.families.family.ImageModel": 14,

@@ -6,14 +6,17 @@ returned in place of the target's states, and sees these at its own positions al
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from llm.eagle import EagleNetwork
+from llm.eagle import ARCHITECTURES, LAYER_IDS, EagleNetwork
 from training import loop
 from training.draft import answers, target
 from training.run import TrainingRun, command
@@ -128,5 +131,19 @@ def load(run: TrainingRun) -> EagleNetwork:
     return model
 
 
+def export(run: TrainingRun) -> Path:
+    """Write the trained head in the published layout, in float16, to `emoji-lm-eagle`; returns the folder."""
+    network, folder = load(run), run.models / "emoji-lm-eagle"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: x.half() if x.is_floating_point() else x for key, x in network.state_dict().items()}
+    save_file({key: x.contiguous().cpu() for key, x in state.items()}, folder / "model.safetensors")
+    fields = {
+        **network.config.to_dict(), "architectures": [ARCHITECTURES[0]],
+        "eagle_config": {LAYER_IDS: [*network.sources]},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(fields, indent=2, default=str), encoding="utf-8")
+    return folder
+
+
 if __name__ == "__main__":
-    command(__doc__, train)
+    command(__doc__, train, export)

@@ -40,6 +40,12 @@ class FusedBatch:
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
     features: Tensor | None = None  # [T, channels]: where hidden states are captured
 
+    def capture(self, x: Residual, place: int) -> None:
+        """Copy x [T, C] to the features' columns from `place` · C on."""
+        assert self.features is not None
+        width = x.x.shape[1]
+        self.features[:, place * width : (place + 1) * width].copy_(x.x)
+
     def of(self, tokens: Tensor) -> FusedBatch:
         """The same rows with other tokens."""
         return replace(self, tokens=tokens)
@@ -230,13 +236,8 @@ class CudaTokenOps:
             chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
 
-    def side_by_side(self, x: Tensor, y: Tensor) -> Tensor:
+    def cat(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x, y], -1)
-
-    def capture(self, x: Residual, rows: FusedBatch, place: int) -> None:
-        assert rows.features is not None
-        width = x.x.shape[1]
-        rows.features[:, place * width : (place + 1) * width].copy_(x.x)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         product = self._product((layer,))

@@ -163,12 +163,6 @@ class TokenOps(Ops[A], Protocol[A]):
         `window`: the last so many tokens only, itself among them. `cap`: a score s is cap · tanh(s / cap). 0: none.
         """
 
-    def side_by_side(self, x: A, y: A) -> A:
-        """[x, y] of [T, C] each, as one array [T, 2 · C]."""
-
-    def capture(self, x: A, rows: Any, place: int) -> None:
-        """Copy x [T, C] to the columns from `place` · C on of the features that `rows` have room for."""
-
     def head(self, x: A, layer: Layer, out: Any = None) -> A:
         """x · Wᵀ + b in fp32: logits [T, V]. `out`, a tensor, may receive them."""
 

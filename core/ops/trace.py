@@ -106,12 +106,6 @@ class TraceOps:
     ) -> Shape:
         return self._call("attend_paged", (), q, (*q[:-1], to.in_features))
 
-    def side_by_side(self, x: Shape, y: Shape) -> Shape:
-        return self.cat(x, y)
-
-    def capture(self, x: Shape, rows: Any, place: int) -> None:
-        self._call("capture", (), x, x)
-
     def head(self, x: Shape, layer: Layer, out: Any = None) -> Shape:
         return self._call("head", (layer,), x, (*x[:-1], _width(layer)))
 

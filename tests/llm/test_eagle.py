@@ -19,6 +19,7 @@ from llm.eagle import EagleNetwork
 from llm.eagle_drafter import EagleDraft, _Graphs, _Programs
 from llm.execution import TextExecution
 from llm.load import TextModelError
+from llm.parameters import TextParameters
 from llm.speculator import Speculator
 from tests.llm import stage
 from training.eagle import unrolled
@@ -148,9 +149,7 @@ def test_texts_are_those_without_drafts(
     monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)  # load decides nothing
     model, kernels = stage.small(), stage.kernels() if on_kernels else None
     wanted = [stage.greedy(prompt, 40, ignore_end=True) for prompt in stage.prompts(model, 6)]
-    seeded = [
-        stage.TextParameters(p.prompt, 40, temperature=1.0, seed=i, ignore_end=True) for i, p in enumerate(wanted)
-    ]
+    seeded = [TextParameters(p.prompt, 40, temperature=1.0, seed=i, ignore_end=True) for i, p in enumerate(wanted)]
     with stage.serving(model, kernels=kernels) as (engine, _):
         plain = [text.tokens for text in stage.answers(engine, wanted)]
     with stage.serving(model, kernels=kernels, draft=loaded(folder)) as (engine, _):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llm.drafts import LookupDrafter
 from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
+from llm.runner import TextRunner
 from llm.sequence import SequenceState
 from llm.speculate import MOST, DraftTokens
 from llm.speculator import Speculator
@@ -81,3 +82,15 @@ def test_what_was_planned_is_what_is_brought() -> None:
         guessing.plan(each)
     made = guessing.make([ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)])
     assert made[0].tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses] != [] == made[1].tokens
+
+
+def test_a_drafter_is_timed_before_requests_come() -> None:
+    """On tokens of nobody: its guesses do not count, and its first, slow ones do not stay its price."""
+    runner = TextRunner(stage.small(), draft=stage.other(), kernels=stage.kernels(), context=64)
+    try:
+        runner.prepare()
+        guessing = runner.guessing
+        assert guessing._draft_s > 0 and guessing.guessed == 0
+        assert guessing.drafter is not None and runner.held() == 0
+    finally:
+        runner.close()

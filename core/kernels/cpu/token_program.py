@@ -17,14 +17,12 @@ from core.kernels.kv_cache import PAGE
 class TokenPositions:
     """The positions of a forward's rows: int32 positions [rows] and sequences [rows], which index rows of `table`.
 
-    `table` [sequences, pages] holds the numbers of a sequence's pages, in order. `features` [rows, channels] is where
-    hidden states are captured.
+    `table` [sequences, pages] holds the numbers of a sequence's pages, in order.
     """
 
     positions: Tensor
     sequences: Tensor
     table: Tensor
-    features: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
