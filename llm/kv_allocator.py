@@ -115,4 +115,4 @@ class KVAllocator:
         for state in states:
             self._pages.release(state.holding)
             self._rows.give([state.row])
-            state.row, state.computed, state.drafted = -1, 0, 0
+            state.row, state.computed, state.drafted, state.features = -1, 0, 0, None

@@ -59,6 +59,13 @@ class FusedBatch:
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
+    features: Tensor | None = None  # [T, channels]: where hidden states are captured
+
+    def capture(self, x: Residual, place: int) -> None:
+        """Copy x [T, C] to the features' columns from `place` · C on."""
+        assert self.features is not None
+        width = x.x.shape[1]
+        self.features[:, place * width : (place + 1) * width].copy_(x.x)
 
     def of(self, tokens: Tensor) -> FusedBatch:
         """The same rows with other tokens."""
@@ -267,11 +274,12 @@ class CudaTokenOps:
     def rms_norm(
         self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
     ) -> Tensor | Residual:
-        """RMSNorm of the stream for the layers `to`; of a product's sums, added to `residual`, which is the result."""
+        """RMSNorm of the stream for the layers `to`; or of a product's sums, added to `residual` if that is given."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
         if isinstance(x, SplitSums):
-            assert residual is not None
             whole = x.whole() if self._peers is None else self._peers.sum(x.whole())
+            if residual is None:
+                return add_norm(whole.to(self._base), weight, eps, *self._reader(tuple(to)))
             residual.x += add_norm(whole, weight, eps, None, self._base)
             return residual
         inverse, dtype = self._reader(tuple(to))
@@ -364,6 +372,9 @@ class CudaTokenOps:
         if rows.tiles is not None:
             chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
+
+    def cat(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], -1)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         product = self._product((layer,))
