@@ -246,7 +246,8 @@ class TextExecution:
             if model.device.type == "cpu":
                 kernels = None
         in_int8 = model.precision in ("int8", "int8-sparse")
-        if model.device.type == "cpu" and (in_int8 or model.precision in ("fp32", "bf16")) and kernels is not None:
+        ours = in_int8 or model.precision in ("fp32", "bf16", "w4a8")  # which is packed as INT8
+        if model.device.type == "cpu" and ours and kernels is not None:
             try:
                 return CpuDecoder(
                     kernels, model.network, self.cache, half=model.precision != "fp32", features=self._captured

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from core.kernels.kv_cache import TokenBatch
+from llm import tiny
 from llm.execution import FUSED, KERNELS, TORCH, TextExecution
-from llm.load import TextModel, TextModelError
+from llm.load import TextModel, TextModelError, load
+from llm.quantized import quantize
 from tests.llm import stage
 
 CUDA = torch.cuda.is_available()
@@ -22,6 +24,16 @@ def test_on_a_cpu_our_kernels_run_and_else_torch() -> None:
     model = stage.small()
     assert TextExecution(model, kernels=stage.kernels(), **SIZE).kind == KERNELS
     assert TextExecution(model, **SIZE).kind == TORCH
+
+
+def test_weights_of_4_bits_with_inputs_in_int8_run_on_our_kernels_as_int8() -> None:
+    model = quantize(load(tiny.TINY, precision="fp32"), [[*range(3, 40)]], scheme="w4a8")
+    logits = []
+    for execution in (TextExecution(model, **SIZE), TextExecution(model, kernels=stage.kernels(), **SIZE)):
+        execution.cache.place(0, [3, 7])
+        logits.append(execution(TokenBatch.of([*range(40, 60)], [*range(20)], [0] * 20, [19])).clone())
+    assert execution.kind == KERNELS
+    assert (logits[0] - logits[1]).norm() <= 1e-3 * logits[0].norm()
 
 
 def test_fp8_is_refused_on_a_cpu() -> None:

@@ -44,7 +44,8 @@ class Scene:
 
     def __init__(self, crew: Crew) -> None:
         self.store = JobStore(crew.url)
-        self.leases = self.store.leases = Flaky(RedisClient.at(crew.url), JobLimits())
+        self._client = RedisClient.at(crew.url)
+        self.leases = self.store.leases = Flaky(self._client, JobLimits())
         self.sent: list[Envelope] = []
         self.lane = Lane()
         self.runner = StageRunner("image", self.lane, 0.005, 4, lambda event, request: None)
@@ -73,6 +74,7 @@ class Scene:
         self.engine.close()
         self.lane.close()
         self.store.close()
+        self._client.close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.kernels.cpu import library as module
 from core.kernels.cpu.library import KernelsUnavailable, library
@@ -105,6 +105,20 @@ def called(write: Callable[[TokenProgram], Tensor]) -> Tensor:
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+class TwoLayers(nn.Module):
+    """Two layers, whose first input has channels of very different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(300, 40), nn.Linear(40, 8, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu())
+        return y
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

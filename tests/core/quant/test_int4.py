@@ -19,24 +19,10 @@ from core.quant.int4 import Int4Linear
 from core.quant.samples import Samples
 from core.quant.search import chosen, search
 from core.quant.statistics import Statistics
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import TwoLayers, normal
 
 few = settings(max_examples=30, deadline=None)
 RECIPE = Recipe("two", (Rule("first|second", alpha=0.5),))
-
-
-class Two(nn.Module):
-    """Two layers, whose first input has channels of very different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(300, 40), nn.Linear(40, 8, bias=False)
-        self.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x).relu())
-        return y
 
 
 def inputs(seed: int = 0) -> Tensor:
@@ -95,7 +81,7 @@ def test_a_layer_computes_what_its_levels_say() -> None:
 
 
 def test_scales_of_inputs_searched_scales_and_gptq_each_lower_the_error() -> None:
-    model, found = Two(), {}
+    model, found = TwoLayers(), {}
     seen = statistics(model)
     searched = chosen(RECIPE, search(model, RECIPE, seen, scheme="w4a16"))
     plain = Recipe("plain", (Rule("first|second"),))
@@ -119,7 +105,7 @@ def test_gptq_leaves_a_layer_that_it_does_not_improve() -> None:
 
 
 def test_what_was_stored_is_what_loads(tmp_path: Path) -> None:
-    model = Two()
+    model = TwoLayers()
     for name, recipe in (("scaled", RECIPE), ("plain", Recipe("plain", (Rule("first|second"),)))):
         quantized = copy.deepcopy(model)
         report = quantize_(quantized, recipe, statistics(model), scheme="w4a16")
@@ -140,7 +126,7 @@ def test_what_was_stored_is_what_loads(tmp_path: Path) -> None:
 def test_stored_parts_of_other_types_and_shapes_are_refused(
     tmp_path: Path, part: str, tensor: Tensor, said: str
 ) -> None:
-    model = Two()
+    model = TwoLayers()
     quantized = copy.deepcopy(model)
     report = quantize_(quantized, RECIPE, statistics(model), scheme="w4a16")
     quantized.first._buffers[part] = tensor

@@ -22,24 +22,10 @@ from core.quant.linear import Int8Linear
 from core.quant.samples import Samples
 from core.quant.sparse import SparseInt8Linear
 from core.quant.statistics import Statistics
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import TwoLayers, normal
 
 few = settings(max_examples=30, deadline=None)
 RECIPE = Recipe("two", (Rule("first|second", alpha=0.5),))
-
-
-class Two(nn.Module):
-    """Two layers, whose first input has channels of very different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(300, 40), nn.Linear(40, 8, bias=False)
-        self.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x).relu())
-        return y
 
 
 def inputs(seed: int = 0) -> Tensor:
@@ -82,7 +68,7 @@ def test_of_four_neighbours_the_two_largest_stay() -> None:
 
 
 def test_inputs_choose_what_is_pruned_and_other_weights_make_up_for_it() -> None:
-    model = Two()
+    model = TwoLayers()
     errors = {}
     for name, sampled, gptq in (("magnitude", False, False), ("wanda", True, False), ("sparsegpt", True, True)):
         quantized = copy.deepcopy(model)
@@ -97,7 +83,7 @@ def test_inputs_choose_what_is_pruned_and_other_weights_make_up_for_it() -> None
 
 def test_a_sparse_model_is_a_dense_one_with_zeros() -> None:
     """Bit for bit, by every lowering: the same weights, pruned before they are quantized in INT8."""
-    model = Two()
+    model = TwoLayers()
     for layer in (model.first, model.second):
         layer.weight.mul_(sparse.mask(layer.weight.abs()))
     dense, pruned = copy.deepcopy(model), copy.deepcopy(model)
@@ -126,7 +112,7 @@ def test_experts_in_a_stack_are_expanded_for_the_kernels_of_mixtures(monkeypatch
 
 
 def test_a_stored_model_is_smaller_and_the_same(tmp_path: Path) -> None:
-    model = Two()
+    model = TwoLayers()
     sizes = {}
     for scheme in ("int8", "int8-sparse"):
         quantized = copy.deepcopy(model)
