@@ -71,7 +71,7 @@ class CudaDecoder:
     def stage(self, rows: FusedBatch, before: Tensor | None) -> Tensor:
         """Hidden states [T, C] after a stage's layers, of those `before` it, unless it is the first."""
         x: Residual = self._trunk(self.ops, rows.tokens, rows, None if before is None else Residual(before))
-        return self.ops.settled(x)
+        return x.settle(None if self.ranks is None else self.ranks.peers)
 
     @torch.inference_mode()
     def __call__(self, rows: FusedBatch, out: Tensor | None = None, before: Tensor | None = None) -> Tensor:

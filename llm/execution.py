@@ -72,9 +72,11 @@ class TextExecution:
         self._states: Tensor | None = None  # by torch
         self._adapted: AdaptedModules | None = None  # by torch
         self._captured = features
-        self._inputs: dict[int, Tensor] = {}  # of these layers, by torch
+        self.features: Tensor | None = None  # captured inputs [T, layers · C] of the last step's rows
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
+        # As the CPU kernels read the layers, if these run the model.
+        self.packed: PackedLayers | None = None if self._programs is None else self._programs.layers
         if PRECISIONS[model.precision].emulated:
             emulated = f"{model.precision} is emulated: its weights become floats as they are multiplied"
             self.kernels_reason = "; ".join(filter(None, [emulated, self.kernels_reason]))
@@ -96,26 +98,6 @@ class TextExecution:
         if self._programs is not None:
             return self._programs.states
         return self._states if self._fused is None else self._fused.model.states
-
-    @property
-    def packed(self) -> PackedLayers | None:
-        """The layers as the CPU kernels read them, if these run the model."""
-        return None if self._programs is None else self._programs.layers
-
-    @property
-    def features(self) -> Tensor | None:
-        """The captured inputs [T, layers · C] of the last step's rows, overwritten by the next; None: none are."""
-        if self._programs is not None:
-            return self._programs.features
-        if self._fused is not None:
-            return self._fused.graphs.features
-        return torch.cat([self._inputs[layer] for layer in self._captured], -1) if self._captured else None
-
-    @property
-    def no_features(self) -> Tensor | None:
-        """The features [1, layers · C] of a token of nobody."""
-        width = len(self._captured) * int(self.model.config.hidden_size)
-        return torch.zeros(1, width, dtype=self.cache.dtype, device=self.model.device) if width else None
 
     @property
     def kernels(self) -> str:
@@ -174,10 +156,14 @@ class TextExecution:
         """
         self.cache.settle()
         if self._fused is not None:
-            return self._fused(step)
+            logits = self._fused(step)
+            self.features = self._fused.graphs.features
+            return logits
         step = self.with_known_tokens(step)
         if self._programs is not None:
-            return self._programs(step)
+            logits = self._programs(step)
+            self.features = self._programs.features
+            return logits
         step = step.to(self.model.device)
         if step.adapters is not None and self._adapted is None:
             self._adapted = AdaptedModules(self.model.network)
@@ -219,13 +205,13 @@ class TextExecution:
         rows what the captured layers are given.
         """
         self._states = None
-        base, hooks = self.model.network.base_model, []
+        base, hooks, inputs = self.model.network.base_model, [], dict[int, Tensor]()
 
-        def keep(module: Any, inputs: Any, output: Any) -> None:
+        def keep(module: Any, args: Any, output: Any) -> None:
             self._states = None if rows is None else output.last_hidden_state[0, rows.long()]
 
         def capture(layer: int, module: Any, args: Any, kwargs: Any) -> None:
-            self._inputs[layer] = (args[0] if args else kwargs["hidden_states"])[0]
+            inputs[layer] = (args[0] if args else kwargs["hidden_states"])[0]
 
         if rows is not None:
             hooks.append(base.register_forward_hook(keep))
@@ -233,6 +219,8 @@ class TextExecution:
             hooks.append(base.layers[layer].register_forward_pre_hook(partial(capture, layer), with_kwargs=True))
         try:
             yield
+            if self._captured:
+                self.features = torch.cat([inputs[layer] for layer in self._captured], -1)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -382,16 +382,16 @@ class TextRunner:
     def prepare(self, *, measure_s: float = 0.0, beside_lane: bool = False) -> None:
         """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs.
 
-        `beside_lane`: on this thread, while other models serve on the lane, and nothing is timed.
+        `beside_lane`: on this thread, while other models serve on the lane, and only the drafter is timed.
         """
 
         def compile_steps() -> None:
             for each in self._executions:
                 each.prepare(self._sequences)
+            self.guessing.time(self.execution)
 
         def measure() -> None:
             compile_steps()
-            self.guessing.time(self.execution.no_features)
             until = time.monotonic() + measure_s
             likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
             widths = sorted(likely & {*range(1, self._max_rows + 1)})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llm.drafts import Drafter, DraftRequest
+from llm.execution import TextExecution
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import MOST, NO_GUESS, DraftLengths, LinearCost
@@ -103,13 +104,19 @@ class Speculator:
         held = 0 if part.work.features is None else len(part.work.features)
         return part.count > 1 and part.work.drafted + held == part.start
 
-    def time(self, features: Tensor | None) -> None:
-        """Time the drafter on a token of nobody, whose features [1, ...] these are, before requests come.
+    def time(self, execution: TextExecution) -> None:
+        """Time the drafter of this execution's model on a token of nobody, before requests come.
 
         The first guesses, which compile what they need, would make it look dearer than it is, and never be repeated.
         """
         if self.drafter is None or not self.drafter.reads:
             return
+        model, layers = execution.model, len(self.drafter.features)
+        features = (
+            torch.zeros(1, layers * int(model.config.hidden_size), dtype=execution.cache.dtype, device=model.device)
+            if layers
+            else None
+        )
         for count in (MOST, *[_TIMED] * _TIMED):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])

@@ -237,6 +237,17 @@ class Residual:
         self.output_rows: Tensor | None = None
         self.slot = 0  # of the next `Exchange`: a layer has two, and so does each forward begin with the first
 
+    def settle(self, peers: Peers | None) -> Tensor:
+        """Return the stream [T, C] with all that was added to it, in memory. `peers`: the ranks that share sums."""
+        if self.index is not None:
+            self.x, self.index = self.x[self.index.long()], None
+        if isinstance(self.sums, RankSums):  # gathered: all ranks meet, so that the next forward may begin at any slot
+            assert peers is not None
+            self.sums = peers.gathered(self.sums, self.x.dtype)
+        if self.sums is not None:
+            self.x, self.sums = (self.x.float() + self.sums.whole()).to(self.x.dtype), None
+        return self.x
+
 
 class CudaTokenOps:
     """The operations of `core.ops.ops.TokenOps` that decoders use. Rows are a `FusedBatch`.
@@ -317,17 +328,6 @@ class CudaTokenOps:
             return sums
         residual.sums = sums if self._peers is None else self._peers.parts(sums, self._base)
         return residual
-
-    def settled(self, x: Residual) -> Tensor:
-        """The stream [T, C] with all that was added to it, in memory."""
-        if x.index is not None:
-            x.x, x.index = x.x[x.index.long()], None
-        if isinstance(x.sums, RankSums):  # gathered: all ranks meet, so that the next forward may begin with any slot
-            assert self._peers is not None
-            x.sums = self._peers.gathered(x.sums, self._base)
-        if x.sums is not None:
-            x.x, x.sums = (x.x.float() + x.sums.whole()).to(self._base), None
-        return x.x
 
     def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
         assert act in ("silu", "gelu_tanh")

@@ -45,8 +45,9 @@ def test_guesses_end_before_the_answer_does(left: int, decoding: int, acceptance
     one.pace.acceptance = acceptance
     guessing.plan(one, guessing.lengths(decoding))
     assert one.guesses <= min(MOST, left - 1)
-    (made,) = guessing.make([ScheduledTokens(one, 15, 1, True)])
-    assert made.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses]
+    part = ScheduledTokens(one, 15, 1, True)
+    guessing.make([part])
+    assert part.guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses]
 
 
 def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
@@ -85,11 +86,12 @@ def test_what_was_planned_is_what_is_brought() -> None:
     assert made[0].guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses] != [] == made[1].guess.tokens
 
 
-def test_a_drafter_is_timed_before_requests_come() -> None:
+@pytest.mark.parametrize("beside_lane", [False, True])
+def test_a_drafter_is_timed_before_requests_come(beside_lane: bool) -> None:
     """On tokens of nobody: its guesses do not count, and its first, slow ones do not stay its price."""
     runner = TextRunner(stage.small(), draft=stage.other(), kernels=stage.kernels(), context=64)
     try:
-        runner.prepare()
+        runner.prepare(beside_lane=beside_lane)
         guessing = runner.guessing
         assert guessing._draft_s > 0 and guessing.guessed == 0
         assert guessing.drafter is not None and runner.held() == 0
