@@ -90,16 +90,6 @@ def _deep_rows(windows: Sequence[Result]) -> float:
     return float(sum(rows * count for rows, count in deep) / sum(count for _, count in deep))
 
 
-def _loras(*results: Result) -> Rows:
-    """A deep step whose rows have LoRAs beside one without, by rank, layers and where the shares are added."""
-    for result in results:
-        for layers, measured in result["layers"].items():
-            inside, behind = (measured["ways"][f"{where} the products"] for where in ("in", "behind"))
-            equal = all(place["equal"] and place["changed"] for place in (inside, behind))
-            yield {"layers": layers, "rank": result["rank"], "plain_ms": measured["plain_ms"], "inside": inside,
-                   "behind": behind, "equal": "yes" if equal else "no"}  # fmt: skip
-
-
 _RUNG_OF = {"full": "int8", "half": "half", "4-steps": "4-steps"}  # of `benchmarks.engine`, by plan of `fleet`
 
 
@@ -183,15 +173,11 @@ TABLES: dict[str, Table | Text] = {
         "{models} models, of which {on_device} were on the device; Zipf's law with exponent {zipf}. It takes "
         "{swap_ms:.2f} ms to swap weights in, {join_s:.2f} s for a further model to join, and {offload_s:.2f} s and "
         "{onload_s:.2f} s to leave for the host's memory and to come back."),
-    "h200-loras": Table(("h200/loras", "h200/loras-64"), (
-        ("layers with a share", "{layers}"), ("rank", "{rank}"), ("without LoRAs", "{plain_ms:.1f} ms"),
-        ("in the products, throughput", "{inside[ms]:.1f} ms, {inside[ratio]:.1%}"),
-        ("behind the products, throughput", "{behind[ms]:.1f} ms, {behind[ratio]:.1%}"), ("bits as alone", "{equal}")),
-        _loras, "{model} in {precision}, {loras} different LoRAs in {rows} rows; median of {rounds}."),
     **{name: recorded(file, name) for file, names in {
         "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
         "history/text": ("h200-text-steps",),
-        "history/h200-control": ("h200-control",), "history/threads": ("h200-threads",),
+        "history/h200-control": ("h200-control",), "history/loras": ("h200-loras",),
+        "history/threads": ("h200-threads",),
         "history/emoji-xl": ("h200-fidelity",),
         "history/service": ("h200-starts", "h200-service"),
     }.items() for name in names},
