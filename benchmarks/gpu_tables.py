@@ -126,13 +126,6 @@ def _before(result: Result) -> Rows:
                "ratio": cell("{ratio:.3f}", {"ratio": before and ms / before})}  # fmt: skip
 
 
-def _catalogue(result: Result) -> Rows:
-    for plan, figures in result["plans"].items():
-        one, zipf = figures["one"], figures["zipf"]
-        yield {"plan": _PLANS[plan], "one": one, "zipf": zipf, "share": zipf["images_s"] / one["images_s"],
-               "in_flight": figures["in_flight"], "p99": zipf["p99_s"] / one["p99_s"]}  # fmt: skip
-
-
 TABLES: dict[str, Table | Text] = {
     "h200-engine": Table(("h200/engine", "ways"), (
         ("1024×1024, 20 steps with guidance", "{label}"), ("images/s", "{images_s:.2f}"),
@@ -165,17 +158,9 @@ TABLES: dict[str, Table | Text] = {
     "h200-before": Table(("h200/phases",), (
         ("graph, phase and rows", "{name}"), ("now", "{ms:.3f} ms"), ("before", "{before}"), ("ratio", "{ratio}")),
         _before, "Before: {before}."),
-    "h200-catalogue": Table(("h200/catalogue",), (
-        ("INT8, 1024×1024", "{plan}"), ("in flight", "{in_flight}"), ("one model, images/s", "{one[images_s]:.2f}"),
-        ("all models, images/s", "{zipf[images_s]:.2f}"), ("share", "{share:.1%}"),
-        ("p99: one, all", "{one[p99_s]:.2f} s, {zipf[p99_s]:.2f} s ({p99:.2f}×)"),
-        ("changes of model", "{zipf[changes]}")), _catalogue,
-        "{models} models, of which {on_device} were on the device; Zipf's law with exponent {zipf}. It takes "
-        "{swap_ms:.2f} ms to swap weights in, {join_s:.2f} s for a further model to join, and {offload_s:.2f} s and "
-        "{onload_s:.2f} s to leave for the host's memory and to come back."),
     **{name: recorded(file, name) for file, names in {
-        "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
-        "history/text": ("h200-text-steps",),
+        "history/numerics": ("h200-numerics",), "history/catalogue": ("h200-catalogue",),
+        "history/cohost": ("h200-cohost",), "history/text": ("h200-text-steps",),
         "history/h200-control": ("h200-control",), "history/loras": ("h200-loras",),
         "history/threads": ("h200-threads",),
         "history/emoji-xl": ("h200-fidelity",),
