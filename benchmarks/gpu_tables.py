@@ -107,13 +107,6 @@ def _fleet(result: Result, engine: Result) -> Rows:
             }  # fmt: skip
 
 
-def _single(result: Result) -> Rows:
-    for name, figures in result["plans"].items():
-        plan = figures["plan"].removesuffix("-png")
-        label = _PLANS[plan] + (", PNG" if plan != figures["plan"] else name.removeprefix(plan))
-        yield {**figures, **figures["stages_ms"], "plan": label}
-
-
 def _text_load(result: Result) -> Rows:
     for name, load in result["loads"].items():
         yield {**load, "name": name}
@@ -145,12 +138,6 @@ TABLES: dict[str, Table | Text] = {
         ("CPU per image: workers, APIs, Redis", "{workers:.3f} s, {apis:.3f} s, {redis:.4f} s"),
         ("one image alone: over HTTP; in the engine", "{alone}")), _fleet,
         "{apis} API processes, {cores} cores; windows of {window_s:.0f} s, each once."),
-    "h200-single": Table(("h200/single",), (
-        ("INT8, 1024×1024, JPEG", "{plan}"), ("p50, p99", "{p50_s:.3f} s, {p99_s:.3f} s"),
-        ("in the engine", "{engine_s:.3f} s"), ("beyond it", "{beyond_ms:.0f} ms"),
-        ("until it is queued", "{accept:.1f} ms"), ("claimed", "{claim:.1f} ms"), ("drawn", "{engine:.0f} ms"),
-        ("stored", "{store:.1f} ms"), ("received", "{answer:.1f} ms"), ("file", "{file_bytes:,} bytes")), _single,
-        "{pictures} pictures each, one after another; medians."),
     "h200-text-load": Table(("h200/text-load",), (
         ("in flight × prompt/answer tokens", "{name}"), ("tokens/s", "{tokens_s:,.0f}"),
         ("a step", "{step_ms:.2f} ms"), ("first token p50, p99", "{first_p50_s:.3f} s, {first_p99_s:.3f} s"),
@@ -162,7 +149,7 @@ TABLES: dict[str, Table | Text] = {
         "history/numerics": ("h200-numerics",), "history/catalogue": ("h200-catalogue",),
         "history/cohost": ("h200-cohost",), "history/text": ("h200-text-steps",),
         "history/h200-control": ("h200-control",), "history/loras": ("h200-loras",),
-        "history/threads": ("h200-threads",),
+        "history/threads": ("h200-threads",), "history/single": ("h200-single",),
         "history/emoji-xl": ("h200-fidelity",),
         "history/service": ("h200-starts", "h200-service"),
     }.items() for name in names},
