@@ -1,7 +1,7 @@
 """Stage `judge`: measures the exported models, by stock diffusers and transformers; writes `judge/figures.json`.
 
 Images are checked by `evaluation.scenes`: emoji-xl's and its student's of scenes of families that training saw or never
-saw, emoji-z's of single emoji; those of emoji-xl with its IP-Adapter of one thing each in a colour that training never
+saw; those of emoji-xl with its IP-Adapter of one thing each in a colour that training never
 saw of it. Texts: see `judge_text`. Uses only the exported folders and the data.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +20,12 @@ from evaluation import bootstrap
 from evaluation.clip import Clip
 from evaluation.pixels import Pixels
 from evaluation.scenes.judge import SceneJudge
-from evaluation.scenes.subjects import article
-from pipeline.checkpoints.tiny_zimage import STEPS
-from training import captions, judge_text, sheet
+from training import judge_text, sheet
 from training.ip_adapter import FOLDER, NAME, PLAIN
 from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
 from training.scene_prompts import groups
-from training.stock import SEED, StockPipeline
+from training.stock import StockPipeline
 from training.stream import World
 
 TURBO_STEPS = 4
@@ -115,17 +112,6 @@ def _scenes(run: TrainingRun, sizes: SampleSizes, name: str, steps: int, guidanc
     return {"prompts": sizes.prompts, "steps": steps, "guidance_scale": guidance, **figures}
 
 
-def _single(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
-    nouns = [subject.noun for subject in World.read(run).composer.subjects]
-    draw = random.Random(SEED)
-    sampled = draw.sample(nouns, min(sizes.prompts, len(nouns)))
-    texts = [captions.with_background(noun, draw.choice(captions.COLOUR_NAMES)) for noun in sampled]
-    prompts = {"single": {text: f"{article(text)} {text}" for text in texts}}
-    render = StockPipeline(run, "emoji-z", STEPS, 0.0).draw
-    figures = judge_images(prompts, render, scene_judge(run), run.folder("judge") / "emoji-z")
-    return {"prompts": len(texts), "steps": STEPS, "guidance_scale": 0.0, **figures}
-
-
 def judge_image_prompts(run: TrainingRun, count: int, draw: DrawLike) -> dict[str, dict[str, bootstrap.Interval]]:
     """Shares by source of images that show the subject, and it in its colour, with Wilson's intervals, of `count`
     prompts. A contact sheet goes into the judge's folder.
@@ -165,7 +151,6 @@ def _image_prompts(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
 MODELS: dict[str, Callable[[TrainingRun, SampleSizes], dict[str, Any]]] = {
     "emoji-xl": lambda run, sizes: _scenes(run, sizes, "emoji-xl", sizes.steps, sizes.guidance),
     "emoji-xl-turbo": lambda run, sizes: _scenes(run, sizes, "emoji-xl-turbo", TURBO_STEPS, 1.0),
-    "emoji-z": _single,
     FOLDER: _image_prompts,
     "emoji-lm": lambda run, sizes: judge_text.judge_lm(run, sizes.expansions),
     "emoji-lm-draft": lambda run, sizes: judge_text.judge_draft(run, sizes.expansions),

@@ -17,13 +17,13 @@ SEED = 1234
 
 
 class StockPipeline:
-    """The pipeline of `emoji-xl`, `emoji-xl-turbo` or `emoji-z`, at the run's size."""
+    """The pipeline of `emoji-xl` or `emoji-xl-turbo`, at the run's size."""
 
     def __init__(self, run: TrainingRun, name: str, steps: int, guidance: float) -> None:
         from diffusers import DiffusionPipeline
 
         # 16 bits are how the weights are kept; a CPU computes in float32.
-        dtype = torch.float32 if not run.on_gpu else torch.float16 if name.startswith("emoji-xl") else torch.bfloat16
+        dtype = torch.float16 if run.on_gpu else torch.float32
         pipeline: Any = DiffusionPipeline.from_pretrained(run.models / name, dtype=dtype, local_files_only=True)
         pipeline.set_progress_bar_config(disable=True)
         self._pipeline = pipeline.to(run.device)

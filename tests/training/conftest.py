@@ -16,8 +16,8 @@ from training import export, judge, tokens
 from training.run import TrainingRun
 
 # Iterations and rows of the stages, so few that their losses only just fall.
-LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140, "lm": 160, "draft": 160}
-BATCHES = {"vae": 8, "zimage_vae": 8}
+LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "lm": 160, "draft": 160}
+BATCHES = {"vae": 8}
 
 
 @pytest.hookimpl(tryfirst=True)
