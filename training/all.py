@@ -46,7 +46,7 @@ def main() -> None:
     if not arguments.no_judge:
         from training import judge
 
-        judge.judge(run, judge.SampleSizes())
+        judge.judge(run)
         export.rewrite_cards(run)
 
 

@@ -11,7 +11,6 @@ noisy latents. The true noise counts little beside: what no caption foretells is
     python -m training.adopt --data DATA --work WORK --models models
     python -m training.ip_adapter --data DATA --work WORK --models models --minutes 20
     python -m training.ip_adapter --data DATA --work WORK --models models --export
-    python -m training.judge --data DATA --work WORK --models models --only emoji-xl-ip-adapters
 
 The folder `models/emoji-xl-ip-adapters`, with `scenes.safetensors` in it, is then one for DIPTYCH_IP_ADAPTER_DIR.
 """

@@ -3,7 +3,6 @@
 # how to call it: `TRAIN_S=1530 training/scenes.sh begin` starts the training, which ends TRAIN_S seconds later. `watch` leaves
 # averaged weights in OUT/kept. Laid over a WORK with tokens/, on any machine, they become models with:
 #   python -m training.export --data $DATA --work WORK --models models --only emoji-xl emoji-clip
-#   python -m training.judge --data $DATA --work WORK --models models --only emoji-xl
 # With DENOISER=yes codec and emoji-clip stay as they are, and all the time is the unet's.
 #
 # Seconds:    0      30                      270                                          TRAIN_S

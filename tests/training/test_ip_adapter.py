@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,16 +19,17 @@ from contract.image_prompt import ImagePrompt
 from core.batching.runner import Lane
 from evaluation.scenes import emoji
 from pipeline.checkpoints.load import load
+from pipeline.extensions.ip_adapter_file import ENCODER
 from tests.pipeline.worlds import Watching, levels, solo
 from tests.training.world import Trained, adopted, surely_less
-from training import ip_adapter, stock, unet
+from training import ip_adapter, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
 from unet_opt.unet import cross_attentions
 
 # EulerDiscreteScheduler converts tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-SCENE = 7
+SCENE, SEED = 7, 1234
 MODELS = "emoji-xl", "emoji-clip"
 
 
@@ -126,6 +129,28 @@ def test_it_learns_what_pictures_show_and_serves_it(trained: Trained, tmp_path: 
     check_served(run, held_out)
 
 
+def drawn_by_diffusers(run: TrainingRun, images: Sequence[Image.Image]) -> np.ndarray:
+    """Images like each of these, uint8 levels, by the exported emoji-xl and adapter."""
+    from diffusers import StableDiffusionXLPipeline
+    from transformers import CLIPImageProcessor
+
+    path = run.models / ip_adapter.FOLDER
+    pipeline: Any = StableDiffusionXLPipeline.from_pretrained(run.models / "emoji-xl", local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.register_modules(feature_extractor=CLIPImageProcessor.from_pretrained(path / ENCODER))
+    weights = f"{ip_adapter.NAME}.safetensors"
+    pipeline.load_ip_adapter(str(path), subfolder="", weight_name=weights, image_encoder_folder=ENCODER)
+    # As given: the pipeline repeats embeddings for all prompts, by which each would see all images.
+    pipeline.prepare_ip_adapter_image_embeds = lambda image, embeds, *_: embeds
+    seen = pipeline.encode_image(list(images), pipeline.device, 1)
+    drawn: np.ndarray = pipeline(
+        prompt=[ip_adapter.PLAIN] * len(images), ip_adapter_image_embeds=[torch.cat(seen[::-1])[:, None]],
+        generator=[torch.Generator().manual_seed(SEED + number) for number in range(len(images))],
+        height=run.size, width=run.size, num_inference_steps=4, guidance_scale=3.0, output_type="np",
+    ).images  # fmt: skip
+    return np.rint(drawn * 255).astype(np.uint8)
+
+
 def check_served(run: TrainingRun, loss: ip_adapter.ImagePromptLoss) -> None:
     """The worker's path draws of the exported folder what diffusers draws of both pictures together, and of each its
     own.
@@ -135,13 +160,11 @@ def check_served(run: TrainingRun, loss: ip_adapter.ImagePromptLoss) -> None:
         load(str(run.models / "emoji-xl")), lane=Lane("tests"), image_prompts=run.models / ip_adapter.FOLDER
     )
     images = emoji.to_images(shown)
-    theirs = stock.StockPipeline(run, "emoji-xl", 4, 3.0)
-    theirs.adapt(run, ip_adapter.FOLDER, ip_adapter.NAME)
-    drawn, expected = [], theirs.draw([ip_adapter.PLAIN] * len(images), images)
+    drawn, expected = [], drawn_by_diffusers(run, images)
     for number, image in enumerate(images):
         given = ImagePrompt(model=ip_adapter.NAME, image=image.tobytes(), width=run.size, height=run.size)
         how = {"steps": 4, "guidance_scale": 3.0, "image_prompts": (given,)}
-        one = ImageParameters(ip_adapter.PLAIN, stock.SEED + number, run.size, run.size, **how)
+        one = ImageParameters(ip_adapter.PLAIN, SEED + number, run.size, run.size, **how)
         drawn.append(levels(solo(runner, one)))
         assert np.abs(drawn[-1] - expected[number].astype(int)).max() <= 1
     assert not np.array_equal(drawn[0], drawn[1])

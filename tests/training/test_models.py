@@ -69,13 +69,10 @@ def test_latents_are_centred_and_the_codec_still_inverts_them(trained: Trained) 
 
 def test_the_judge_measured_every_line(trained: Trained) -> None:
     figures = trained.figures
-    assert set(figures) == {"emoji-xl", "emoji-lm", "emoji-lm-draft"}
-    for key in ("subject", "all", "clip_prefers_caption"):
-        assert 0 <= figures["emoji-xl"]["colour_seen"][key][0] <= 1
+    assert set(figures) == {"emoji-lm", "emoji-lm-draft"}
     assert 1 < figures["emoji-lm"]["captions_perplexity"] < 50
     assert 1 <= figures["emoji-lm-draft"]["sampled_accepted_length"] <= EMOJI.draft_block
     assert figures["emoji-lm-draft"]["greedy_accepted_length"] >= 1
-    assert (trained.run.work / "judge" / "emoji-xl" / "colour_seen.png").exists()
     card = (trained.run.models / "emoji-lm" / "README.md").read_text(encoding="utf-8")
     assert "captions perplexity" in card and "Not measured" not in card
 

@@ -23,13 +23,6 @@ THINGS = {
     "plank": ("bar", (150, 80, 40)), "sign": ("cross", (235, 90, 50)),
 }  # fmt: skip
 """Nouns that scenes are composed of."""
-_SHADES = ((240, 140, 20), (90, 200, 110), (70, 130, 240), (150, 80, 40))
-_NOUNS = iter((
-    "ball", "crate", "hoop", "plank", "sign", "drum", "tent", "kite", "bell", "lamp",
-    "cup", "boat", "fan", "gate", "jar", "key", "mug", "pan", "rug", "saw",
-))  # fmt: skip
-MANY_THINGS = {next(_NOUNS): (form, shade) for shade in _SHADES for form in FORMS}
-"""More of them: enough for pairs that are held out."""
 HANDS = ("waving hand", "raised fist", "nose", "leg", "ear", "foot")
 SIDES = {"square": (16, 112), "bar": (44, 74), "raised fist": (26, 98), "leg": (16, 60), "foot": (60, 112)}
 TONES = {
