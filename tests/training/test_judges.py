@@ -9,8 +9,6 @@ from training import judge_text, phrases
 from training.run import TrainingRun
 from training.shapes import SMOKE
 
-COUNT = 2
-
 
 def test_held_out_chats_are_new_prompts(run: TrainingRun) -> None:
     import random

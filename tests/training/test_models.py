@@ -104,7 +104,7 @@ def test_the_shipped_shapes_keep_to_their_sizes() -> None:
     assert 2 * (target + drafter) + 0.4e6 <= 16e6
 
 
-@pytest.mark.parametrize("name", ["gpu", "scenes", "extras"])
+@pytest.mark.parametrize("name", ["gpu", "scenes", "students"])
 def test_the_plans_for_the_gpu_parse(name: str) -> None:
     import subprocess
 

@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw
 
 from training import adopt
@@ -90,20 +89,11 @@ class Trained:
     figures: dict[str, Any]
 
 
-def adopted(
-    trained: Trained, folder: Path, iterations: int, *, batch: int = 16, models: tuple[str, ...] = ("emoji-xl",)
-) -> TrainingRun:
-    """A run of its own on what was exported."""
-    for name in models:
-        shutil.copytree(trained.run.models / name, folder / "models" / name)
+def adopted(trained: Trained, folder: Path, iterations: int, *, batch: int) -> TrainingRun:
+    """A run of its own on the emoji-xl that was exported."""
+    shutil.copytree(trained.run.models / "emoji-xl", folder / "models" / "emoji-xl")
     run = dataclasses.replace(
         trained.run, work=folder / "work", models=folder / "models", iterations=iterations, batch=batch
     )
     adopt.train(run)
     return run
-
-
-def surely_less(one: list[float], other: list[float]) -> bool:
-    """Whether the mean of paired differences is more than three of its standard errors below zero."""
-    apart = np.subtract(other, one)
-    return bool(apart.mean() > 3 * apart.std(ddof=1) / len(apart) ** 0.5)
