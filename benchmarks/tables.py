@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import simulate
-from benchmarks.harness.markdown import Columns, Result, Table, cell, items, recorded
+from benchmarks.harness.markdown import Columns, Result, Table, Text, cell, items, recorded
 
 Rows = Iterable[Mapping[str, Any]]
 _GATES_OF = {
@@ -225,7 +225,7 @@ _BY_GPUS = _point_columns(
     ("GPUs", "{gpus:,}"), ("jobs per worker", "{image_jobs}"), ("images/s", "{rate_per_s:,.2f}")
 )  # fmt: skip
 
-TABLES = {
+TABLES: dict[str, Table | Text] = {
     "ladder": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(), _ladder_note),
     "ladder-short": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(_SHORT), _ladder_note),
     "plans": Table(("models/emoji-xl/plans",), (

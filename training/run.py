@@ -134,8 +134,16 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def command(description: str | None, train: Callable[[TrainingRun], object]) -> None:
-    """The command of a stage."""
-    outcome = train(from_options(parser(description or "").parse_args()))
+def command(
+    description: str | None,
+    train: Callable[[TrainingRun], object],
+    export: Callable[[TrainingRun], object] | None = None,
+) -> None:
+    """The command of a stage: it trains, or with `--export`, where it exports itself, writes what is trained."""
+    options = parser(description or "")
+    if export is not None:
+        options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
+    arguments = options.parse_args()
+    outcome = (export if export is not None and arguments.export else train)(from_options(arguments))
     if outcome is not None:
         print(outcome)
