@@ -15,6 +15,7 @@ import torch
 
 from contract.errors import Invalid
 from core.batching.request import Request
+from core.kernels.kv_cache import Kind
 from llm import tiny
 from llm.adapters import CONFIG, WEIGHTS
 from llm.load import TextModel, load
@@ -130,6 +131,22 @@ def test_loras_are_read_on_demand_and_evicted_by_last_use(folder: Path) -> None:
         assert held.cache.reads > 3 and sum(held.held.values()) <= max(sizes) + min(sizes)
     for at, name in enumerate(OPTIONS):
         assert [text.tokens for text in texts[at::3]] == [*answers(name)]
+
+
+@pytest.mark.parametrize(("kernels", "kv"), [(True, "float"), (True, "int8"), (False, "float"), (False, "int8")])
+def test_a_lora_that_overflows_fails_its_own_requests_alone(tmp_path: Path, kernels: bool, kv: Kind) -> None:
+    """Who gets their pages next reads none of what they left there."""
+    model = stage.small()
+    stage.save_lora(tmp_path / "vast", model, names=("self_attn.v_proj",), spread=1e25)
+    given: dict[str, Any] = {"kernels": stage.kernels()} if kernels else {}
+    prompts = [tuple(range(5, 30)), tuple(range(30, 100))]
+    with stage.serving(model, max_requests=2, pages=6, context=96, kv=kv, chunk=16, **given) as (engine, runner):
+        adapters(runner, tmp_path)
+        expected = stage.answers(engine, [stage.greedy(prompts[0], MOST)])[0].tokens
+        for _ in range(2):
+            with pytest.raises(FloatingPointError, match="returned NaN"):
+                stage.answers(engine, [stage.greedy(prompts[1], MOST, adapter="vast")])
+            assert stage.answers(engine, [stage.greedy(prompts[0], MOST)])[0].tokens == expected
 
 
 def edited(folder: Path, to: Path, **fields: Any) -> None:

@@ -99,8 +99,12 @@ def _rotate(  # type: ignore[no-untyped-def]
     parts, scale, bias, q_norm, k_norm, angles, positions, sequences, table, q, keys, values, key_scales, value_scales,
     rows, table_stride, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
+    """One program per row and key head: rotates and writes its query heads, writes key and value into their page.
+
+    Values that are not finite become LARGEST, as in `KVCache.write`.
+    """
     enter(EARLY)
     HALF: tl.constexpr = D // 2
     N: tl.constexpr = (H + 2 * KV) * D
@@ -122,6 +126,8 @@ def _rotate(  # type: ignore[no-untyped-def]
     second = summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
     v_lo = summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
     v_hi = summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
+    v_lo = tl.where(tl.abs(v_lo) <= LARGEST, v_lo, LARGEST)
+    v_hi = tl.where(tl.abs(v_hi) <= LARGEST, v_hi, LARGEST)
 
     if q_norm is not None:
         q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
@@ -226,7 +232,7 @@ def rotate(
     _rotate[(rows, kv_heads)](
         sums.parts, sums.scale, sums.bias, q_norm, k_norm, angles, positions, sequences, cache.table, q, keys, values,
         key_scales, value_scales, rows, cache.table.stride(0), eps, heads, kv_heads, d, group, power(group), splits,
-        PAGE, int8, cache.top, early, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
+        PAGE, int8, cache.top, early, cache.largest, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
     )  # fmt: skip
     return q
 
