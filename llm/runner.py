@@ -266,8 +266,7 @@ class TextRunner:
         def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
             started = time.perf_counter()
             outcomes = {
-                request.id: self._commit(request.work, share)
-                for request, share in zip(requests, shares, strict=True)
+                request.id: self._commit(request.work, share) for request, share in zip(requests, shares, strict=True)
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))

@@ -87,6 +87,12 @@ def _unit(lo, hi, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @kernel()
+def _kept(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is not finite becomes a large number, as in `KVCache.write`."""
+    return tl.where(tl.abs(values) <= LARGEST, values, LARGEST)
+
+
+@kernel()
 def _head_norm(lo, hi, weight, eps, AXIS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """RMSNorm along AXIS of heads whose halves are `lo` and `hi`; `weight` points to those of the first half."""
     squares = tl.sum(lo * lo, AXIS, keep_dims=True) + tl.sum(hi * hi, AXIS, keep_dims=True)
@@ -101,10 +107,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: rotates and writes its query heads, writes key and value into their page.
-
-    Values that are not finite become LARGEST, as in `KVCache.write`.
-    """
+    """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
     enter(EARLY)
     HALF: tl.constexpr = D // 2
     N: tl.constexpr = (H + 2 * KV) * D
@@ -124,10 +127,8 @@ def _rotate(  # type: ignore[no-untyped-def]
     q_hi = summed(parts, scale, bias, row, rows, column + HALF, mask, N, SPLITS)
     first = summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
     second = summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
-    v_lo = summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
-    v_hi = summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
-    v_lo = tl.where(tl.abs(v_lo) <= LARGEST, v_lo, LARGEST)
-    v_hi = tl.where(tl.abs(v_hi) <= LARGEST, v_hi, LARGEST)
+    v_lo = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS), LARGEST)
+    v_hi = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS), LARGEST)
 
     if q_norm is not None:
         q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
