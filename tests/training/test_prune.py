@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import prune
+from training.lm import Corpus
+from training.run import TrainingRun
 from training.shapes import TrainedLlamaShape
 
 
@@ -50,3 +55,17 @@ def test_zeros_stay_zeros() -> None:
         weight += 1.0
         zeros()
         assert torch.equal(weight != 0, before), method
+
+
+def test_what_is_pruned_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of another device would choose other zeros."""
+    run = TrainingRun(tmp_path, tmp_path, tmp_path)
+    rows = torch.stack([torch.arange(2, 26), torch.arange(30, 54)])
+    monkeypatch.setattr(prune, "dense", lambda _: model())
+    kinds = (prune.SMALL, *prune.SPARSE)
+    monkeypatch.setattr(prune.lm, "corpus", lambda *_: Corpus(rows, rows > 0, rows, rows > 0))
+    first = {kind: prune.start(run, kind).state_dict() for kind in kinds}
+    monkeypatch.delattr(prune.lm, "corpus")
+    for kind in kinds:
+        again = prune.start(run, kind).state_dict()
+        assert all(torch.equal(first[kind][name], again[name]) for name in again), kind
