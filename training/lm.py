@@ -122,7 +122,8 @@ def fit(
         def predict(body: Any, head: Any) -> Tensor:
             """Logits [n, V] of the tokens to be predicted alone."""
             with run.autocast():
-                return head(body(input_ids=seen[:, :-1], use_cache=False).last_hidden_state[mask]).float()
+                logits: Tensor = head(body(input_ids=seen[:, :-1], use_cache=False).last_hidden_state[mask])
+            return logits.float()
 
         scores = predict(*bodies[0])
         nats, of_chats = F.cross_entropy(scores, true, reduction="none"), int(mask[:talk].sum())

@@ -98,7 +98,7 @@ def smaller(model: Any, texts: Sequence[Tensor], shape: TrainedLlamaShape) -> An
     """
     model = copy.deepcopy(model)
     layers = model.model.layers
-    labels = pad_sequence(texts, batch_first=True, padding_value=-100)
+    labels = pad_sequence(list(texts), batch_first=True, padding_value=-100)
     while len(layers) > shape.layers:
         losses = []
         for skipped in range(len(layers)):
