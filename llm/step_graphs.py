@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -72,9 +73,9 @@ def rung(parts: int) -> int:
 
 def mixed_buckets(rows: int) -> tuple[int, ...]:
     """The rows of mixed graphs for steps of at most so many: what a step takes is linear in them."""
-    sizes = [64]
+    sizes = [8]  # a user's last token and guesses
     while sizes[-1] < rows:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+        sizes.append(2 * sizes[-1] if sizes[-1] < 64 else sizes[-1] + (64 if sizes[-1] < 512 else 128))
     return tuple(sizes)
 
 
@@ -100,12 +101,15 @@ class StepGraphs:
         self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
         # `likeliest` of the last step, also of one without a graph.
         self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
+        # Of the last step; those of a larger step without a graph have memory of their own.
+        self._features = torch.zeros(self._mixed[-1], model.feature_width, dtype=model.dtype, device=device)
+        self.features: Tensor | None = None
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of inputs, logits and what was captured."""
-        tensors = (self.latest, self.best, self._inputs, self._logits)
+        tensors = (self.latest, self.best, self._inputs, self._logits, self._features)
         return sum(x.nbytes for x in tensors) + (0 if self._recorder is None else self._recorder.size_bytes)
 
     def prepare(self, sequences: int) -> None:
@@ -139,6 +143,7 @@ class StepGraphs:
         graph()
         if self._link is not None:
             self._link.send(shape.rows)
+        self.features = self._features if self._model.feature_width else None
         return self._logits[: len(step.output_rows)]
 
     def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
@@ -146,6 +151,9 @@ class StepGraphs:
         rows = len(batch.tokens)
         if self._link is not None:
             self._link.receive(rows)
+        if self._model.feature_width:
+            self.features = self._features.new_empty(len(batch.tokens), self._model.feature_width)
+            batch = replace(batch, features=self.features)
         best, logits = self._step(batch, owners, None)
         if self._link is not None:
             self._link.send(rows)
@@ -225,7 +233,8 @@ class StepGraphs:
         tokens, positions, sequences, owners, *rest = _split(self._inputs, layout)
         output_rows, singles, cut = rest or (None, None, None)
         cut = None if cut is None else cut.view(-1, 3)
-        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts)
+        features = self._features[: shape.rows] if self._model.feature_width else None
+        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts, features=features)
         count = len(owners)
 
         def run() -> object:
@@ -234,7 +243,7 @@ class StepGraphs:
 
         if self._device.type != "cuda":
             return run
-        self._recorder = self._recorder or _recorder(self._device)
+        self._recorder = self._recorder or recorder(self._device)
         # Of nobody: what is run to compile, and to record, writes nothing.
         self._inputs.zero_()
         positions.fill_(-1)
@@ -248,7 +257,7 @@ class StepGraphs:
             return run
 
 
-def _recorder(device: torch.device) -> CudaRecorder:
+def recorder(device: torch.device) -> CudaRecorder:
     """Records with the priority of the current stream."""
     current = torch.cuda.current_stream(device)
     return CudaRecorder(device, None if current == torch.cuda.default_stream(device) else current)

@@ -34,6 +34,7 @@ def write(folder: Path, run: TrainingRun) -> None:
         "coco": lambda _: _COCO,
         "trained": lambda stage: _trained(stage, run),
         "size": lambda _: str(run.size),
+        "block": lambda _: str(run.shapes.draft_block),
         "seed": lambda _: str(run.seed),
         "measured": lambda _: _measured(folder.name, run),
     }

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from llm import dflash
 from pipeline import sizes
 from training import (
     cards,
     clip,
+    draft,
     latents,
     lm,
     phrases,
@@ -115,10 +117,10 @@ def export_clip(run: TrainingRun) -> Path:
     return folder
 
 
-def export_lm(run: TrainingRun, draft: bool = False) -> Path:
-    """`emoji-lm` or its draft, in float16, with the tokenizer and chat template that both share."""
-    model = lm.load(run, draft)
-    folder = _fresh(run, "emoji-lm-draft" if draft else "emoji-lm")
+def export_lm(run: TrainingRun) -> Path:
+    """`emoji-lm`, in float16, with its tokenizer and chat template."""
+    model = lm.load(run)
+    folder = _fresh(run, "emoji-lm")
     tokenizer = tokens.lm_tokenizer(run)
     model.generation_config.update(
         bos_token_id=tokenizer.bos_token_id,
@@ -127,10 +129,26 @@ def export_lm(run: TrainingRun, draft: bool = False) -> Path:
         do_sample=False,
         max_new_tokens=48,
     )
-    if not draft:
-        model.config.expansion_instruction = phrases.SYSTEM
+    model.config.expansion_instruction = phrases.SYSTEM
     model.half().save_pretrained(folder, max_shard_size=SHARD)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def export_draft(run: TrainingRun) -> Path:
+    """`emoji-lm-draft`, in float16, in the layout of published DFlash checkpoints."""
+    model = draft.load(run)
+    folder = _fresh(run, "emoji-lm-draft")
+    tensors = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
+    write_weights(folder / "model.safetensors", tensors, {"format": "pt"}, 2**24)
+    config = model.config.to_diff_dict() | {
+        "architectures": [dflash.ARCHITECTURE], "block_size": run.shapes.draft_block, "dtype": "float16",
+        "num_target_layers": run.shapes.lm.layers,
+        "dflash_config": {
+            "mask_token_id": tokens.lm_tokenizer(run).pad_token_id, "target_layer_ids": list(model.sources),
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return folder
 
 
@@ -140,7 +158,7 @@ MODELS: dict[str, Callable[[TrainingRun], Path]] = {
     "emoji-z": export_zimage,
     "emoji-clip": export_clip,
     "emoji-lm": export_lm,
-    "emoji-lm-draft": lambda run: export_lm(run, draft=True),
+    "emoji-lm-draft": export_draft,
 }
 
 

@@ -36,7 +36,7 @@ def described() -> dict[str, dict[str, Any]]:
         "emoji-z/vae": EMOJI.zimage.vae(),
         "emoji-z/scheduler": EMOJI.zimage.sampling(),
         "emoji-lm": EMOJI.llama(EMOJI.lm, EMOJI.lm_vocab, 1, 5, 0),
-        "emoji-lm-draft": EMOJI.llama(EMOJI.draft, EMOJI.lm_vocab, 1, 5, 0),
+        "emoji-lm-draft": EMOJI.llama(EMOJI.draft, EMOJI.lm_vocab, 1, 5, 0) | {"block_size": EMOJI.draft_block},
     }
 
 
