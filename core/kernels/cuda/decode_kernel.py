@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.kernels.cuda import language
+from core.kernels.cuda import decode_hopper, language
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import enter, kernel, options
 from core.kernels.cuda.quantize import rounded, to_type
 from core.kernels.kv_cache import PAGE, KVCache
 
 PART = 256  # tokens of a part, at least
+HOPPER_PART = 256  # of `decode_hopper`'s
 PARTS = 16  # parts of a sequence, at most
 _UNIT = 128  # a part's tokens are a multiple of it, and a block has no more
 _LEAST = 16  # minimum tile rows of the tensor cores
@@ -324,15 +325,23 @@ def decode(
         partials = torch.empty(rows, heads, parts, d, device=q.device, dtype=torch.float32)
         largest = torch.empty(rows, heads, parts, device=q.device, dtype=torch.float32)
         sums = torch.empty_like(largest)
+    q, scale, part = q.contiguous(), scale * 1.4426950408889634, PART
     in_8_bits = key_scales is not None and d >= _NARROWEST
     least = _LEAST // 2 if in_8_bits else _LEAST
     arguments = (
-        q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
-        partials, largest, sums, scale * 1.4426950408889634, table.stride(0),
-        heads, kv_heads, group, max(least, power(group)), d, parts, PART, PARTS, _UNIT,
+        q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
+        partials, largest, sums, scale, table.stride(0), heads, kv_heads, group, max(least, power(group)), d, parts, PART, PARTS, _UNIT,
     )  # fmt: skip
     grid = (rows, kv_heads, parts)
-    if in_8_bits:
+    if decode_hopper.unsupported_reason(q, keys, out) is None:
+        assert key_scales is not None and value_scales is not None
+        to = None if partials is None or largest is None or sums is None else (partials, largest, sums)
+        part = HOPPER_PART
+        decode_hopper.parts(
+            q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, to, scale,
+            part, reach=parts, window=window, cap=cap, early=bool(early),
+        )  # fmt: skip
+    elif in_8_bits:
         block, warps, stages = next(shape for width, shape in shapes_in_8_bits.items() if d <= width)
         _parts_in_8_bits[grid](
             *arguments, block, PAGE, window, cap, keys.dtype == torch.int8, q.is_cuda, early,
@@ -343,7 +352,7 @@ def decode(
         _parts[grid](*arguments, block, PAGE, window, cap, early, num_warps=warps, num_stages=stages, **options(early))
     if parts > 1:
         _together[(rows, heads)](
-            partials, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, early,
+            partials, largest, sums, positions, index, inverse, out, heads, d, parts, part, PARTS, _UNIT, early,
             num_warps=4, **options(early),
         )  # fmt: skip
     return out
