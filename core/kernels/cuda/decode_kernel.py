@@ -374,13 +374,13 @@ def decode_reference(
     window: int = 0,
     cap: float = 0.0,
 ) -> Tensor:
-    """The reference of `decode`: row by row in fp32, as `dtype` or q's."""
-    keys, values = keys.float(), values.float()
+    """The reference of `decode`: row by row in fp64, as `dtype` or q's."""
+    keys, values = keys.double(), values.double()
     if key_scales is not None and value_scales is not None:
         keys, values = keys * key_scales[..., None], values * value_scales[:, :, None]
     group = q.shape[1] // keys.shape[1]
     outputs = []
-    for x, position, sequence in zip(q.float(), positions.tolist(), sequences.tolist(), strict=True):
+    for x, position, sequence in zip(q.double(), positions.tolist(), sequences.tolist(), strict=True):
         at = table[sequence, : position // PAGE + 1].long()
         k = keys[at].transpose(0, 1).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         v = values[at].permute(1, 0, 3, 2).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
