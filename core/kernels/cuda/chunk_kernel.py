@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from core.kernels.cuda import chunk_hopper
 from core.kernels.cuda.decode_kernel import exp2, limit
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import kernel
@@ -165,13 +166,22 @@ def chunks(
     _, heads, d = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
+    scale *= 1.4426950408889634
+    if chunk_hopper.unsupported_reason(q, keys, out) is None:
+        assert key_scales is not None and value_scales is not None
+        if len(cut):
+            chunk_hopper.chunks(
+                q.contiguous(), keys, values, key_scales, value_scales, table, positions, cut, scale, out,
+                tokens_per_tile(group), inverse=inverse, window=window, cap=cap,
+            )  # fmt: skip
+        return out
     in_8_bits = keys.dtype == torch.float8_e4m3fn and 32 <= d <= _WIDE
     block, warps, stages, parts = _IN_8_BITS if in_8_bits else (_BLOCK, 8 if d * power(group) >= 256 else 4, 3, 1)
     rows = tokens_per_tile(group) * power(group) // parts
     if len(cut):
         _chunks[(len(cut) * parts, kv_heads)](
             q, keys, values, key_scales, value_scales, table, positions, cut, inverse, out,
-            scale * 1.4426950408889634, table.stride(0), heads, kv_heads, group, power(group),
+            scale, table.stride(0), heads, kv_heads, group, power(group),
             rows, d, block, PAGE, window, cap, in_8_bits, q.is_cuda, parts, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from core.kernels.cuda import driver
 from core.kernels.cuda.decode_source import DecodeVariant, source
 
 PARTS, UNIT = 16, 128  # parts of a sequence, at most; a part's tokens are a multiple of UNIT
-_OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
+OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 _MOST_QUERY_HEADS = 8  # of a key head
 shape = (4, 2)  # warps that consume, and blocks per multiprocessor
 
@@ -38,7 +38,7 @@ def unsupported_reason(q: Tensor, keys: Tensor, out: Tensor) -> str | None:
         return reason
     if keys.element_size() > 1:
         return "keys have more than 8 bits"
-    if q.dtype not in (torch.bfloat16, torch.float16) or out.dtype not in _OUTPUTS:
+    if q.dtype not in (torch.bfloat16, torch.float16) or out.dtype not in OUTPUTS:
         return f"queries in {q.dtype}, a result in {out.dtype}"
     if q.shape[2] not in (64, 128, 256):
         return f"heads of width {q.shape[2]}"
@@ -73,22 +73,22 @@ def parts(
     cap: float,
     early: bool,
 ) -> None:
-    """Attend like `decode_kernel.decode`: to `out` where `reach` is 1, else to `partials` [rows, heads, reach, d or none]:
-    sums, maxima and sums of weights.
+    """Attend like `decode_kernel.decode`: to `out` where `reach` is 1, else to `partials` [rows, heads, reach, d or
+    none]: sums, maxima and sums of weights.
     """
     _, heads, d = q.shape
     rows, kv_heads = len(q if index is None else index), keys.shape[1]
     warps, resident = shape
     variant = DecodeVariant(
-        d, heads // kv_heads, keys.dtype == torch.int8, q.dtype == torch.float16, _OUTPUTS[out.dtype], part,
+        d, heads // kv_heads, keys.dtype == torch.int8, q.dtype == torch.float16, OUTPUTS[out.dtype], part,
         warps if d <= 128 else 4, resident if d <= 128 else 1,
     )  # fmt: skip
-    arrays = dict(
-        keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, table=table, positions=positions,
-        sequences=sequences, index=index, q=q, inverse=inverse, out=out,
-    ) | dict(zip(("partials", "largest", "sums"), partials or (), strict=False))  # fmt: skip
+    arrays = (
+        keys, values, key_scales, value_scales, table, positions, sequences, index, q, inverse, out,
+        *(partials or (None, None, None)),
+    )  # fmt: skip
     arguments = DecodeArguments(
-        **{name: None if array is None else array.data_ptr() for name, array in arrays.items()}, scale=scale, cap=cap,
+        *(None if array is None else array.data_ptr() for array in arrays), scale=scale, cap=cap,
         window=window, table_stride=table.stride(0), kv_heads=kv_heads, rows=rows, reach=reach,
     )  # fmt: skip
     blocks = min(rows * kv_heads * reach, variant.resident * driver.multiprocessors(q.device.index))

@@ -330,7 +330,8 @@ def decode(
     least = _LEAST // 2 if in_8_bits else _LEAST
     arguments = (
         q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
-        partials, largest, sums, scale, table.stride(0), heads, kv_heads, group, max(least, power(group)), d, parts, PART, PARTS, _UNIT,
+        partials, largest, sums, scale, table.stride(0), heads, kv_heads, group, max(least, power(group)), d, parts,
+        PART, PARTS, _UNIT,
     )  # fmt: skip
     grid = (rows, kv_heads, parts)
     if decode_hopper.unsupported_reason(q, keys, out) is None:

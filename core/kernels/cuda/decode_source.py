@@ -1,11 +1,11 @@
 """CUDA C++ source of decode attention over pages of 8-bit keys and values for Hopper, compiled by NVRTC.
 
-Decode is bound by reading the cache once, so reads never pause. Blocks are persistent: a producer warp walks the block's
-parts of sequences and keeps a ring of pages in flight by bulk copies, across parts; consumer warps take two pages (32
-tokens) of a part in turn, each with a softmax of its own, and merge theirs at the part's end in a fixed order. Tensor
-cores multiply keys and values as they are stored: a query and a weight are each the sum of two numbers in 8 bits, the
-second of what the first leaves. The running maximum is of scores plus the logarithm of the value's scale, so that the
-largest weight of a value's level is 1. `decode_hopper.py` prepares the arguments.
+Decode is bound by reading the cache once, so reads never pause. Blocks are persistent: a producer warp walks the
+block's parts of sequences and keeps a ring of pages in flight by bulk copies, across parts; consumer warps take two
+pages (32 tokens) of a part in turn, each with a softmax of its own, and merge theirs at the part's end in a fixed
+order. Tensor cores multiply keys and values as they are stored: a query and a weight are each the sum of two numbers
+in 8 bits, the second of what the first leaves. The running maximum is of scores plus the logarithm of the value's
+scale, so that the largest weight of a value's level is 1. `decode_hopper.py` prepares the arguments.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.
 __device__ __forceinline__ void barrier_publish() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void consumers_sync() {
+__device__ __forceinline__ void warps_sync() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
 }
 __device__ __forceinline__ uint4 read4(u32 at) {
@@ -114,6 +114,11 @@ __device__ __forceinline__ uint4 read4(u32 at) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at)
     : "memory");
   return v;
+}
+__device__ __forceinline__ float read1(u32 at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
 }
 __device__ __forceinline__ float2 read2(u32 at) {
   float2 v;
@@ -142,8 +147,12 @@ __device__ __forceinline__ void multiply(acc_t (&c)[4], const u32 (&a)[4], u32 b
     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
-__device__ __forceinline__ float exp2_(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-__device__ __forceinline__ float log2_(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float exp2_(float x) {
+  float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
+}
+__device__ __forceinline__ float log2_(float x) {
+  float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
+}
 __device__ __forceinline__ float bf16_low(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float bf16_high(u32 x) { return __uint_as_float(x & 0xFFFF0000u); }
 __device__ __forceinline__ float2 halves(u32 x) {
@@ -316,7 +325,7 @@ __device__ __forceinline__ u32 levels(float x0, float x1, float x2, float x3, bo
   return lo | hi << 16;
 #endif
 }
-// Queries of head `lane / 4` as left operands: rows 0 to 7 the first numbers, 8 to 15 the second. Returns a level's size.
+// Queries of head `lane / 4` as left operands: rows 0 to 7 first numbers, 8 to 15 the second. Returns a level's size.
 __device__ __forceinline__ float read_queries(u32 (&queries)[D / 32][4], u32 at, int lane) {
   int head = least(lane / 4 % HEADS, G - 1);
   float x[D / 4], top = 1e-30f;
@@ -372,7 +381,8 @@ struct State { float acc[D / 16][4], top, total; };
 
 // Two pages: `tokens` from the first one on.
 __device__ __forceinline__ void attend(
-  State& s, const u32 (&queries)[D / 32][4], float factor, u32 at, int token, const Problem& p, int begin, int end, int lane
+  State& s, const u32 (&queries)[D / 32][4], float factor, u32 at, int token, const Problem& p, int begin, int end,
+  int lane
 ) {
   const int g = lane / 4, t = lane % 4;
   acc_t product[4][4];
@@ -470,12 +480,14 @@ __device__ __forceinline__ void attend(
   }
 }
 // What the warps have of a part, in the order of warps, to the part's place, or as the row's result.
-__device__ __forceinline__ void merge(const Problem& p, const Memory& m, const State& s, const Part& a, int warp, int lane) {
+__device__ __forceinline__ void merge(
+  const Problem& p, const Memory& m, const State& s, const Part& a, int warp, int lane
+) {
   const int g = lane / 4, t = lane % 4;
   u32 to = m.merged + warp * HEADS * LINE * 4;
   float total = s.total + __shfl_xor_sync(ALL, s.total, 1);
   total += __shfl_xor_sync(ALL, total, 2);
-  consumers_sync();  // all have read the part before
+  warps_sync();  // all have read the part before
   #pragma unroll
   for (int i = 0; i < D / 16; ++i) {
 #if G <= 4
@@ -496,7 +508,7 @@ __device__ __forceinline__ void merge(const Problem& p, const Memory& m, const S
     write1(m.states + (warp * HEADS + g) * 8, s.top);
     write1(m.states + (warp * HEADS + g) * 8 + 4, total);
   }
-  consumers_sync();
+  warps_sync();
   for (int i = threadIdx.x; i < G * D / 4; i += 32 * WARPS) {
     int head = i / (D / 4), channel = i % (D / 4) * 4;
     float top = -1e30f, sum = 0;
@@ -557,7 +569,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Memory& m, int w
     for (int pair = warp; pair < pairs; pair += WARPS) {
       u32 number = before + pair, stage = number % STAGES;
       barrier_wait(m.full + 8 * stage, number / STAGES & 1);
-      attend(s, queries, factor, m.ring + stage * STAGE_BYTES, (a.begin / 16 + 2 * pair) * 16, p, a.begin, a.end, lane);
+      const int token = (a.begin / 16 + 2 * pair) * 16;
+      attend(s, queries, factor, m.ring + stage * STAGE_BYTES, token, p, a.begin, a.end, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive_local(m.empty + 8 * stage);
     }
