@@ -35,8 +35,8 @@ def test_chunks(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
     draw = torch.Generator(DEVICE).manual_seed(2)
     runs = [(40, 200), (33, 33), (7, 1000), (160, 1445), (5, 5), (300, 2048)]  # rows, and tokens up to the last one
     cache = filled([end for _, end in runs], kv_heads, d, torch.bfloat16, kind, 2048)
+    assert cache.key_scales is not None and cache.value_scales is not None
     for scales in (cache.key_scales, cache.value_scales):  # of what no sequence has reached
-        assert scales is not None
         scales[scales == 1] = torch.nan
     counted = [(torch.arange(end - rows, end), torch.full((rows,), s)) for s, (rows, end) in enumerate(runs)]
     positions, sequences = (torch.cat(columns).int().to(DEVICE) for columns in zip(*counted, strict=True))
@@ -51,9 +51,11 @@ def test_chunks(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
 
     assert chunk_hopper.unsupported_reason(q, layer[0], q) is None
     result = run([*range(len(runs))], torch.full_like(q, torch.nan))
-    scales = tuple(torch.nan_to_num(x, 1.0) for x in layer[2:4])
-    arguments = (q, *layer[:2], *scales, cache.table, positions, sequences, d**-0.5)
-    expected = decode_reference(*arguments, window=window, cap=cap, dtype=torch.float64)
+    finite = torch.nan_to_num(cache.key_scales[0], 1.0), torch.nan_to_num(cache.value_scales[0], 1.0)
+    expected = decode_reference(
+        q, *layer[:2], *finite, cache.table, positions, sequences, d**-0.5, window=window, cap=cap,
+        dtype=torch.float64,
+    )  # fmt: skip
     assert float((result.double() - expected).norm() / expected.norm()) < 4e-3  # bf16 is off by 2e-3
     for parts in ([0], [5, 2], [3, 1, 4]):
         alone = run(parts, torch.zeros_like(q))

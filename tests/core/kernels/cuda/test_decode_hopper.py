@@ -52,8 +52,8 @@ def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
     draw = torch.Generator(DEVICE).manual_seed(2)
     lengths = [1, 16, 17, 256, 300, 5000, 513, 1500, 40]
     cache = filled(lengths, kv_heads, d, torch.bfloat16, kind, 5120)
+    assert cache.key_scales is not None and cache.value_scales is not None
     for scales in (cache.key_scales, cache.value_scales):  # of what no sequence has reached
-        assert scales is not None
         scales[scales == 1] = torch.nan
     q = torch.randn(len(lengths), group * kv_heads, d, generator=draw, device=DEVICE).bfloat16()
     layer = (*cache.layer(0), cache.table)
@@ -61,8 +61,11 @@ def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
     sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
     given = (*layer, positions, sequences, d**-0.5)
     result = decode(q, *given, window=window, cap=cap)
-    scales = tuple(torch.nan_to_num(x, 1.0) for x in layer[2:4])
-    expected = decode_reference(q, *layer[:2], *scales, *given[4:], window=window, cap=cap, dtype=torch.float64)
+    finite = torch.nan_to_num(cache.key_scales[0], 1.0), torch.nan_to_num(cache.value_scales[0], 1.0)
+    expected = decode_reference(
+        q, *layer[:2], *finite, cache.table, positions, sequences, d**-0.5, window=window, cap=cap,
+        dtype=torch.float64,
+    )  # fmt: skip
     assert float((result.double() - expected).norm() / expected.norm()) < 4e-3  # bf16 is off by 2e-3
     assert decode_hopper.unsupported_reason(q, layer[0], q) is None
     inverse = torch.full((group * kv_heads * d,), 50.0, device=DEVICE)
