@@ -14,8 +14,8 @@ from core.kernels.cuda.decode_source import INSTRUCTIONS
 from core.kernels.cuda.device_source import DEVICE
 
 ROWS = 128  # of a tile: tokens times query heads
-_KEYS = 128  # of a block
-_STAGES = 2  # blocks under way, as they are stored; and so many converted ones
+_KEYS = 64  # of a block: with more, queries do not stay in registers
+_STAGES = 4  # blocks under way, as they are stored; and so many converted ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,9 @@ __device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
 
 KERNEL = r"""
 #define PAGE_BYTES (16 * D)
+#define PAGES (KEYS / 16)
 #define STAGED_BYTES (2 * KEYS * D + 8 * KEYS)  // keys, values, scales of keys, scales of values, as they are stored
-#define TILE_BYTES (4 * KEYS * D)               // keys [KEYS, D], then values [D, KEYS], in slices of 64 columns
+#define TILE_BYTES (4 * KEYS * D)               // keys [KEYS, D] in slices of 64 columns, then values [D, KEYS]
 #define ALL 0xFFFFFFFFu
 
 // The order and types of these fields are repeated in chunk_hopper.py.
@@ -135,20 +136,20 @@ __device__ __forceinline__ Tile tile_of(const Problem& p) {
   a.end = (a.count + KEYS - 1) / KEYS;
   return a;
 }
-// The number of this lane's page of a block: eight pages, four lanes each. Behind the last page it is read again.
+// The number of this lane's page of a block: PAGES of them, by four lanes each. Behind the last page it is read again.
 __device__ __forceinline__ int page_of(const Problem& p, const Tile& a, int block, int lane) {
-  return p.table[(u64)a.sequence * p.table_stride + least(block * (KEYS / 16) + lane % 8, (a.count - 1) / 16)];
+  return p.table[(u64)a.sequence * p.table_stride + least(block * PAGES + lane % PAGES, (a.count - 1) / 16)];
 }
 __device__ __forceinline__ void fetch(const Problem& p, const Memory& m, const Tile& a, int block, int page, int lane) {
   u32 slot = (block - a.begin) % STAGES, at = m.staged + slot * STAGED_BYTES, bar = m.staged_full + 8 * slot;
-  const int kind = lane / 8;
+  const int kind = lane / PAGES, page_at = lane % PAGES;
   u64 number = (u64)page * p.kv_heads + a.head;
   if (lane == 0) barrier_expect(bar, STAGED_BYTES);
   __syncwarp();
   const u8* scales = (const u8*)(kind == 2 ? p.key_scales : p.value_scales) + number * 64;
   const u8* levels = (kind == 0 ? p.keys : p.values) + number * PAGE_BYTES;
-  u32 to = kind < 2 ? kind * KEYS * D + lane % 8 * PAGE_BYTES : 2 * KEYS * D + (lane - 16) * 64;
-  bulk_load(at + to, kind < 2 ? levels : scales, kind < 2 ? PAGE_BYTES : 64, bar);
+  u32 to = kind < 2 ? kind * KEYS * D + page_at * PAGE_BYTES : 2 * KEYS * D + (kind - 2) * 4 * KEYS + page_at * 64;
+  if (kind < 4) bulk_load(at + to, kind < 2 ? levels : scales, kind < 2 ? PAGE_BYTES : 64, bar);
   __syncwarp();
 }
 // Four levels as two pairs of halves.
@@ -192,16 +193,16 @@ __device__ __forceinline__ void produce(const Problem& p, const Memory& m, const
     barrier_wait(m.staged_full + 8 * slot, turn);
     barrier_wait(m.empty + 8 * slot, turn ^ 1);
     #pragma unroll 4
-    for (int n = 0; n < D / 16; ++n) {  // two tokens, four times 16 channels of each, by eight lanes
-      int i = n * KEYS + thread, token = i / 8 / (D / 64) * 2 + i / 4 % 2, slice = i / 8 % (D / 64);
+    for (int n = 0; n < KEYS * D / 2048; ++n) {  // two tokens, four times 16 channels of each, by eight lanes
+      int i = n * 128 + thread, token = i / 8 / (D / 64) * 2 + i / 4 % 2, slice = i / 8 % (D / 64);
       convert(from + token * D + (slice * 4 + i % 4) * 16, to + slice * KEYS * 128, token, i % 4);
     }
     #pragma unroll 4
-    for (int n = 0; n < D / 16; ++n) {  // eight channels of a page by eight lanes
-      int i = n * KEYS + thread, from_page = i / D;
-      convert(from + KEYS * D + i * 16, to + 2 * KEYS * D + from_page / 4 * D * 128, i % D, from_page % 4);
+    for (int n = 0; n < KEYS * D / 2048; ++n) {  // eight channels of a page by eight lanes
+      int i = n * 128 + thread;
+      convert(from + KEYS * D + i * 16, to + 2 * KEYS * D, i % D, i / D);
     }
-    {
+    if (thread < KEYS) {
       bool stored = block * KEYS + thread < a.count;
       u32 of_keys = from + 2 * KEYS * D + 4 * thread, at = m.scales + (slot * 3 * KEYS + thread) * 4;
       float value_scale = stored ? fmaxf(read1(of_keys + 4 * KEYS), 1e-30f) : 1.0f;  // normal, for the logarithm
@@ -240,17 +241,96 @@ __device__ __forceinline__ void store2(u8* out, u64 at, float x, float y) {
   *(unsigned short*)(out + at) = e4m3_pair(x, y);
 #endif
 }
+// Two rows of a lane: their running maximum and sum of weights.
+struct State { float top[2], total[2]; int position[2]; };
+
+__device__ __forceinline__ void all_scores(float (&s)[KEYS / 2], const u32 (&queries)[D / 16][4], u32 tile) {
+  const u64 keys = operand(tile);
+  FENCE_ALL(s);
+  product_fence();
+  #pragma unroll
+  for (int k = 0; k < D / 16; ++k) score(s, queries[k], keys + k / 4 * (KEYS * 8) + k % 4 * 2, k);
+  product_commit();
+}
+__device__ __forceinline__ void all_weighed(float (&o)[D / 2], const u32 (&weights)[KEYS / 4], u32 tile) {
+  const u64 values = operand(tile + 2 * KEYS * D);
+  FENCE_ALL(o);
+  product_fence();
+  #pragma unroll
+  for (int k = 0; k < KEYS / 16; ++k) weigh(o, weights + 4 * k, values + k * 2, 1);
+  product_commit();
+}
+// Scores of a block to weights times values' scales; `fade` is what earlier sums are to be multiplied by.
+__device__ __forceinline__ void softmax(
+  float (&s)[KEYS / 2], State& a, float (&fade)[2], u32 scales, const Problem& p, int first, bool clear, int t
+) {
+  float above[2] = {a.top[0], a.top[1]};
+  scales += 8 * t;
+  #pragma unroll
+  for (int j = 0; j < KEYS / 8; ++j) {
+    float2 scale = read2(scales + 32 * j);
+    s[4 * j] *= scale.x;
+    s[4 * j + 1] *= scale.y;
+    s[4 * j + 2] *= scale.x;
+    s[4 * j + 3] *= scale.y;
+  }
+  if (p.cap != 0) {
+    const float twice = __fdividef(2.0f, p.cap);
+    #pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i)
+      s[i] = p.cap * 1.4426950408889634f * (1 - __fdividef(2.0f, exp2_(s[i] * twice) + 1));
+  }
+  if (!clear) {
+    #pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      int seen = first + i / 4 * 8 + 2 * t + i % 2, own = a.position[i / 2 % 2];
+      if (seen > own || (p.window && seen <= own - p.window)) s[i] = __int_as_float(0xFF800000);
+    }
+  }
+  #pragma unroll
+  for (int j = 0; j < KEYS / 8; ++j) {
+    float2 scale = read2(scales + 4 * KEYS + 32 * j);
+    #pragma unroll
+    for (int i = 0; i < 2; ++i)
+      above[i] = fmaxf(above[i], fmaxf(s[4 * j + 2 * i] + scale.x, s[4 * j + 2 * i + 1] + scale.y));
+  }
+  #pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    above[i] = fmaxf(above[i], __shfl_xor_sync(ALL, above[i], 1));
+    above[i] = fmaxf(above[i], __shfl_xor_sync(ALL, above[i], 2));
+    fade[i] = exp2_(a.top[i] - above[i]);
+    a.top[i] = above[i];
+    a.total[i] *= fade[i];
+  }
+  #pragma unroll
+  for (int j = 0; j < KEYS / 8; ++j) {
+    float2 scale = read2(scales + 8 * KEYS + 32 * j);
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float x = exp2_(s[4 * j + 2 * i] - a.top[i]), y = exp2_(s[4 * j + 2 * i + 1] - a.top[i]);
+      a.total[i] += x + y;
+      s[4 * j + 2 * i] = x * scale.x;
+      s[4 * j + 2 * i + 1] = y * scale.y;
+    }
+  }
+}
+__device__ __forceinline__ void pack(u32 (&weights)[KEYS / 4], const float (&s)[KEYS / 2]) {
+  #pragma unroll
+  for (int i = 0; i < KEYS / 4; ++i) weights[i] = half_pair(s[2 * i], s[2 * i + 1]);
+}
 __device__ __forceinline__ void consume(const Problem& p, const Memory& m, const Tile& a, int group, int thread) {
   const int t = thread % 4, row = 64 * group + thread / 32 * 16 + thread % 32 / 4;
   u64 at[2];
-  int position[2];
+  State state;
   bool real[2];
   u32 queries[D / 16][4];
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
     int token = (row + 8 * i) / SPREAD, query = (row + 8 * i) % SPREAD;
     real[i] = token < a.rows && query < G;
-    position[i] = token < a.rows ? p.positions[a.first + token] : -1;
+    state.top[i] = -1e30f;  // finite: of rows that see nothing
+    state.total[i] = 0;
+    state.position[i] = token < a.rows ? p.positions[a.first + token] : -1;
     at[i] = (u64)((a.first + (real[i] ? token : 0)) * p.kv_heads * G + a.head * G + (real[i] ? query : 0)) * D;
     #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -259,86 +339,46 @@ __device__ __forceinline__ void consume(const Problem& p, const Memory& m, const
       queries[k][i + 2] = scaled_query(from[4], p.scale);
     }
   }
-  float o[D / 2], top[2] = {-1e30f, -1e30f}, total[2] = {0, 0};  // finite: of rows that see nothing
+  float o[D / 2], s[KEYS / 2], fade[2];
+  u32 weights[KEYS / 4];
   #pragma unroll
   for (int i = 0; i < D / 2; ++i) o[i] = 0;
-  #pragma unroll 1
-  for (int block = a.begin; block < a.end; ++block) {
-    u32 slot = (block - a.begin) % STAGES, turn = (block - a.begin) / STAGES & 1;
-    u32 scales = m.scales + (slot * 3 * KEYS + 2 * t) * 4;
-    float s[KEYS / 2], above[2] = {top[0], top[1]}, fade[2];
-    barrier_wait(m.full + 8 * slot, turn);
-    u64 keys = operand(m.tiles + slot * TILE_BYTES), values = operand(m.tiles + slot * TILE_BYTES + 2 * KEYS * D);
-    FENCE_ALL(s);
-    product_fence();
-    #pragma unroll
-    for (int k = 0; k < D / 16; ++k) score(s, queries[k], keys + k / 4 * (KEYS * 8) + k % 4 * 2, k);
-    product_commit();
+  u32 slot = 0, turn = 0;
+  if (a.begin < a.end) {
+    barrier_wait(m.full, 0);
+    all_scores(s, queries, m.tiles);
     product_wait<0>();
     FENCE_ALL(s);
-    #pragma unroll
-    for (int j = 0; j < KEYS / 8; ++j) {
-      float2 scale = read2(scales + 32 * j);
-      s[4 * j] *= scale.x;
-      s[4 * j + 1] *= scale.y;
-      s[4 * j + 2] *= scale.x;
-      s[4 * j + 3] *= scale.y;
-    }
-    if (p.cap != 0) {
-      const float twice = __fdividef(2.0f, p.cap);
-      #pragma unroll
-      for (int i = 0; i < KEYS / 2; ++i)
-        s[i] = p.cap * 1.4426950408889634f * (1 - __fdividef(2.0f, exp2_(s[i] * twice) + 1));
-    }
-    if (block >= a.clear) {
-      #pragma unroll
-      for (int i = 0; i < KEYS / 2; ++i) {
-        int seen = block * KEYS + i / 4 * 8 + 2 * t + i % 2, own = position[i / 2 % 2];
-        if (seen > own || (p.window && seen <= own - p.window)) s[i] = __int_as_float(0xFF800000);
-      }
-    }
-    #pragma unroll
-    for (int j = 0; j < KEYS / 8; ++j) {
-      float2 scale = read2(scales + 4 * KEYS + 32 * j);
-      #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        above[i] = fmaxf(above[i], fmaxf(s[4 * j + 2 * i] + scale.x, s[4 * j + 2 * i + 1] + scale.y));
-    }
-    #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      above[i] = fmaxf(above[i], __shfl_xor_sync(ALL, above[i], 1));
-      above[i] = fmaxf(above[i], __shfl_xor_sync(ALL, above[i], 2));
-      fade[i] = exp2_(top[i] - above[i]);
-      top[i] = above[i];
-      total[i] *= fade[i];
-    }
-    u32 weights[KEYS / 4];
-    #pragma unroll
-    for (int j = 0; j < KEYS / 8; ++j) {
-      float2 scale = read2(scales + 8 * KEYS + 32 * j);
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float x = exp2_(s[4 * j + 2 * i] - top[i]), y = exp2_(s[4 * j + 2 * i + 1] - top[i]);
-        total[i] += x + y;
-        weights[2 * j + i] = half_pair(x * scale.x, y * scale.y);
-      }
-    }
+    softmax(s, state, fade, m.scales, p, a.begin * KEYS, a.begin < a.clear, t);
+    pack(weights, s);
+  }
+  #pragma unroll 1
+  for (int block = a.begin + 1; block < a.end; ++block) {  // its scores beside the products of the block before
+    u32 before = slot;
+    if (++slot == STAGES) { slot = 0; turn ^= 1; }
+    barrier_wait(m.full + 8 * slot, turn);
+    all_scores(s, queries, m.tiles + slot * TILE_BYTES);
+    all_weighed(o, weights, m.tiles + before * TILE_BYTES);
+    product_wait<1>();
+    FENCE_ALL(s);
+    softmax(s, state, fade, m.scales + slot * 12 * KEYS, p, block * KEYS, block < a.clear, t);
+    product_wait<0>();
+    FENCE_ALL(o);
+    if (thread == 0) barrier_arrive_local(m.empty + 8 * before);
     #pragma unroll
     for (int i = 0; i < D / 2; ++i) o[i] *= fade[i / 2 % 2];
-    FENCE_ALL(o);
-    product_fence();
-    #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) weigh(o, weights + 4 * k, values + k / 4 * (D * 8) + k % 4 * 2, 1);
-    product_commit();
+    pack(weights, s);
+  }
+  if (a.begin < a.end) {
+    all_weighed(o, weights, m.tiles + slot * TILE_BYTES);
     product_wait<0>();
     FENCE_ALL(o);
-    if (thread == 0) barrier_arrive_local(m.empty + 8 * slot);
   }
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    total[i] += __shfl_xor_sync(ALL, total[i], 1);
-    total[i] += __shfl_xor_sync(ALL, total[i], 2);
-    float unit = __fdividef(1.0f, fmaxf(total[i], 1e-30f));
+    float total = state.total[i] + __shfl_xor_sync(ALL, state.total[i], 1);
+    total += __shfl_xor_sync(ALL, total, 2);
+    float unit = __fdividef(1.0f, fmaxf(total, 1e-30f));
     if (real[i]) {
       const float* inverse = p.inverse + at[i] % (p.kv_heads * G * D) + 2 * t;
       #pragma unroll

@@ -14,6 +14,7 @@ from torch import Tensor
 from core.kernels.cuda import driver
 from core.kernels.cuda.decode_source import DecodeVariant, source
 
+PART = 512  # tokens of a part, at least
 PARTS, UNIT = 16, 128  # parts of a sequence, at most; a part's tokens are a multiple of UNIT
 OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 _MOST_QUERY_HEADS = 8  # of a key head
@@ -66,7 +67,6 @@ def parts(
     out: Tensor,
     partials: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
-    part: int,
     *,
     reach: int,
     window: int,
@@ -80,7 +80,7 @@ def parts(
     rows, kv_heads = len(q if index is None else index), keys.shape[1]
     warps, resident = shape
     variant = DecodeVariant(
-        d, heads // kv_heads, keys.dtype == torch.int8, q.dtype == torch.float16, OUTPUTS[out.dtype], part,
+        d, heads // kv_heads, keys.dtype == torch.int8, q.dtype == torch.float16, OUTPUTS[out.dtype], PART,
         warps if d <= 128 else 4, resident if d <= 128 else 1,
     )  # fmt: skip
     arrays = (

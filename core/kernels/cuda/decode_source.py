@@ -153,6 +153,9 @@ __device__ __forceinline__ float exp2_(float x) {
 __device__ __forceinline__ float log2_(float x) {
   float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
 }
+__device__ __forceinline__ float divided(float x, float y) {  // as Triton divides
+  float r; asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y)); return r;
+}
 __device__ __forceinline__ float bf16_low(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float bf16_high(u32 x) { return __uint_as_float(x & 0xFFFF0000u); }
 __device__ __forceinline__ float2 halves(u32 x) {
@@ -491,7 +494,7 @@ __device__ __forceinline__ void merge(
   #pragma unroll
   for (int i = 0; i < D / 16; ++i) {
 #if G <= 4
-    // Columns of lanes 0 and 1 are first numbers, those of 2 and 3 the second ones: each adds up eight channels of both.
+    // Columns of lanes 0 and 1 are first numbers, of 2 and 3 second ones: each adds up eight channels of both.
     const bool upper = t >= 2;
     float y0 = upper ? s.acc[i][2] : s.acc[i][0], y1 = upper ? s.acc[i][3] : s.acc[i][1];
     float z0 = __shfl_xor_sync(ALL, upper ? s.acc[i][0] : s.acc[i][2], 2);
@@ -527,8 +530,7 @@ __device__ __forceinline__ void merge(
       y.w = fmaf(share, __uint_as_float(v.w), y.w);
     }
     const int query = a.head * G + head;
-    float unit = 1 / (TOP * STEPS);
-    if (p.reach == 1) unit = __fdividef(unit, fmaxf(sum, 1e-30f));
+    const float unit = 1 / (TOP * STEPS);
     y = make_float4(y.x * unit, y.y * unit, y.z * unit, y.w * unit);
     if (p.reach > 1) {
       u64 at = (u64)(a.place * p.kv_heads * G + query) * p.reach + a.split;
@@ -536,6 +538,8 @@ __device__ __forceinline__ void merge(
       if (channel == 0) { p.largest[at] = top; p.sums[at] = sum; }
       continue;
     }
+    sum = fmaxf(sum, 1e-30f);  // as parts are combined: the same bits as if there could be more
+    y = make_float4(divided(y.x, sum), divided(y.y, sum), divided(y.z, sum), divided(y.w, sum));
     if (p.inverse) {
       float4 b = *(const float4*)(p.inverse + query * D + channel);
       y = make_float4(y.x * b.x, y.y * b.y, y.z * b.z, y.w * b.w);
