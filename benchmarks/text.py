@@ -25,16 +25,23 @@ from llm.pages import PAGE
 
 RUNGS = (
     "transformers-generate", "transformers-static-batch", "transformers-generate_batch", "diptych", "diptych-int8",
-    "diptych-speculative",
+    "diptych-speculative", "diptych-user", "diptych-user-speculative",
 )  # fmt: skip
+USER = ("diptych-user", "diptych-user-speculative")  # one user's chats, one after the other, each to its own end
 STATIC_BATCH = 16
 _ONE_AT_A_TIME = 8  # of the requests: a rate needs no more, and the slowest rung would take most of the time
 _WARM_TOKENS = 8
+_LONGEST = 48  # tokens of a chat's answer
 _MODELS = Path(__file__).resolve().parent.parent / "models"
 _OPENINGS = (
     "A man riding a brown horse", "Two dogs play with", "A plate of food with rice and", "A train is pulling into",
     "A woman holding an umbrella walks down", "Several boats are tied to a dock near", "The kitchen has a white stove",
     "A small child sits on", "A black cat is sleeping on top of a wooden", "Three zebras graze in a field of",
+)  # fmt: skip
+_CHATS = (
+    "red apple", "two cats and a dog", "draw a rocket on navy", "smiling face", "a big tree left of a small house",
+    "pizza please", "three blue fish", "crying cat", "snowman with hat", "a car behind a bus, yellow", "unicorn",
+    "birthday cake on pink", "show me a dragon", "one owl and two mice", "a small star above a big moon", "four balls",
 )  # fmt: skip
 
 
@@ -46,8 +53,8 @@ class BenchmarkJob:
     tokens: int
 
 
-Write = Callable[[Sequence[BenchmarkJob]], None]
-"""Writes the answers of all jobs."""
+Write = Callable[[Sequence[BenchmarkJob]], int | None]
+"""Writes the answers of all jobs. Returns the number of tokens where the jobs do not tell it."""
 
 
 def run(
@@ -100,18 +107,19 @@ def _take_turns(
     for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
         for name in [name for name in rungs if name not in left_out]:
             selected = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
-            if not turn:
+            selected = bench.chats() if name in USER else selected
+            if not turn and name not in USER:
                 selected = [replace(job, tokens=_WARM_TOKENS) for job in selected[:_ONE_AT_A_TIME]]
             started = time.perf_counter()
             try:
-                bench.writes[name](selected)
+                tokens = bench.writes[name](selected) or sum(job.tokens for job in selected)
             except record.BenchError as error:
                 left_out[name] = str(error)
                 continue
             seconds = time.perf_counter() - started
             record.progress(f"turn {turn} of {turns}: {name} took {seconds:.1f} s")
             if turn:
-                rates[name].append(sum(job.tokens for job in selected) / seconds)
+                rates[name].append(tokens / seconds)
     return {name: values for name, values in rates.items() if values}, left_out
 
 
@@ -123,6 +131,7 @@ class _Bench:
 
         from llm.lane import StreamLane
         from llm.load import TextModelError, load
+        from llm.load_draft import load as load_draft
         from workers.build import device_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -138,7 +147,7 @@ class _Bench:
 
         try:
             self.model = self._lane.call(lambda: loaded(name))
-            guide: Any = self._lane.call(lambda: loaded(draft)) if draft else "lookup"
+            guide: Any = self._lane.call(lambda: load_draft(draft or "lookup", self.model, lacks=None))
         except TextModelError as error:
             raise record.BenchError(str(error)) from error
         self.draft = "lookup" if guide == "lookup" else guide.name
@@ -153,6 +162,8 @@ class _Bench:
             "diptych": self._ours(lambda: self.model),
             "diptych-int8": self._ours(self._quantized),
             "diptych-speculative": self._ours(lambda: self.model, guide),
+            "diptych-user": self._ours(lambda: self.model, user=True),
+            "diptych-user-speculative": self._ours(lambda: self.model, guide, user=True),
         }
 
     @staticmethod
@@ -175,6 +186,12 @@ class _Bench:
             batch.append(BenchmarkJob((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
         context = self.model.context
         return [replace(job, prompt=job.prompt[: context - job.tokens]) for job in batch]
+
+    def chats(self) -> list[BenchmarkJob]:
+        """Short prompts as chats."""
+        chats = [[{"role": "user", "content": text}] for text in _CHATS]
+        prompts = self.model.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+        return [BenchmarkJob(tuple(ids), _LONGEST) for ids in prompts]
 
     def acceptance(self) -> float | None:
         """The share of guesses that were right."""
@@ -258,8 +275,8 @@ class _Bench:
             raise record.BenchError("INT8 does not run here without our kernels")
         return quantize(self.model, [job.prompt for job in self.jobs(16)])
 
-    def _ours(self, model: Callable[[], Any], guide: Any = None) -> Write:
-        """Submit all jobs at once to an engine, which is built when it is first needed."""
+    def _ours(self, model: Callable[[], Any], guide: Any = None, *, user: bool = False) -> Write:
+        """Submit all jobs at once, or a user's in turn, to an engine, which is built when it is first needed."""
         from core.batching.engine import Engine
         from core.batching.request import Request
         from core.kernels.kv_cache import Kind
@@ -280,15 +297,18 @@ class _Bench:
                 self._speculating = runner
             return self._stack.enter_context(Engine([runner]))
 
-        def write(jobs: Sequence[BenchmarkJob]) -> None:
+        def write(jobs: Sequence[BenchmarkJob]) -> int | None:
             nonlocal turn
             turn += 1
             if not engines:
                 engines.append(start())
-            parameters = [TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True) for job in jobs]
+            parameters = [TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=not user) for job in jobs]
             requests = [Request(f"{turn}-{number}", "text", request) for number, request in enumerate(parameters)]
+            if user:
+                return sum(len(engines[0].submit(request).result().tokens) for request in requests)
             for future in [engines[0].submit(request) for request in requests]:
                 future.result()
+            return None
 
         return write
 

@@ -148,11 +148,11 @@ def measure(options: Any, parallel: Parallel) -> dict[str, Any]:
         figures |= {"step_ms": round(step_ms, 3), "tokens_s": round(1e3 / step_ms, 1)}
         record.progress(f"{parallel}: one user {figures['tokens_s']} tokens/s")
         with Engine([runner]) as engine:
-            loop = text_load.ClosedLoop(engine, model.vocabulary, 0.0)
+            generator = text_load.LoadGenerator(engine, model.vocabulary, 0.0)
             for load in loads:
-                loop.run(load, load.in_flight, min(load.written, 8))
+                generator.run(load, load.in_flight, min(load.written, 8))
                 count = load.in_flight * load.waves
-                seconds, _ = loop.run(load, count, load.written)
+                seconds = generator.run(load, count, load.written, load.rate).seconds
                 figures["loads"][load.name] = round(count * load.written / seconds, 1)
                 record.progress(f"{parallel}: {load.name} {figures['loads'][load.name]} tokens/s")
     finally:

@@ -220,7 +220,8 @@ class Settings(BaseSettings):
         description="auto: int8 or fp8 where the model has such a variant and the kernels run, else fp32 or bf16",
     )
     text_draft: str = Field(
-        default="", description="makes guesses: a smaller text model, or lookup for what was said; empty: none"
+        default="",
+        description="makes guesses: a smaller text model, a DFlash drafter, or lookup for what was said; empty: none",
     )
     text_parallel: str = Field(
         default="",

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
 from core.ops.branches import LowRank, PackedBranches, RowBranches
 from core.ops.cpu import adapt
 from core.ops.cpu_arrays import Array
-from core.ops.cpu_tokens import CpuTokenOps
+from core.ops.cpu_tokens import CpuTokenOps, TokenRows
 from core.ops.ops import Walk, bind
 from core.ops.packed import PackedLayers
 from llm import family
@@ -30,7 +29,7 @@ class _Trunk(NamedTuple):
 
     ops: CpuTokenOps
     tokens: Array  # [T]
-    rows: TokenPositions
+    rows: TokenRows
     x: Array  # [T, C]
 
 
@@ -48,22 +47,32 @@ class CpuDecoder:
     Weights are packed at once; programs are built on first use, in milliseconds, and kept. They share their memory.
     """
 
-    def __init__(self, library: ctypes.CDLL, network: Any, cache: KVCache, *, half: bool = False) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        network: Any,
+        cache: KVCache,
+        *,
+        half: bool = False,
+        features: tuple[int, ...] = (),
+    ) -> None:
         """Raises ValueError for a model that the kernels do not support. `half` as for `PackedLayers`."""
         family.check(network)
         if cache.keys.dtype == torch.float8_e4m3fn:
             raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
-        self._layers = PackedLayers(library, network, half=half)
-        decoder = Decoder.of(network)
+        self.layers = PackedLayers(library, network, half=half)
+        decoder = Decoder.of(network, features)
         self._walk, self._cap = bind(trunk, decoder), decoder.cap
         self._ends = {walk: bind(walk, decoder) for walk in (logits, states)}
         self._width, self._vocabulary = int(network.config.hidden_size), int(network.config.vocab_size)
         angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
-        self._ops = partial(CpuTokenOps, library, self._layers, cache, angles)
+        self._ops = partial(CpuTokenOps, library, self.layers, cache, angles)
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[tuple[Walk, int], _Head] = {}
         self._bound: dict[int, tuple[RowBranches, list[Any]]] = {}  # adapters of programs, by their numbers of tokens
+        self._feature_width = len(features) * self._width
         self.states: Tensor | None = None  # fp32 [S, C] of the last step's `state_rows`
+        self.features: Tensor | None = None  # [T, layers · C] of the last step
         self._trunk(1)  # packs all layers, and finds any that are unsupported
         self._head(logits, 1)
 
@@ -76,7 +85,9 @@ class CpuDecoder:
         trunk.rows.sequences.copy_(step.sequences)
         self._adapt(trunk, step.adapters)
         trunk.ops.program.run()
-        x = torch.index_select(trunk.x.x, 0, step.output_rows)  # copies: programs share their memory
+        # Copies: programs share their memory.
+        self.features = None if trunk.rows.features is None else trunk.rows.features.clone()
+        x = torch.index_select(trunk.x.x, 0, step.output_rows)
         self.states = None
         if step.state_rows is not None:
             self.states = self._end(states, torch.index_select(trunk.x.x, 0, step.state_rows)).clone()
@@ -94,7 +105,7 @@ class CpuDecoder:
 
     def pack(self, factors: Mapping[str, LowRank]) -> PackedBranches:
         """An adapter for steps. On any thread. Raises ValueError, naming the layer, for a factor that does not fit."""
-        return PackedBranches(self._layers.library, self._layers.all, factors)
+        return PackedBranches(self.layers.library, self.layers.all, factors)
 
     def _adapt(self, trunk: _Trunk, adapters: Sequence[PackedBranches | None] | None) -> None:
         """Give the rows of a program their adapters; without any its bits are the model's own."""
@@ -111,16 +122,16 @@ class CpuDecoder:
 
     def release(self) -> None:
         """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""
-        self._layers.release()
+        self.layers.release()
 
     @property
     def size_bytes(self) -> int:
         """Bytes of packed weights."""
-        return self._layers.size_bytes
+        return self.layers.size_bytes
 
     def _trunk(self, count: int) -> _Trunk:
         ops = self._ops()
-        tokens, rows = ops.input((count,)), ops.rows(count)
+        tokens, rows = ops.input((count,)), ops.rows(count, self._feature_width)
         trunk = self._trunks[count] = _Trunk(ops, tokens, rows, self._walk(ops, tokens, rows))
         return trunk
 

@@ -29,7 +29,9 @@ _WIDE = 128  # channels of a head: twice as many take 193 KiB of shared memory i
 class CudaDecoder:
     """Runs a model on a cache, by one thread at a time, on the current stream."""
 
-    def __init__(self, network: Any, cache: KVCache, group: RankGroup | None = None) -> None:
+    def __init__(
+        self, network: Any, cache: KVCache, group: RankGroup | None = None, features: tuple[int, ...] = ()
+    ) -> None:
         """Bind the kernels to a network, with a `group` of ranks to this one's part of it. Raises ValueError for a
         model or a cache that the kernels do not support.
         """
@@ -40,7 +42,7 @@ class CudaDecoder:
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
         if cache.head_dim > _WIDE and torch.cuda.is_available() and _capability() < (9, 0):
             raise ValueError(f"heads wider than {_WIDE} want the shared memory of compute capability 9.0")
-        decoder = Decoder.of(network)
+        decoder = Decoder.of(network, features)
         self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
         self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`
         embeddings = network.model.embed_tokens.weight
@@ -50,6 +52,7 @@ class CudaDecoder:
         self.vocabulary = len(network.lm_head.weight)  # of a rank its part
         self._tokens = int(network.config.vocab_size)
         self.width = int(network.config.hidden_size)
+        self.feature_width = len(features) * embeddings.shape[1]
         angles = family.angles(network, cache.table.shape[1] * PAGE, embeddings.device)
         self.ops = CudaTokenOps(self.dtype, cache, angles, None if group is None else group.peers)
         self._network = network
@@ -68,7 +71,7 @@ class CudaDecoder:
     def stage(self, rows: FusedBatch, before: Tensor | None) -> Tensor:
         """Hidden states [T, C] after a stage's layers, of those `before` it, unless it is the first."""
         x: Residual = self._trunk(self.ops, rows.tokens, rows, None if before is None else Residual(before))
-        return self.ops.settled(x)
+        return x.settle(None if self.ranks is None else self.ranks.peers)
 
     @torch.inference_mode()
     def __call__(self, rows: FusedBatch, out: Tensor | None = None, before: Tensor | None = None) -> Tensor:

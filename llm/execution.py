@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from core.kernels.kv_cache import Kind, KVCache, TokenBatch, on_device
 from core.ops.branches import LowRank, PackedAdapter
 from core.ops.cuda_branches import CudaRowBranches
 from core.ops.cuda_tokens import FusedBatch
+from core.ops.packed import PackedLayers
 from llm.adapters import AdaptedModules, TorchAdapter
 from llm.attention import PagedContext
 from llm.cpu import CpuDecoder
@@ -50,9 +52,11 @@ class TextExecution:
         kernels: ctypes.CDLL | None = None,
         companion: KVCache | None = None,
         group: RankGroup | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
         """`rows` are the most of a step; `kernels` are the CPU kernels, if there are any; `companion` is a cache whose
-        table is shared. `group`: the ranks of which this is one, whose part of the model `model` is.
+        table is shared. `group`: the ranks of which this is one, whose part of the model `model` is. `features` are
+        layers whose inputs are captured.
 
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
@@ -67,8 +71,12 @@ class TextExecution:
         )  # fmt: skip
         self._states: Tensor | None = None  # by torch
         self._adapted: AdaptedModules | None = None  # by torch
+        self._captured = features
+        self.features: Tensor | None = None  # captured inputs [T, layers · C] of the last step's rows
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context, rows)
+        # As the CPU kernels read the layers, if these run the model.
+        self.packed: PackedLayers | None = None if self._programs is None else self._programs.layers
         if PRECISIONS[model.precision].emulated:
             emulated = f"{model.precision} is emulated: its weights become floats as they are multiplied"
             self.kernels_reason = "; ".join(filter(None, [emulated, self.kernels_reason]))
@@ -148,10 +156,14 @@ class TextExecution:
         """
         self.cache.settle()
         if self._fused is not None:
-            return self._fused(step)
+            logits = self._fused(step)
+            self.features = self._fused.graphs.features
+            return logits
         step = self.with_known_tokens(step)
         if self._programs is not None:
-            return self._programs(step)
+            logits = self._programs(step)
+            self.features = self._programs.features
+            return logits
         step = step.to(self.model.device)
         if step.adapters is not None and self._adapted is None:
             self._adapted = AdaptedModules(self.model.network)
@@ -189,20 +201,29 @@ class TextExecution:
 
     @contextmanager
     def _read_states(self, rows: Tensor | None) -> Iterator[None]:
-        """Keep these rows of what the layers return: a model with a head returns its logits alone."""
+        """Keep these rows of what the layers return, since a model with a head returns its logits alone; and of all
+        rows what the captured layers are given.
+        """
         self._states = None
-        if rows is None:
-            yield
-            return
+        base, hooks, inputs = self.model.network.base_model, [], dict[int, Tensor]()
 
-        def keep(module: Any, inputs: Any, output: Any) -> None:
-            self._states = output.last_hidden_state[0, rows.long()]
+        def keep(module: Any, args: Any, output: Any) -> None:
+            self._states = None if rows is None else output.last_hidden_state[0, rows.long()]
 
-        hook = self.model.network.base_model.register_forward_hook(keep)
+        def capture(layer: int, module: Any, args: Any, kwargs: Any) -> None:
+            inputs[layer] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        if rows is not None:
+            hooks.append(base.register_forward_hook(keep))
+        for layer in self._captured:
+            hooks.append(base.layers[layer].register_forward_pre_hook(partial(capture, layer), with_kwargs=True))
         try:
             yield
+            if self._captured:
+                self.features = torch.cat([inputs[layer] for layer in self._captured], -1)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
         model = self.model
@@ -216,7 +237,9 @@ class TextExecution:
         ours = in_int8 or model.precision in ("fp32", "bf16", "w4a8")  # which is packed as INT8
         if model.device.type == "cpu" and ours and kernels is not None:
             try:
-                return CpuDecoder(kernels, model.network, self.cache, half=model.precision != "fp32")
+                return CpuDecoder(
+                    kernels, model.network, self.cache, half=model.precision != "fp32", features=self._captured
+                )
             except ValueError as error:
                 if in_int8:
                     raise TextModelError(f"{model.precision} does not run here: {error}; take fp32") from error
@@ -238,7 +261,7 @@ class TextExecution:
         try:
             if self.group is not None:
                 self.group.open_exchange(int(model.config.hidden_size), model.dtype)
-            decoder = CudaDecoder(model.network, self.cache, self.group)
+            decoder = CudaDecoder(model.network, self.cache, self.group, self._captured)
             return FusedTextExecution(decoder, self.cache, sequences, context, rows)
         except ValueError as error:
             self._on_torch(str(error))

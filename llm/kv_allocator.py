@@ -99,6 +99,7 @@ class KVAllocator:
                 state = beams.idle.pop()
                 full, rest = divmod(source.computed, PAGE)
                 state.holding, state.computed = self._pages.share(source.holding, full), source.computed
+                state.drafted, state.features = min(source.drafted, full * PAGE), None  # no copy in the drafter's pages
                 if rest:
                     page = beams.spare.pages.pop()
                     self._cache.copy_page(source.holding.pages[full], page)
@@ -115,4 +116,4 @@ class KVAllocator:
         for state in states:
             self._pages.release(state.holding)
             self._rows.give([state.row])
-            state.row, state.computed, state.drafted = -1, 0, 0
+            state.row, state.computed, state.drafted, state.features = -1, 0, 0, None

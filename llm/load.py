@@ -120,7 +120,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu", rank: Rank 
             suffix = f"-{where.type}-{dtype}" if shape.large else ""
             folder, form, short, digest = None, None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
         else:
-            folder = _find(name)
+            folder = find(name)
             pooling, form = _pooling(folder), published(name)
             if form is not None and precision != form.precision:
                 raise TextModelError(
@@ -197,7 +197,7 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _find(name: str) -> Path:
+def find(name: str) -> Path:
     """The folder of a model, downloaded first if `name` is a hub id and no folder."""
     if (folder := _local(name)) is not None:
         return folder
@@ -212,7 +212,7 @@ def _find(name: str) -> Path:
 
 def file_bytes(name: str) -> int:
     """Return the size of a model's weight files, as they are stored; 0 for a seeded model. Raises `TextModelError`."""
-    return 0 if name in tiny.SHAPES else sum(path.stat().st_size for path in _find(name).glob("*.safetensors"))
+    return 0 if name in tiny.SHAPES else sum(path.stat().st_size for path in find(name).glob("*.safetensors"))
 
 
 def _pooling(folder: Path) -> Pooling:
@@ -285,7 +285,7 @@ def variants(name: str) -> set[str]:
 
     if name in tiny.SHAPES:
         return set()
-    folder = _find(name)
+    folder = find(name)
     return {scheme for scheme in SCHEMES if (folder / variant(scheme) / store.MANIFEST).is_file()}
 
 
@@ -296,7 +296,7 @@ def published(name: str) -> Published | None:
     if name in tiny.SHAPES:
         return None
     try:
-        return int4_checkpoint.published(_find(name))
+        return int4_checkpoint.published(find(name))
     except int4_checkpoint.CheckpointError as error:
         raise TextModelError(str(error)) from error
 

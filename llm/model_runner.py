@@ -85,7 +85,6 @@ class ModelRunner:
         the device itself can draw all of its tokens.
         """
         self.execution = execution
-        self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
         self._ahead = ahead
         self._counts = TokenCounts(execution.model.vocabulary, execution.model.device)
@@ -141,12 +140,12 @@ class ModelRunner:
             return []
         timer = _Timer(self.execution.model.device, rows)
         logits = self._logits(step, timer)
-        self._guessing.read_along(parts)
         if ahead := self._runs_ahead(step):
             self._submitted.append((self._draw(step, logits), timer))
         else:
             self._choose(step, logits)
         timer.stop()
+        self._guessing.read(parts, self.execution.features)
         if step.pooled:
             self._pool(step)
         return [] if ahead else [timer.timing()]

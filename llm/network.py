@@ -85,18 +85,19 @@ class Decoder:
     lm_head: Layer | None  # None: of a model that only encodes
     embedding_scale: float = 1.0
     cap: float = 0.0  # a logit x is cap · tanh(x / cap); 0: none
+    features: tuple[int, ...] = ()  # the layers whose inputs are captured
 
     @classmethod
-    def of(cls, network: Any) -> Decoder:
+    def of(cls, network: Any, features: tuple[int, ...] = ()) -> Decoder:
         """Build it of a transformers model with or without a head."""
         model, config = family.body(network), network.config
         layers = tuple(DecoderLayer.of(layer, index, config) for index, layer in enumerate(model.layers))
         head = getattr(network, "lm_head", None)
         if config.model_type not in family.GEMMA:
-            return cls(model.embed_tokens, layers, model.norm, head)
+            return cls(model.embed_tokens, layers, model.norm, head, features=features)
         scale = model.embed_tokens.embed_scale.to(model.embed_tokens.weight.dtype)
         cap = float(config.final_logit_softcapping or 0)
-        return cls(model.embed_tokens, layers, ShiftedNorm(model.norm), head, float(scale), cap)
+        return cls(model.embed_tokens, layers, ShiftedNorm(model.norm), head, float(scale), cap, features)
 
 
 def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any, x: A | None = None) -> A:
@@ -106,6 +107,10 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any, x: A | None 
     """
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
+        for place, source in enumerate(decoder.features):
+            # Here, since a GPU adds a branch's sums to x in the layer's first norm.
+            if source == layer.index and rows is not None:
+                rows.capture(x, place)
         q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
         return ops.attend_paged(
             q, rows, layer.index, scale=layer.scale, to=layer.o_proj, window=layer.window, cap=layer.cap

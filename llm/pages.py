@@ -29,12 +29,14 @@ class SequencePages:
 
 
 class PageAllocator:
-    """`capacity` pages. A full page with known tokens can be found by sequences with the same prefix.
+    """`capacity` pages. A full page with known tokens can be found by sequences with the same prefix, and the same
+    `lookahead` tokens behind it: what a drafter keeps in a page may depend on these.
 
     A released page keeps its contents until it is evicted, least recently used first.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, lookahead: int = 0) -> None:
+        self._lookahead = lookahead
         self._slots = Slots(capacity)
         self._holders: dict[int, int] = {}
         self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (key before, tokens) → page, key
@@ -75,7 +77,7 @@ class PageAllocator:
             raise IntegrityError("a holding that has pages cannot begin with others")
         holding.key = adapter
         for start in range(0, (len(tokens) - 1) // PAGE * PAGE, PAGE):
-            entry = self._found.get((holding.key, tuple(tokens[start : start + PAGE])))
+            entry = self._found.get((holding.key, tuple(tokens[start : start + PAGE + self._lookahead])))
             if entry is None:
                 break
             page, holding.key = entry
@@ -111,13 +113,13 @@ class PageAllocator:
         return True
 
     def publish(self, holding: SequencePages, tokens: Sequence[int], computed: int) -> None:
-        """Make the full pages among the first `computed` of these tokens findable.
+        """Make the full pages among the first `computed` of these tokens findable; at least `lookahead` more follow.
 
         If two sequences computed the same at once each keeps its page; the first one is found.
         """
         while (holding.published + 1) * PAGE <= computed:
             start = holding.published * PAGE
-            name = (holding.key, tuple(tokens[start : start + PAGE]))
+            name = (holding.key, tuple(tokens[start : start + PAGE + self._lookahead]))
             page = holding.pages[holding.published]
             holding.published += 1
             entry = self._found.get(name)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from core.kernels.kv_cache import TokenBatch
 from llm.parameters import Logprob
 from llm.pending import PendingTokens
@@ -37,6 +39,7 @@ class ScheduledTokens:
     pending: PendingTokens | None = None
     scores: Sequence[Logprob] = ()  # of the prompt's tokens
     pooled: PooledStates | None = None  # of an embedded prompt, with what was pooled before
+    features: Tensor | None = None  # of positions that the drafter is yet to read
 
     @property
     def plain(self) -> bool:

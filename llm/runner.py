@@ -17,12 +17,13 @@ from contract.tools import TOOLS
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
-from core.kernels.kv_cache import Kind, KVCache
+from core.kernels.kv_cache import Kind
 from llm import parameters
 from llm.adapters import AdapterSource
 from llm.beam_search import BeamSearch
 from llm.constrain import GrammarCompiler
 from llm.detokenizer import Detokenizer
+from llm.drafts import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
 from llm.execution import FUSED, TextExecution
 from llm.followers import Followers
 from llm.kv_allocator import KVAllocator
@@ -36,7 +37,7 @@ from llm.pages import PAGE, PageAllocator
 from llm.parameters import Logprob, TextDelta
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST, DraftModel
+from llm.speculate import MOST_AT_ONCE
 from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 
@@ -63,7 +64,7 @@ class TextRunner:
         context: int | None = None,
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
-        draft: TextModel | Literal["lookup"] | None = None,
+        draft: TextModel | Literal["lookup"] | DrafterFactory | None = None,
         patience_s: float = 2.0,
         pace_s: float = 0.1,
         ahead: bool | None = None,
@@ -72,38 +73,39 @@ class TextRunner:
         """`max_rows` limits the tokens of one forward, `chunk` those of one prompt in it, `pages` the KV cache.
 
         `context` limits one request's tokens; default: the model's own. `draft` enables speculative decoding: a smaller
-        model of the same vocabulary, or "lookup" for prompt lookup. Latency objectives: the first token within
-        `patience_s`, the others every `pace_s`. `ahead`: iterations are submitted before the tokens of those before
-        are known, see `ModelRunner`; default: on a GPU, without speculation. `followers`: the other ranks of a model of
-        which `model` is rank 0's part. Raises `TextModelError`.
+        model of the same vocabulary, "lookup" for prompt lookup, or a drafter's weights. Latency objectives: the first
+        token within `patience_s`, the others every `pace_s`. `ahead`: iterations are submitted before the tokens of
+        those before are known, see `ModelRunner`; default: on a GPU, without speculation. `followers`: the other ranks
+        of a model of which `model` is rank 0's part. Raises `TextModelError`.
         """
         self.model = model
         self.adapters: AdapterSource | None = None  # of this model
         self.context = min(context or model.context, model.context)
         self.patience_s, self.pace_s = patience_s, pace_s
-        self.pages = PageAllocator(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
+        self.pages = PageAllocator(
+            pages or max_requests * -(-self.context // PAGE) // 2 + 1, lookahead=getattr(draft, "lookahead", 0)
+        )
         self._lane = lane or Lane("text")
         self._own_lane = lane is None
         self.overlaps = isinstance(lane, StreamLane)
         self._on_cpu = model.device.type == "cpu"
         usual = _ROWS if self._on_cpu else _GPU_ROWS
         chunk = chunk or usual[1]
-        self._max_rows = max(max_rows or usual[0], chunk, MOST + 1)
+        self._max_rows = max(max_rows or usual[0], chunk, MOST_AT_ONCE + 1)
 
-        def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
-            size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
-            options: dict[str, Any] = {**size, "rows": self._max_rows, "kv": kv}
-            if followers is not None and of is model:
-                return LeadingExecution(of, followers, **options)
-            return TextExecution(of, **options, kernels=kernels, companion=near)
-
-        self.execution = execution(model)
-        stages = 1 if followers is None else followers.parallel.pipeline
-        self.guessing = Speculator(lookup=draft == "lookup")
-        if draft is not None and not isinstance(draft, str):
-            _check_draft(draft, model, self.context)
-            self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
-        self.pipeline = stages
+        size: dict[str, Any] = {
+            "pages": self.pages.capacity, "sequences": max_requests, "context": self.context, "rows": self._max_rows,
+            "kv": kv,
+        }  # fmt: skip
+        if followers is not None and (names := getattr(draft, "features", ())):
+            raise TextModelError(f"text_draft: reads layers {names}, which are spread over GPUs; take lookup or none")
+        self.execution = (
+            TextExecution(model, **size, kernels=kernels, features=getattr(draft, "features", ()))
+            if followers is None
+            else LeadingExecution(model, followers, **size)
+        )
+        self.guessing = Speculator(_drafter(draft, self.execution, **size, kernels=kernels))
+        self.pipeline = stages = 1 if followers is None else followers.parallel.pipeline
         # Of a pipeline other micro-batches run meanwhile.
         self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None and stages == 1
         self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
@@ -223,7 +225,7 @@ class TextRunner:
         if work.beams is not None and work.beams.states:
             return len(work.beams.states) * self._beam_rows(work.beams)
         if request.phase == DECODE:
-            return 1 + (work.guess_count if work.guesses else 0)
+            return 1 + work.guesses
         scored = self._model_runner.score_rows if work.scored else work.unread
         return min(self._planner.chunk, work.unread, scored)
 
@@ -263,8 +265,6 @@ class TextRunner:
 
         def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
             started = time.perf_counter()
-            for rows, seconds, masks_s in timings:
-                self.guessing.observe(rows, seconds - masks_s)
             outcomes = {
                 request.id: self._commit(share[0])
                 if request.work.beams is None
@@ -277,6 +277,7 @@ class TextRunner:
             for rows, seconds, masks_s in timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
+                self.guessing.observe(rows, seconds - masks_s + host_s)
             return outcomes | waiting
 
         return lane.start(lambda: model_runner(parts), commit)
@@ -325,7 +326,7 @@ class TextRunner:
                 news, text = work.take(tokens or (), part.logprobs, self.model.ends)
             if work.computed >= (work.holding.published + 1) * PAGE:  # another page may be complete
                 computed = min(work.computed, len(work.tokens) - 1)
-                if self.guessing.draft is not None:
+                if self.guessing.active:
                     computed = min(computed, work.drafted)
                 self._allocator.publish(work, computed)
         except Exception as error:  # with one request's text: the others' must not be generated again
@@ -343,7 +344,9 @@ class TextRunner:
             if self.guessing.active:
                 self.guessing.settle(part, 0)
             part.work.computed = computed = part.start + part.count
-            self._allocator.publish(part.work, computed if self.guessing.draft is None else part.work.drafted)
+            self._allocator.publish(
+                part.work, computed if not self.guessing.active else min(computed, part.work.drafted)
+            )
             candidates += part.logprobs
         total = beams.width * beams.parameters.max_tokens
         if len(candidates) < len(parts):  # more is to be read
@@ -366,22 +369,26 @@ class TextRunner:
         matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(
             parameters, self.model.tokenizer, self.model.vocabulary, matcher,
-            lookup=self.guessing.lookup and not (parameters.embed or parameters.beams),
             pooling=self.model.pooling if parameters.embed else None,
             beams=BeamSearch(parameters, self.model.ends, self.model.vocabulary) if parameters.beams else None,
         )  # fmt: skip
+
+    @property
+    def _executions(self) -> list[TextExecution | Drafter]:
+        return [self.execution, *([] if self.guessing.drafter is None else [self.guessing.drafter])]
 
     # -- before and after --------------------------------------------------------------------------------------------
 
     def prepare(self, *, measure_s: float = 0.0, beside_lane: bool = False) -> None:
         """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs.
 
-        `beside_lane`: on this thread, while other models serve on the lane, and nothing is timed.
+        `beside_lane`: on this thread, while other models serve on the lane, and only the drafter is timed.
         """
 
         def compile_steps() -> None:
-            for execution in self._model_runner.executions:
-                execution.prepare(self._sequences)
+            for each in self._executions:
+                each.prepare(self._sequences)
+            self.guessing.time(self.execution)
 
         def measure() -> None:
             compile_steps()
@@ -392,6 +399,7 @@ class TextRunner:
             for width, seconds in self._model_runner.time_widths(widths, sequences=room, until=until):
                 self._costs[GROUP].observe(width, seconds)
                 self._forwards[GROUP].observe(width, seconds)
+                self.guessing.observe(width, seconds)
 
         if not beside_lane:
             self._lane.call(measure)
@@ -401,8 +409,8 @@ class TextRunner:
 
     def release_weights(self) -> None:
         """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""
-        for execution in self._model_runner.executions:
-            execution.release()
+        for each in self._executions:
+            each.release()
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows."""
@@ -419,9 +427,18 @@ class TextRunner:
             self.execution.close()
 
 
-def _check_draft(draft: TextModel, model: TextModel, context: int) -> None:
-    if draft.vocabulary != model.vocabulary or draft.context < context:
+def _drafter(
+    draft: TextModel | Literal["lookup"] | DrafterFactory | None, execution: TextExecution, **size: Any
+) -> Drafter | None:
+    """Raises `TextModelError` for a draft that does not fit the model."""
+    if draft is None or draft == "lookup":
+        return None if draft is None else LookupDrafter()
+    if not isinstance(draft, TextModel):
+        return draft(execution, **size)
+    model = execution.model
+    if draft.vocabulary != model.vocabulary or draft.context < size["context"]:
         raise TextModelError(
             f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
-            f"{model.name} has {model.vocabulary} and {context}"
+            f"{model.name} has {model.vocabulary} and {size['context']}"
         )
+    return ModelDrafter(TextExecution(draft, **size, companion=execution.cache))

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from llm import sample
 from llm.adapters import TextAdapter
 from llm.beam_search import BeamSearch
@@ -17,16 +19,16 @@ from llm.pages import SequencePages
 from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
 from llm.pending import PendingTokens
 from llm.pooling import PooledStates, Pooling
-from llm.speculate import AcceptanceRate, PromptLookup
+from llm.speculate import AcceptanceRate
 
 
 class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "finish", "guesses", "holding",
-        "index", "logprobs", "lookup", "matcher", "modifies_logits", "pace", "parameters", "pending", "pending_row",
-        "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
+        "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "features", "finish", "guesses",
+        "holding", "index", "logprobs", "matcher", "modifies_logits", "own", "pace", "parameters", "pending",
+        "pending_row", "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -36,7 +38,6 @@ class SequenceState:
         vocabulary: int,
         matcher: GrammarMatcher | None,
         *,
-        lookup: bool,
         pooling: Pooling | None = None,
         beams: BeamSearch[SequenceState] | None = None,
     ) -> None:
@@ -53,18 +54,19 @@ class SequenceState:
         self.holding = SequencePages()
         self.row = -1
         self.computed = 0  # tokens whose keys and values are in the cache
-        self.drafted = 0  # and in the draft's
+        self.drafted = 0  # and in the drafter's
+        self.features: Tensor | None = None  # of the positions after these, which the drafter is yet to read
+        self.own: Any = None  # what a drafter keeps besides, of the tokens alone
         self.cached = 0
         self.pending: PendingTokens | None = None  # has the token after `tokens`, which the device may still compute
         self.pending_row = 0  # of `pending`
-        self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
+        self.guesses = 0  # in the next iteration
         self.matcher = matcher
         self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on
         self.finish: Finish | None = None
         self.pace = AcceptanceRate()
-        self.lookup = PromptLookup(self.tokens) if lookup else None
         self.settings = None if parameters.greedy else _settings(parameters)
         self.bias = _bias(parameters)
         # Whether the model's logits are modified before a token is chosen: by penalties and grammars, which depend on
@@ -130,11 +132,8 @@ class SequenceState:
         """Return a sequence like this one that has nothing in the cache."""
         other = copy.copy(self)
         other.holding, other.row, other.computed, other.drafted = SequencePages(), -1, 0, -1
+        other.features = other.own = None
         return other
-
-    @property
-    def guess_count(self) -> int:
-        return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
 
     def most_guesses(self, limit: int) -> int:
         """The answer's last token needs no guess."""
@@ -167,8 +166,6 @@ class SequenceState:
         if logprobs:
             logprobs = logprobs[:emitted]
             self.logprobs += logprobs
-        if self.lookup is not None:
-            self.lookup.extend(tokens[:emitted])
         if self.finish is None:
             return TextDelta(text, tuple(tokens), tuple(logprobs)), None
         text += self.writer.finish()

@@ -13,24 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.kernels.kv_cache import TokenBatch
 from llm import sample
-from llm.execution import TextExecution
 
-MOST = 8  # guesses at a time
+MOST = 8  # guesses at a time, made one after the other
+MOST_AT_ONCE = 15  # of a block
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
 _LEVELS = 32  # of acceptance, for the table of lengths
 _RATE = 0.08  # learning rate of the acceptance
-_NOMINAL = (0.05, 0.12)  # cost of a guess relative to a forward, lookup or draft, where load may not decide
 
 
 class PromptLookup:
     """Finds earlier occurrences of a sequence's last tokens."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
         self.extend(tokens)
+
+    def __len__(self) -> int:
+        """The number of tokens known."""
+        return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -99,29 +101,17 @@ class DraftLengths:
     forward and the time of k guesses.
     """
 
-    def __init__(self, forward_s: float, guess_s: float) -> None:
-        """`forward_s` without guesses, `guess_s` for one more guess of every sequence: made and verified."""
+    def __init__(self, forward_s: float, guess_s: float, draft_s: float = 0.0) -> None:
+        """`forward_s` without guesses, `guess_s` for one more guess of every sequence: made and verified. `draft_s` for
+        any guesses at all.
+        """
         a = np.linspace(0, 0.99, _LEVELS)[:, None]
-        k = np.arange(MOST + 1)
-        rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + k * guess_s)
+        k = np.arange(MOST_AT_ONCE + 1)
+        rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + (k > 0) * draft_s + k * guess_s)
         self._best = rate.argmax(1)
 
     def __call__(self, acceptance: float) -> int:
         return int(self._best[round(min(acceptance, 0.99) / 0.99 * (_LEVELS - 1))])
-
-
-NOMINAL = {"lookup": DraftLengths(1, _NOMINAL[0]), "draft": DraftLengths(1, _NOMINAL[1])}
-
-
-@dataclass(frozen=True, eq=False)
-class DraftRequest:
-    """A sequence to guess on: its tokens, how many of them the draft has read, and how many guesses are wanted."""
-
-    row: int  # of the cache's table
-    tokens: Sequence[int]
-    read: int
-    count: int
-    settings: sample.RowSettings | None  # None is greedy
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,66 +123,6 @@ class DraftTokens:
 
 
 NO_GUESS = DraftTokens([])
-
-
-class DraftModel:
-    """The draft model, of the same vocabulary; its KV cache uses the same page numbers."""
-
-    def __init__(self, execution: TextExecution) -> None:
-        self.execution = execution
-
-    def read(self, step: TokenBatch) -> None:
-        """Prefill the tokens that the model itself prefills."""
-        self.execution(TokenBatch(step.tokens, step.positions, step.sequences, step.output_rows[:0]))
-
-    def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """Guesses for all sequences at once: as many forwards as the longest has guesses."""
-        drafts: list[list[int]] = [[] for _ in requests]
-        probabilities: list[list[Tensor]] = [[] for _ in requests]
-        for turn in range(max((request.count for request in requests), default=0)):
-            live = [i for i, request in enumerate(requests) if request.count > turn]
-            logits = self.execution(self._step([requests[i] for i in live], [drafts[i] for i in live]))
-            best = logits.argmax(-1).tolist()
-            sampled: list[tuple[int, int, sample.RowSettings]] = []
-            for place, i in enumerate(live):
-                if (settings := requests[i].settings) is None:
-                    drafts[i].append(best[place])
-                else:
-                    sampled.append((place, i, settings))
-            if sampled:
-                places, owners, each = zip(*sampled, strict=True)
-                index = np.array([len(requests[i].tokens) + turn for i in owners], np.int64)
-                for i, token, q in zip(owners, *_drawn(logits[list(places)], each, index), strict=True):
-                    drafts[i].append(token)
-                    probabilities[i].append(q)
-        return [
-            DraftTokens(tokens, torch.stack(q) if q else None) for tokens, q in zip(drafts, probabilities, strict=True)
-        ]
-
-    @staticmethod
-    def _step(requests: Sequence[DraftRequest], drafts: Sequence[list[int]]) -> TokenBatch:
-        """The tokens that the draft has not read yet, of each; the first time at least a sequence's last token."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[int] = []
-        output_rows: list[int] = []
-        for request, guessed in zip(requests, drafts, strict=True):
-            new = [guessed[-1]] if guessed else list(request.tokens[request.read :])
-            start = len(request.tokens) + len(guessed) - len(new)
-            tokens += new
-            positions += range(start, start + len(new))
-            sequences += [request.row] * len(new)
-            output_rows.append(len(tokens) - 1)
-        return TokenBatch.of(tokens, positions, sequences, output_rows)
-
-
-def _drawn(logits: Tensor, each: Sequence[sample.RowSettings], index: sample.Counts) -> tuple[list[int], Tensor]:
-    """A guess for each row of logits, and the normalized distributions that these were drawn from."""
-    settings = sample.gathered(each)
-    p = sample.probabilities(logits, settings)
-    p /= p.sum(-1, keepdim=True)
-    tokens: list[int] = sample.draw(p, sample.uniform(settings.seeds, index, sample.DRAFT)).tolist()
-    return tokens, p
 
 
 def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from llm.ranks import StageLink
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of steps of decoding
+_OUTPUTS = 128  # rows of a mixed graph whose logits it computes, at least: guesses of a few sequences are many rows
 REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up to 1,024, any
 
 Array = npt.NDArray[np.int32]
@@ -72,9 +74,9 @@ def rung(parts: int) -> int:
 
 def mixed_buckets(rows: int) -> tuple[int, ...]:
     """The rows of mixed graphs for steps of at most so many: what a step takes is linear in them."""
-    sizes = [64]
+    sizes = [8]  # a user's last token and guesses
     while sizes[-1] < rows:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+        sizes.append(2 * sizes[-1] if sizes[-1] < 64 else sizes[-1] + (64 if sizes[-1] < 512 else 128))
     return tuple(sizes)
 
 
@@ -90,22 +92,26 @@ class StepGraphs:
         self._recorder: CudaRecorder | None = None
         self._sequences = sequences
         self._most = bucket(sequences) or BUCKETS[-1]
+        self._outputs = max(self._most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
         self._mixed = mixed_buckets(rows)
         self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
         # Each sequence's latest token; the last one is of padding rows.
         self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
-        self._logits = torch.zeros(self._most, model.vocabulary, device=device)
+        self._logits = torch.zeros(self._outputs, model.vocabulary, device=device)
         self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
         # `likeliest` of the last step, also of one without a graph.
-        self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
+        self.best = torch.zeros(max(self._outputs, sequences), dtype=torch.int64, device=device)
+        # Of the last step; those of a larger step without a graph have memory of their own.
+        self._features = torch.zeros(self._mixed[-1], model.feature_width, dtype=model.dtype, device=device)
+        self.features: Tensor | None = None
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of inputs, logits and what was captured."""
-        tensors = (self.latest, self.best, self._inputs, self._logits)
+        tensors = (self.latest, self.best, self._inputs, self._logits, self._features)
         return sum(x.nbytes for x in tensors) + (0 if self._recorder is None else self._recorder.size_bytes)
 
     def prepare(self, sequences: int) -> None:
@@ -139,6 +145,7 @@ class StepGraphs:
         graph()
         if self._link is not None:
             self._link.send(shape.rows)
+        self.features = self._features if self._model.feature_width else None
         return self._logits[: len(step.output_rows)]
 
     def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
@@ -146,6 +153,9 @@ class StepGraphs:
         rows = len(batch.tokens)
         if self._link is not None:
             self._link.receive(rows)
+        if self._model.feature_width:
+            self.features = self._features.new_empty(len(batch.tokens), self._model.feature_width)
+            batch = replace(batch, features=self.features)
         best, logits = self._step(batch, owners, None)
         if self._link is not None:
             self._link.send(rows)
@@ -172,7 +182,7 @@ class StepGraphs:
         if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
             return Shape(size, False, parts, self._branches)
         width = next((size for size in self._mixed if size >= rows), None)
-        if width is None or max(len(step.output_rows), len(step.singles)) > self._most:
+        if width is None or len(step.output_rows) > min(width, self._outputs) or len(step.singles) > self._most:
             return None
         padding = -(-(width - rows) // tokens_per_tile(self._model.group))
         return Shape(width, True, parts, self._branches) if len(step.tiles) + padding <= self._tiles(width) else None
@@ -190,8 +200,8 @@ class StepGraphs:
         """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,
         singles and tiles. Each begins aligned to 16 bytes: kernels are compiled for that.
         """
-        rows, most = shape.rows, self._most
-        return [rows] * 3 + ([most, most, most, 3 * self._tiles(rows)] if shape.mixed else [rows])
+        rows, outputs = shape.rows, min(shape.rows, self._outputs)
+        return [rows] * 3 + ([outputs, outputs, self._most, 3 * self._tiles(rows)] if shape.mixed else [rows])
 
     def _padded(self, step: StepInputs, shape: Shape) -> Array:
         rows, nobody = step.columns.shape[1], self._sequences
@@ -225,7 +235,8 @@ class StepGraphs:
         tokens, positions, sequences, owners, *rest = _split(self._inputs, layout)
         output_rows, singles, cut = rest or (None, None, None)
         cut = None if cut is None else cut.view(-1, 3)
-        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts)
+        features = self._features[: shape.rows] if self._model.feature_width else None
+        batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts, features=features)
         count = len(owners)
 
         def run() -> object:
@@ -234,7 +245,7 @@ class StepGraphs:
 
         if self._device.type != "cuda":
             return run
-        self._recorder = self._recorder or _recorder(self._device)
+        self._recorder = self._recorder or recorder(self._device)
         # Of nobody: what is run to compile, and to record, writes nothing.
         self._inputs.zero_()
         positions.fill_(-1)
@@ -248,7 +259,7 @@ class StepGraphs:
             return run
 
 
-def _recorder(device: torch.device) -> CudaRecorder:
+def recorder(device: torch.device) -> CudaRecorder:
     """Records with the priority of the current stream."""
     current = torch.cuda.current_stream(device)
     return CudaRecorder(device, None if current == torch.cuda.default_stream(device) else current)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from llm import dflash
 from pipeline import sizes
 from training import (
     cards,
     clip,
+    draft,
     latents,
     lm,
     phrases,
@@ -24,9 +26,6 @@ from training import (
     tokens,
     turbo,
     unet,
-    zimage,
-    zimage_tokens,
-    zimage_vae,
 )
 from training.run import TrainingRun, from_options, parser
 
@@ -81,23 +80,6 @@ def export_turbo(run: TrainingRun) -> Path:
     return folder
 
 
-def export_zimage(run: TrainingRun) -> Path:
-    """`emoji-z`, as `ZImagePipeline.save_pretrained` lays it out, in bfloat16 as Z-Image's own weights."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
-
-    parts = zimage.load(run)
-    pipeline = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**run.zimage.sampling()),
-        vae=zimage_vae.load(run).bfloat16(),
-        text_encoder=parts.text.bfloat16(),
-        tokenizer=zimage_tokens.tokenizer(run),
-        transformer=parts.transformer.bfloat16(),
-    )
-    folder = _fresh(run, "emoji-z")
-    pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
-    return folder
-
-
 def export_clip(run: TrainingRun) -> Path:
     """`emoji-clip`, a `CLIPModel` with its processor, in float16."""
     from transformers import CLIPImageProcessor, CLIPProcessor
@@ -115,10 +97,10 @@ def export_clip(run: TrainingRun) -> Path:
     return folder
 
 
-def export_lm(run: TrainingRun, draft: bool = False) -> Path:
-    """`emoji-lm` or its draft, in float16, with the tokenizer and chat template that both share."""
-    model = lm.load(run, draft)
-    folder = _fresh(run, "emoji-lm-draft" if draft else "emoji-lm")
+def export_lm(run: TrainingRun) -> Path:
+    """`emoji-lm`, in float16, with its tokenizer and chat template."""
+    model = lm.load(run)
+    folder = _fresh(run, "emoji-lm")
     tokenizer = tokens.lm_tokenizer(run)
     model.generation_config.update(
         bos_token_id=tokenizer.bos_token_id,
@@ -127,20 +109,35 @@ def export_lm(run: TrainingRun, draft: bool = False) -> Path:
         do_sample=False,
         max_new_tokens=48,
     )
-    if not draft:
-        model.config.expansion_instruction = phrases.SYSTEM
+    model.config.expansion_instruction = phrases.SYSTEM
     model.half().save_pretrained(folder, max_shard_size=SHARD)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def export_draft(run: TrainingRun) -> Path:
+    """`emoji-lm-draft`, in float16, in the layout of published DFlash checkpoints."""
+    model = draft.load(run)
+    folder = _fresh(run, "emoji-lm-draft")
+    tensors = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
+    write_weights(folder / "model.safetensors", tensors, {"format": "pt"}, 2**24)
+    config = model.config.to_diff_dict() | {
+        "architectures": [dflash.ARCHITECTURE], "block_size": run.shapes.draft_block, "dtype": "float16",
+        "num_target_layers": run.shapes.lm.layers,
+        "dflash_config": {
+            "mask_token_id": tokens.lm_tokenizer(run).pad_token_id, "target_layer_ids": list(model.sources),
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return folder
 
 
 MODELS: dict[str, Callable[[TrainingRun], Path]] = {
     "emoji-xl": export_pictures,
     "emoji-xl-turbo": export_turbo,
-    "emoji-z": export_zimage,
     "emoji-clip": export_clip,
     "emoji-lm": export_lm,
-    "emoji-lm-draft": lambda run: export_lm(run, draft=True),
+    "emoji-lm-draft": export_draft,
 }
 
 

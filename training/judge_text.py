@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from evaluation.scenes import emoji
 from evaluation.scenes.grammar import CaptionParser
-from training import phrases
+from llm.dflash import DFlashNetwork
+from training import draft, phrases
 from training.phrases import Chat
 from training.run import TrainingRun
 from training.scene_chats import SceneChat, SceneExpander, keeps
@@ -49,15 +51,16 @@ class CaptionModel:
         return math.exp(nats / count)
 
     @torch.no_grad()
-    def answers(self, chats: Sequence[Chat], longest: int = 48) -> list[list[int]]:
-        """Greedy answers' token ids, without the prompt, up to and with the end token."""
+    def answers(self, chats: Sequence[Chat], longest: int = 48, *, sampled: bool = False) -> list[list[int]]:
+        """Answers' token ids, greedy or drawn, without the prompt, up to and with the end token."""
         tokens: list[list[int]] = []
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         for first in range(0, len(chats), CHUNK):
             prompts = [self.prompt(chat) for chat in chats[first : first + CHUNK]]
             width = max(map(len, prompts))
             ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
-            options = {"do_sample": False, "max_new_tokens": longest, "pad_token_id": pad, "eos_token_id": end}
+            options = {"do_sample": sampled, "max_new_tokens": longest, "pad_token_id": pad, "eos_token_id": end}
+            options |= {"top_k": 0} if sampled else {}
             generated = self.model.generate(input_ids=ids, attention_mask=(ids != pad).long(), **options)[
                 :, width:
             ].tolist()
@@ -155,19 +158,42 @@ def _written(
 
 
 def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
-    """The share of the draft's greedy tokens that are the target's along its greedy answers, about emoji and scenes."""
-    target, draft = CaptionModel(run, "emoji-lm"), CaptionModel(run, "emoji-lm-draft")
+    """Mean accepted lengths of the drafter's blocks along the target's greedy and sampled answers, about emoji and
+    scenes: tokens for each forward of the target, its own one among them.
+    """
+    target, drafter = CaptionModel(run, "emoji-lm"), draft.build(run).eval()
+    drafter.load_state_dict(load_file(run.models / "emoji-lm-draft" / "model.safetensors", str(run.device)))
     figures: dict[str, Any] = {}
     scenes, _ = scene_chats(run, expansions, held_out=False)
     for name, chats in (("", held_out_chats(run, expansions)), ("scene_", [scene.chat for scene in scenes])):
-        same = count = 0
-        for chat, answer in zip(chats, target.answers(chats), strict=True):
-            prompt = target.prompt(chat)
-            ids = torch.tensor([prompt + answer], device=run.device)
-            with torch.no_grad():
-                guess = draft.model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-            same += sum(a == b for a, b in zip(guess, answer, strict=True))
-            count += len(answer)
-        figures |= {f"{name}greedy_tokens": count, f"{name}greedy_agreement": same / count}
-    cost = draft.model.num_parameters() / target.model.num_parameters()
+        for kind, sampled in (("greedy", False), ("sampled", True)):
+            torch.manual_seed(SEED)
+            written, forwards = 0, 0
+            for chat, answer in zip(chats, target.answers(chats, sampled=sampled), strict=True):
+                written += len(answer) - 1  # the first token is the prompt's
+                forwards += _forwards(run, target, drafter, target.prompt(chat), answer)
+            figures |= {f"{name}{kind}_tokens": written, f"{name}{kind}_accepted_length": written / max(1, forwards)}
+    cost = sum(weight.numel() for weight in drafter.parameters()) / target.model.num_parameters()
     return figures | {"parameters_against_target": cost}
+
+
+@torch.no_grad()
+def _forwards(
+    run: TrainingRun, target: CaptionModel, drafter: DFlashNetwork, prompt: list[int], answer: list[int]
+) -> int:
+    """Forwards of the target that write an answer behind its first token. A guess that is its most likely token is
+    accepted as often as the target draws it: so the drawn answer tells.
+    """
+    if len(answer) < 2:
+        return 0
+    ids = torch.tensor([prompt + answer], device=run.device)
+    anchors = torch.arange(len(prompt), ids.shape[1] - 1, device=run.device)[None]
+    mask = target.tokenizer.pad_token_id
+    states = draft.blocks(drafter, target.model, ids, anchors, run.shapes.draft_block, mask)[0, :, 1:]
+    guesses = target.model.get_output_embeddings()(states).argmax(-1).tolist()
+    at = count = 0
+    while at < len(answer) - 1:
+        pairs = zip(guesses[at], answer[at + 1 :], strict=False)
+        at += 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        count += 1
+    return count

@@ -1,8 +1,4 @@
-"""Stages `lm` and `draft`: a Llama that expands short prompts into captions, and a smaller draft model distilled from
-it.
-
-Two losses: next token; and the target's distribution (Hinton et al. 2015).
-"""
+"""Stage `lm`: a Llama that expands short prompts into captions."""
 
 from __future__ import annotations
 
@@ -39,16 +35,15 @@ class Corpus:
     coco_said: Tensor
 
 
-def build(run: TrainingRun, draft: bool = False) -> Any:
-    """A fresh target, or draft, on the run's device; both share one vocabulary."""
+def build(run: TrainingRun) -> Any:
+    """A fresh model on the run's device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tokens.lm_tokenizer(run)
-    shape = run.shapes.draft if draft else run.shapes.lm
     ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     torch.manual_seed(run.seed)
     # Rows rounded up to the shape's vocabulary: a small corpus may not have filled it.
-    model: Any = LlamaForCausalLM(LlamaConfig(**run.shapes.llama(shape, run.shapes.lm_vocab, *ids)))
+    model: Any = LlamaForCausalLM(LlamaConfig(**run.shapes.llama(run.shapes.lm, run.shapes.lm_vocab, *ids)))
     return model.to(run.device)
 
 
@@ -81,12 +76,11 @@ def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[Tensor, 
     return ids, answer_mask
 
 
-def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
-    """Train the target on the corpus, or the draft on the target's distributions over the same rows."""
-    name = "draft" if draft else "lm"
-    model = build(run, draft)
-    loop.begin(name, {"lm": model}, run)
-    return fit(run, name, model, load(run) if draft else None)
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the model on the corpus."""
+    model = build(run)
+    loop.begin("lm", {"lm": model}, run)
+    return fit(run, "lm", model)
 
 
 def fit(
@@ -126,26 +120,15 @@ def fit(
         )
         total = (1 - COCO_WEIGHT) * talked + COCO_WEIGHT * read
         logged = {"nats": talked.detach(), "nats_coco": read.detach()}
-        if teacher is not None:
-            with torch.no_grad(), run.autocast():
-                teacher_logits = teacher(input_ids=seen[:, :-1], use_cache=False).logits.float()
-            logged["agrees"] = (scores.argmax(-1) == teacher_logits.argmax(-1))[mask].float().mean()
-            divergence = F.kl_div(
-                scores[mask].log_softmax(-1),
-                teacher_logits[mask].log_softmax(-1),
-                log_target=True,
-                reduction="batchmean",
-            )
-            total = divergence + 0.1 * total
         return total, logged
 
     stage = loop.Stage(name, {"lm": model}, loss, rate=run.rate(rate, name), decay=0.05, warmup=50, average=0.998)
     return loop.train(stage, run)
 
 
-def load(run: TrainingRun, draft: bool = False) -> Any:
-    """The trained target or draft; raises `FileNotFoundError` when it is not trained."""
-    return loop.load_average("draft" if draft else "lm", {"lm": build(run, draft)}, run)
+def load(run: TrainingRun) -> Any:
+    """The trained model; raises `FileNotFoundError` when it is not trained."""
+    return loop.load_average("lm", {"lm": build(run)}, run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The architectures of the embedded models as plain configuration.
 
 `EMOJI` is what ships; `SMOKE` has the same architectures at a size that trains in seconds, for tests. The image models'
-are in pipeline.checkpoints.tiny and pipeline.checkpoints.tiny_zimage.
+are in pipeline.checkpoints.tiny.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.checkpoints import tiny, tiny_zimage
+from pipeline.checkpoints import tiny
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Shapes:
     lm_vocab: int
     lm: TrainedLlamaShape
     draft: TrainedLlamaShape
-    zimage_vocab: int
-    zimage: tiny_zimage.ZImageShape
+    draft_sources: tuple[int, ...]  # layers of `lm`, from 0, whose states the drafter reads
+    draft_block: int = 8
+    answers: int = 20_000  # of `lm`, that the drafter learns from
     chats: int = 120_000  # a shorter corpus is a beginning of a longer one
     scenes: int = 12_000  # captions of scenes that the vocabulary is learnt from
 
@@ -81,9 +82,8 @@ EMOJI = Shapes(
     vision_heads=6,
     lm_vocab=4096,
     lm=TrainedLlamaShape(256, 6, 8, 4, 704),
-    draft=TrainedLlamaShape(128, 4, 4, 2, 352),
-    zimage_vocab=2560,
-    zimage=tiny_zimage.EMOJI,
+    draft=TrainedLlamaShape(256, 2, 8, 4, 704),
+    draft_sources=(1, 3, 4),
 )
 
 _SMOKE = tiny.SDXLShape(
@@ -110,9 +110,9 @@ SMOKE = Shapes(
     vision_heads=2,
     lm_vocab=640,
     lm=TrainedLlamaShape(64, 2, 4, 2, 128),
-    draft=TrainedLlamaShape(32, 1, 2, 1, 64),
-    zimage_vocab=640,
-    zimage=tiny_zimage.ZImageShape(vae_groups=4),
+    draft=TrainedLlamaShape(64, 1, 4, 2, 128),
+    draft_sources=(0,),
+    answers=200,
     chats=2000,
     scenes=1000,
 )

@@ -50,11 +50,14 @@ def convert(run: TrainingRun, *, denoiser: bool = False) -> None:
 
 def convert_text(run: TrainingRun) -> None:
     """Write `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    for stage, name in (("lm", "emoji-lm"), ("draft", "emoji-lm-draft")):
-        model = AutoModelForCausalLM.from_pretrained(run.models / name, dtype=torch.float32, local_files_only=True)
-        checkpoint.save(run.folder("start") / f"{stage}.pt", {"lm": model.state_dict()})
+    model = AutoModelForCausalLM.from_pretrained(run.models / "emoji-lm", dtype=torch.float32, local_files_only=True)
+    checkpoint.save(run.folder("start") / "lm.pt", {"lm": model.state_dict()})
+    checkpoint.save(
+        run.folder("start") / "draft.pt", {"draft": load_file(run.models / "emoji-lm-draft" / "model.safetensors")}
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.models / "emoji-lm", local_files_only=True)
     tokenizer.save_pretrained(run.folder("tokens") / "lm")
 

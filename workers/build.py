@@ -274,7 +274,7 @@ def text_runner(
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
     from llm.load import TextModelError
-    from llm.precision import load as load_text
+    from llm.load_draft import load as load_draft
     from llm.runner import TextRunner
 
     name = settings.text_model_name
@@ -302,9 +302,7 @@ def text_runner(
     def make() -> TextRunner:
         set_threads(settings, device)
         model = _load_text(settings, name, device, refusal, followers)
-        draft: Any = settings.text_draft or None
-        if draft is not None and draft != "lookup":
-            draft, _ = load_text(draft, "auto", device=device, lacks=refusal)
+        draft = load_draft(settings.text_draft, model, lacks=refusal) if settings.text_draft else None
         return TextRunner(
             model, lane=lane, max_requests=settings.text_requests, pages=pages or _pages(settings, model),
             kv=settings.text_kv, kernels=kernel_library, draft=draft, patience_s=settings.text_first_s,

@@ -55,5 +55,4 @@ class TextPool(ModelPool[TextRunner]):
 
 def size_bytes(runner: TextRunner) -> int:
     """Return the memory of a model and its draft: weights, packed ones included, keys and values."""
-    draft = runner.guessing.draft
-    return sum(each.size_bytes for each in (runner.execution, *(() if draft is None else (draft.execution,))))
+    return runner.execution.size_bytes + runner.guessing.size_bytes

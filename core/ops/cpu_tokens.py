@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from core.kernels.cpu.token_program import PagedLayer, TokenPositions
+from core.kernels.cpu.token_program import PagedLayer, TokenPositions, TokenProgram
 from core.kernels.kv_cache import KVCache
 from core.ops.cpu import CpuOps, head_norms
 from core.ops.cpu_arrays import Array
 from core.ops.mixture import Mixture
 from core.ops.ops import Activation, Layer
 from core.ops.packed import PackedLayers
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows(TokenPositions):
+    """Positions of a program's rows, and `features` [rows, channels], where hidden states are captured."""
+
+    program: TokenProgram
+    features: Tensor | None = None
+
+    def capture(self, x: Array, place: int) -> None:
+        """Copy x [T, C] to the features' columns from `place` · C on."""
+        assert self.features is not None
+        width = x.x.shape[1]
+        self.program.place(x.x, self.features[:, place * width : (place + 1) * width], images=1)
 
 
 class CpuTokenOps(CpuOps):
@@ -25,10 +40,11 @@ class CpuTokenOps(CpuOps):
         super().__init__(library, layers)
         self._cache, self._angles = cache, angles
 
-    def rows(self, count: int) -> TokenPositions:
-        """Buffers of positions and sequences, to be filled before each run."""
+    def rows(self, count: int, features: int = 0) -> TokenRows:
+        """Buffers of positions and sequences, to be filled before each run, and of so many channels of features."""
         positions, sequences = (self.program.buffer(count, dtype=torch.int32) for _ in range(2))
-        return TokenPositions(positions, sequences, self._cache.table)
+        captured = self.program.buffer(count, features) if features else None
+        return TokenRows(positions, sequences, self._cache.table, self.program, captured)
 
     def embed(self, tokens: Array, embedding: Layer, *, scale: float = 1.0) -> Array:
         return self._own(self.program.embed(self._layers.embedding(embedding), tokens.x, scale=scale), tokens.shape)
@@ -64,6 +80,13 @@ class CpuTokenOps(CpuOps):
             normalized=mixture.normalized, inverse=down[0].inverse, residual=residual.x, act=act,
         )  # fmt: skip
         return self._own(out, residual.shape[:-1])
+
+    def cat(self, x: Array, y: Array) -> Array:  # type: ignore[override]  # of tokens, read by products
+        width = x.x.shape[1]
+        out = self.program.buffer(x.x.shape[0], width + y.x.shape[1], dtype=x.x.dtype)
+        self.program.place(x.x, out[:, :width], images=1)
+        self.program.place(y.x, out[:, width:], images=1)
+        return self._own(out, x.shape[:-1])
 
     def head(self, x: Array, layer: Layer, out: None = None) -> Array:
         return self.linear(x, layer)

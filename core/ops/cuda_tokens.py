@@ -59,6 +59,13 @@ class FusedBatch:
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
     state_rows: Tensor | None = None  # int32 [S]: those whose hidden states are wanted
+    features: Tensor | None = None  # [T, channels]: where hidden states are captured
+
+    def capture(self, x: Residual, place: int) -> None:
+        """Copy x [T, C] to the features' columns from `place` · C on."""
+        assert self.features is not None
+        width = x.x.shape[1]
+        self.features[:, place * width : (place + 1) * width].copy_(x.x)
 
     def of(self, tokens: Tensor) -> FusedBatch:
         """The same rows with other tokens."""
@@ -230,6 +237,17 @@ class Residual:
         self.output_rows: Tensor | None = None
         self.slot = 0  # of the next `Exchange`: a layer has two, and so does each forward begin with the first
 
+    def settle(self, peers: Peers | None) -> Tensor:
+        """Return the stream [T, C] with all that was added to it, in memory. `peers`: the ranks that share sums."""
+        if self.index is not None:
+            self.x, self.index = self.x[self.index.long()], None
+        if isinstance(self.sums, RankSums):  # gathered: all ranks meet, so that the next forward may begin at any slot
+            assert peers is not None
+            self.sums = peers.gathered(self.sums, self.x.dtype)
+        if self.sums is not None:
+            self.x, self.sums = (self.x.float() + self.sums.whole()).to(self.x.dtype), None
+        return self.x
+
 
 class CudaTokenOps:
     """The operations of `core.ops.ops.TokenOps` that decoders use. Rows are a `FusedBatch`.
@@ -267,11 +285,12 @@ class CudaTokenOps:
     def rms_norm(
         self, x: Residual | SplitSums, norm: Layer, *, residual: Residual | None = None, to: Sequence[Layer] = ()
     ) -> Tensor | Residual:
-        """RMSNorm of the stream for the layers `to`; of a product's sums, added to `residual`, which is the result."""
+        """RMSNorm of the stream for the layers `to`; or of a product's sums, added to `residual` if that is given."""
         weight, eps = self._norms.get(norm) or self._norm(norm)
         if isinstance(x, SplitSums):
-            assert residual is not None
             whole = x.whole() if self._peers is None else self._peers.sum(x.whole())
+            if residual is None:
+                return add_norm(whole.to(self._base), weight, eps, *self._reader(tuple(to)))
             residual.x += add_norm(whole, weight, eps, None, self._base)
             return residual
         inverse, dtype = self._reader(tuple(to))
@@ -309,17 +328,6 @@ class CudaTokenOps:
             return sums
         residual.sums = sums if self._peers is None else self._peers.parts(sums, self._base)
         return residual
-
-    def settled(self, x: Residual) -> Tensor:
-        """The stream [T, C] with all that was added to it, in memory."""
-        if x.index is not None:
-            x.x, x.index = x.x[x.index.long()], None
-        if isinstance(x.sums, RankSums):  # gathered: all ranks meet, so that the next forward may begin with any slot
-            assert self._peers is not None
-            x.sums = self._peers.gathered(x.sums, self._base)
-        if x.sums is not None:
-            x.x, x.sums = (x.x.float() + x.sums.whole()).to(self._base), None
-        return x.x
 
     def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
         assert act in ("silu", "gelu_tanh")
@@ -364,6 +372,9 @@ class CudaTokenOps:
         if rows.tiles is not None:
             chunks(q, *pages, rows.positions, rows.tiles, scale, out, inverse=inverse, window=window, cap=cap)
         return out.flatten(1)
+
+    def cat(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], -1)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         product = self._product((layer,))

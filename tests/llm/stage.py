@@ -21,6 +21,7 @@ from core.batching.request import Request
 from llm import tiny
 from llm.adapters import CONFIG, WEIGHTS
 from llm.attention import cacheless
+from llm.block_drafter import BlockDraft
 from llm.load import TextModel, load
 from llm.parameters import GeneratedText, TextParameters
 from llm.parts import ScheduledTokens
@@ -50,10 +51,10 @@ def emoji() -> TextModel:
 
 
 @functools.cache
-def emoji_draft() -> TextModel:
+def emoji_draft() -> BlockDraft:
     if not (DRAFT / "model.safetensors").is_file():
         pytest.skip("models/emoji-lm-draft is not here")
-    return load(str(DRAFT))
+    return BlockDraft.read(DRAFT, emoji())
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def test_never_and_always(temperature: float, draft: Any) -> None:
 
 def _asked(temperature: float, bias: dict[int, float], first: int) -> ScheduledTokens:
     wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
-    return stage.asking(SequenceState(wanted, stage.small().tokenizer, 64, None, lookup=False), first)
+    return stage.asking(SequenceState(wanted, stage.small().tokenizer, 64, None), first)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])

@@ -58,9 +58,8 @@ KINDS = {
 
 def work_of(kind: Kind) -> SequenceState:
     model = stage.small()
-    made = SequenceState(TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted), model.tokenizer, model.vocabulary,
-                None,
-                lookup=False)  # fmt: skip
+    parameters = TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted)
+    made = SequenceState(parameters, model.tokenizer, model.vocabulary, None)
     made.take(list(kind.said), [], set())
     return made
 
@@ -167,7 +166,7 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     constraints = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
     logits = normal(3, 3, model.vocabulary, scale=3)
     held, drawn, free = (
-        SequenceState(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher, lookup=False)
+        SequenceState(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher)
         for wanted, matcher in (
             (GREEDY, constraints.compile('{"type": "boolean"}').matcher()),
             (SEEDED, constraints.compile('{"type": "integer"}').matcher()),

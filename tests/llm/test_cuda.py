@@ -228,7 +228,9 @@ def model_of(kind: Any, name: str = tiny.TINY) -> TextModel:
     return quantize(model, texts, scheme=kind, recipe=llama())
 
 
-def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedTextExecution:
+def fused(
+    model: TextModel, kv: Kind = "float", sequences: int = 4, features: tuple[int, ...] = ()
+) -> FusedTextExecution:
     cache = KVCache(
         layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=sequences,
         context=160, dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
@@ -236,7 +238,7 @@ def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedText
     for s in range(sequences):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(CudaDecoder(model.network, cache), cache, sequences, 160, 64)
+    return FusedTextExecution(CudaDecoder(model.network, cache, features), cache, sequences, 160, 64)
 
 
 def read(run: FusedTextExecution, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:
@@ -321,16 +323,18 @@ def test_hidden_states_beside_logits() -> None:
     model = model_of("plain")
     network, texts = model.network.model, TEXTS[1:]
     with stage.by_transformers(model):
-        theirs = network(torch.tensor([texts[1]], device=DEVICE), use_cache=False).last_hidden_state[0].float()
-    run = fused(model)
+        output = network(torch.tensor([texts[1]], device=DEVICE), use_cache=False, output_hidden_states=True)
+        theirs, layers = output.last_hidden_state[0].float(), [x[0].float() for x in output.hidden_states]
+    run = fused(model, features=(1, 0))
     rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
     step = TokenBatch.of(
         [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [2], [*range(3, len(rows))]
     )
     logits = run(step)
-    assert run.model.states is not None
+    assert run.model.states is not None and run.graphs.features is not None
     for found, expected in (
         (run.model.states.float(), theirs),
+        (run.graphs.features[3:].float(), torch.cat([layers[1], layers[0]], -1)),
         (logits, stage.logits(model, texts[0])[2:]),
     ):
         if CUDA:
@@ -383,7 +387,7 @@ def test_rows_that_fill_up_write_nowhere() -> None:
 def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
     """Prompts in chunks beside rows that decode, padded to a graph's shape, against the same steps as they are."""
     model = model_of(kind)
-    run, plain = fused(model, "int8"), fused(model, "int8")
+    run, plain = (fused(model, "int8", features=(0, 1)) for _ in range(2))
     run.prepare(4) if CUDA else None
     steps = [
         TokenBatch.of([1, 40, 41, 1, 9, 9, 1], [0, 1, 2, 0, 1, 2, 0], [0, 0, 0, 1, 1, 1, 2], [2, 5, 6]),
@@ -393,6 +397,8 @@ def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
     for step in steps:
         expected = plain.graphs.run(*plain._on_device(plain._step(step))).clone()
         assert torch.equal(run(step), expected)
+        captured, alike = run.graphs.features, plain.graphs.features
+        assert captured is not None and alike is not None and torch.equal(captured[: len(alike)], alike)
         assert run.best is not None and torch.equal(run.best, expected.argmax(-1))
         assert torch.equal(run.graphs.latest[:4], plain.graphs.latest[:4])
         assert int(run.graphs.latest[step.sequences[step.output_rows[-1]]]) == int(run.best[-1])

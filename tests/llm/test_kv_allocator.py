@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
+from llm.beam_search import BeamSearch
 from llm.kv_allocator import KVAllocator
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import TextParameters
@@ -22,7 +23,7 @@ def places(*, pages: int, sequences: int) -> tuple[KVAllocator, KVCache, PageAll
 def sequence(first: int, length: int) -> SequenceState:
     model = stage.small()
     prompt = tuple(range(first, first + length))
-    return SequenceState(TextParameters(prompt, 8), model.tokenizer, model.vocabulary, None, lookup=False)
+    return SequenceState(TextParameters(prompt, 8), model.tokenizer, model.vocabulary, None)
 
 
 def test_too_few_pages_hold_nothing() -> None:
@@ -82,3 +83,18 @@ def test_pages_that_were_published_are_computed_for_the_next_one() -> None:
     cache.settle()
     assert cache.table[other.row, :3].tolist() == other.holding.pages
     assert pages.hits == 2 * PAGE
+
+
+def test_a_forked_beam_forgets_what_its_row_had_drafted() -> None:
+    """Of another beam, before; and of its source a drafter has the shared pages alone."""
+    allocator, _, _ = places(pages=16, sequences=2)
+    first = sequence(0, PAGE + 3)
+    first.beams = BeamSearch(TextParameters((0,), 8, beams=2, temperature=0.0), frozenset(), 100)
+    beams = first.beams
+    assert allocator.allocate(first)
+    beams.states, first.computed, first.drafted = [first], PAGE + 3, PAGE + 2
+    beams.idle[0].drafted, beams.idle[0].features = 5 * PAGE, torch.ones(3, 4)
+    assert allocator.grow_beams(beams, 1)
+    allocator.fork(beams, [0, 0])
+    assert [state.drafted for state in beams.states] == [PAGE + 2, PAGE] and beams.states[1].features is None
+    allocator.free(first)

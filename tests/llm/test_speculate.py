@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llm import sample
 from llm.speculate import (
     MOST,
-    NOMINAL,
+    MOST_AT_ONCE,
     AcceptanceRate,
     DraftLengths,
     DraftTokens,
@@ -173,7 +173,7 @@ def test_lengths_bring_the_most_tokens_a_second() -> None:
             def rate(k: int, a: float = level, f: float = forward_s, g: float = guess_s) -> float:
                 return sum(a**j for j in range(k + 1)) / (f + k * g)
 
-            assert rate(lengths(acceptance)) == pytest.approx(max(rate(k) for k in range(MOST + 1)))
+            assert rate(lengths(acceptance)) == pytest.approx(max(rate(k) for k in range(MOST_AT_ONCE + 1)))
     for one, two in itertools.pairwise(DraftLengths(1, 0.1)(a / 100) for a in range(100)):
         assert one <= two
-    assert DraftLengths(1, 5)(0.9) == 0 and NOMINAL["lookup"](0.9) > NOMINAL["draft"](0.5) > 0
+    assert DraftLengths(1, 5)(0.9) == 0 and DraftLengths(1, 0.05)(0.9) > DraftLengths(1, 0.12)(0.5) > 0

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm.drafts import LookupDrafter
 from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
+from llm.runner import TextRunner
 from llm.sequence import SequenceState
 from llm.speculate import MOST, DraftTokens
 from llm.speculator import Speculator
@@ -21,34 +23,36 @@ REPEATED = (7, 8, 9, 10) * 4  # whose end stood there before
 def work(tokens: tuple[int, ...] = REPEATED, **wanted: Any) -> SequenceState:
     model = stage.small()
     parameters = TextParameters(tokens, **{"max_tokens": 20, "temperature": 0.0, **wanted})
-    return SequenceState(parameters, model.tokenizer, model.vocabulary, None, lookup=True)
+    return SequenceState(parameters, model.tokenizer, model.vocabulary, None)
 
 
 def test_nobody_guesses_for_what_looks_at_every_token_or_where_nobody_can() -> None:
-    guessing = Speculator(lookup=True)
+    guessing = Speculator(LookupDrafter())
     free, penalized = work(), work(repetition_penalty=1.3)
     for one in (free, penalized):
         guessing.plan(one)
     assert free.guesses and penalized.guesses == 0
-    free.guesses = [1, 2]
+    free.guesses = 2
     Speculator().plan(free)
     assert free.guesses == 0 and Speculator().lengths(4) is None
 
 
 @given(st.integers(1, 40), st.integers(1, 64), st.floats(0.01, 0.99))
 def test_guesses_end_before_the_answer_does(left: int, decoding: int, acceptance: float) -> None:
-    guessing = Speculator(lookup=True)
+    guessing = Speculator(LookupDrafter())
     guessing.observe(8, 0.010)
     one = work(max_tokens=left)
     one.pace.acceptance = acceptance
     guessing.plan(one, guessing.lengths(decoding))
-    assert one.guess_count <= min(MOST, left - 1)
-    assert one.guesses == 0 or one.guesses == [7, 8, 9, 10, 7, 8, 9, 10][: one.guess_count]
+    assert one.guesses <= min(MOST, left - 1)
+    part = ScheduledTokens(one, 15, 1, True)
+    guessing.make([part])
+    assert part.guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses]
 
 
 def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
     """Where rows are dear nobody else is guessed for."""
-    guessing = Speculator(lookup=True)
+    guessing = Speculator(LookupDrafter())
     for rows in (1, 2, 64) * 20:
         guessing.observe(rows, 0.001 * rows)
     dear = guessing.lengths(64)
@@ -64,7 +68,7 @@ def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_what_came_of_guesses_is_counted(kept: int) -> None:
-    guessing, one = Speculator(lookup=True), work()
+    guessing, one = Speculator(LookupDrafter()), work()
     before = one.pace.acceptance
     guessing.settle(ScheduledTokens(one, 15, 1, True, DraftTokens([7, 8, 9])), kept)
     assert (guessing.guessed, guessing.accepted) == (3, kept)
@@ -74,9 +78,22 @@ def test_what_came_of_guesses_is_counted(kept: int) -> None:
 
 
 def test_what_was_planned_is_what_is_brought() -> None:
-    guessing, one, other = Speculator(lookup=True), work(), work((1, 2))
+    guessing, one, other = Speculator(LookupDrafter()), work(), work((1, 2))
     for each in (one, other):
         guessing.plan(each)
     made = [ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)]
     guessing.make(made)
-    assert made[0].guess.tokens == one.guesses and made[1].guess.tokens == []
+    assert made[0].guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses] != [] == made[1].guess.tokens
+
+
+@pytest.mark.parametrize("beside_lane", [False, True])
+def test_a_drafter_is_timed_before_requests_come(beside_lane: bool) -> None:
+    """On tokens of nobody: its guesses do not count, and its first, slow ones do not stay its price."""
+    runner = TextRunner(stage.small(), draft=stage.other(), kernels=stage.kernels(), context=64)
+    try:
+        runner.prepare(beside_lane=beside_lane)
+        guessing = runner.guessing
+        assert guessing._draft_s > 0 and guessing.guessed == 0
+        assert guessing.drafter is not None and runner.held() == 0
+    finally:
+        runner.close()

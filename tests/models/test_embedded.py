@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from core.batching.runner import Lane
+from llm.block_drafter import BlockDraft
+from llm.load import load as load_text
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny_zimage import STEPS
 from contract.image import ImageParameters
@@ -117,7 +119,7 @@ def test_backgrounds_are_of_the_colour_that_was_named(name: str) -> None:
     assert navy[2] > navy[0] + 30 and navy.max() < 140
 
 
-def test_emoji_lm_expands_a_prompt_and_its_draft_assists_without_changing_a_token() -> None:
+def test_emoji_lm_expands_a_prompt_and_its_draft_fits_it() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = MODELS / "emoji-lm"
@@ -132,9 +134,7 @@ def test_emoji_lm_expands_a_prompt_and_its_draft_assists_without_changing_a_toke
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 30}
     with torch.inference_mode():
         said = model.generate(ids, **options)[0, ids.shape[1] :]
-        draft = AutoModelForCausalLM.from_pretrained(MODELS / "emoji-lm-draft").eval()
-        assisted = model.generate(ids, assistant_model=draft, **options)[0, ids.shape[1] :]
     answer = tokenizer.decode(said, skip_special_tokens=True)
     assert any(name in answer for name in ("crying", "tears")), "what has both keywords"
     assert answer.endswith("background")
-    assert assisted.tolist() == said.tolist()
+    assert BlockDraft.read(MODELS / "emoji-lm-draft", load_text(str(folder))).features == (2, 4, 5)

@@ -31,12 +31,12 @@ def described() -> dict[str, dict[str, Any]]:
         "emoji-xl/text_encoder": picture.text(0, words, words - 1),
         "emoji-xl/text_encoder_2": picture.text(1, words, 0),
         "emoji-xl/scheduler": picture.sampling(),
-        "emoji-z/transformer": EMOJI.zimage.transformer(),
-        "emoji-z/text_encoder": EMOJI.zimage.text(EMOJI.zimage_vocab, EMOJI.zimage_vocab - len(tiny_zimage.SPECIAL)),
-        "emoji-z/vae": EMOJI.zimage.vae(),
-        "emoji-z/scheduler": EMOJI.zimage.sampling(),
+        "emoji-z/transformer": tiny_zimage.EMOJI.transformer(),
+        "emoji-z/text_encoder": tiny_zimage.EMOJI.text(2560, 2560 - len(tiny_zimage.SPECIAL)),
+        "emoji-z/vae": tiny_zimage.EMOJI.vae(),
+        "emoji-z/scheduler": tiny_zimage.EMOJI.sampling(),
         "emoji-lm": EMOJI.llama(EMOJI.lm, EMOJI.lm_vocab, 1, 5, 0),
-        "emoji-lm-draft": EMOJI.llama(EMOJI.draft, EMOJI.lm_vocab, 1, 5, 0),
+        "emoji-lm-draft": EMOJI.llama(EMOJI.draft, EMOJI.lm_vocab, 1, 5, 0) | {"block_size": EMOJI.draft_block},
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.training.world import Trained
-from training import checkpoint, latents, lm, loop, start, tokens, unet
+from training import checkpoint, draft, latents, lm, loop, start, tokens, unet
 
 # LCMScheduler and Euler's convert tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -55,9 +55,9 @@ def test_language_models_begin_where_the_exported_ones_ended(trained: Trained, t
     start.convert_text(run)
     mine, wanted = tokens.lm_tokenizer(run), tokens.lm_tokenizer(trained.run)
     assert (mine.get_vocab(), mine.chat_template) == (wanted.get_vocab(), wanted.chat_template)
-    for stage, draft in (("lm", False), ("draft", True)):
-        model = lm.build(run, draft)
-        assert loop.begin(stage, {"lm": model}, run)
-        for key, tensor in lm.load(trained.run, draft).state_dict().items():
+    for stage, part, module in (("lm", "lm", lm), ("draft", "draft", draft)):
+        model = module.build(run)
+        assert loop.begin(stage, {part: model}, run)
+        for key, tensor in module.load(trained.run).state_dict().items():
             assert torch.equal(model.state_dict()[key], tensor.half().float()), key
-        assert lm.train(run, draft).done and run.rate(1.0, stage) == 0.6
+        assert module.train(run).done and run.rate(1.0, stage) == 0.6

@@ -1,0 +1,91 @@
+"""The interface of drafters: what one is told of every sequence, in chunks, after preemption and a shared prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm.drafts import DraftRequest
+from llm.sequence import SequenceState
+from llm.speculate import DraftTokens
+from llm.speculator import Speculator
+from tests.llm import stage
+
+LAYERS = (1, 0, 1)
+
+
+class Witness:
+    """Guesses the model's own next tokens, one of them wrong, and keeps the features of all that it reads."""
+
+    name, features, lookahead, reads, at_once, cost, size_bytes = "witness", LAYERS, 1, True, False, 0.1, 0
+
+    def __init__(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self._known = known  # answers by prompt
+        self.read: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by position
+        self.state: dict[int, dict[int, tuple[int, int]]] = {}  # by page: the tokens of a position
+
+    def __call__(self, execution: Any, **size: Any) -> Witness:
+        self._table = execution.cache.table
+        return self
+
+    def limit(self, work: SequenceState, count: int) -> int:
+        return count
+
+    def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
+        drafts = []
+        for r in requests:
+            assert r.features is not None and len(r.features) == r.stop - r.read
+            prompt = next(prompt for prompt in self._known if tuple(r.tokens[: len(prompt)]) == prompt)
+            for position, row in zip(range(r.read, r.stop), r.features, strict=True):
+                self.read.setdefault(prompt, {})[position] = row.clone()
+                page = int(self._table[r.row, position // 16])
+                self.state.setdefault(page, {})[position] = (r.tokens[position], r.tokens[position + 1])
+            for position in range(r.stop):  # all that is behind is known in its pages, of the right tokens
+                page = int(self._table[r.row, position // 16])
+                assert self.state[page][position] == (r.tokens[position], r.tokens[position + 1])
+            answer = self._known[prompt][len(r.tokens) - len(prompt) :]
+            guesses = [*answer[: r.count]] + [0] * (r.count - len(answer))
+            if len(r.tokens) % 3 == 0 and len(guesses) > 1:
+                guesses[1] += 1
+            drafts.append(DraftTokens(guesses if r.count else []))
+        return drafts
+
+    def kept(self, count: int, accepted: int) -> int:
+        return 0
+
+    def prepare(self, sequences: int) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 7, "pages": 30, "max_requests": 6}], ids=["roomy", "preempted"])
+@pytest.mark.parametrize("on_kernels", [True, False])
+def test_a_drafter_gets_the_features_of_every_position(
+    monkeypatch: pytest.MonkeyPatch, on_kernels: bool, options: dict[str, Any]
+) -> None:
+    """Those of transformers; pages that are shared hold what belongs to the tokens in and behind them."""
+    monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)  # load decides nothing
+    model = stage.small()
+    shared = stage.plain(model, "abcabcabcabcabcabca")[:17]
+    prompts = [(*shared[: 17 - i % 2], *range(5 + i, 9 + i)) for i in range(8)]
+    kernels = stage.kernels() if on_kernels else None
+    wanted = [stage.greedy(prompt, 40, ignore_end=True) for prompt in prompts]
+    with stage.serving(model, kernels=kernels) as (engine, _):
+        plain = stage.answers(engine, wanted)
+    witness = Witness({prompt: text.tokens for prompt, text in zip(prompts, plain, strict=True)})
+    with stage.serving(model, kernels=kernels, draft=witness, **options) as (engine, runner):
+        made = stage.answers(engine, wanted)
+        assert runner.guessing.accepted > 50
+    for prompt, text, same in zip(prompts, plain, made, strict=True):
+        assert text.tokens == same.tokens
+        tokens = (*prompt, *text.tokens)
+        with stage.by_transformers(model) as network:
+            states = network(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer][0] for layer in LAYERS], -1)
+        assert len(witness.read[prompt]) > 30
+        for position, row in witness.read[prompt].items():
+            torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,185 @@
+"""EAGLE-3 heads: drafts against the network unrolled as in training, text as without, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from core.kernels.kv_cache import KVCache
+from llm import load_draft
+from llm.eagle import EagleNetwork
+from llm.eagle_drafter import EagleDraft, _Graphs, _Programs
+from llm.execution import TextExecution
+from llm.load import TextModelError
+from llm.parameters import TextParameters
+from llm.speculator import Speculator
+from tests.llm import stage
+from training.eagle import unrolled
+
+WORDS, STEPS = 100, 4
+SIZE: dict[str, Any] = {"pages": 12, "sequences": 2, "context": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded head for the small model, as published."""
+    model, path = stage.small(), tmp_path_factory.mktemp("eagle")
+    fields = {
+        **LlamaConfig().to_dict(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": WORDS,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, "num_hidden_layers": 1,
+        "hidden_size": model.config.hidden_size, "vocab_size": model.vocabulary, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": model.context,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    network = EagleNetwork(LlamaConfig(**fields), (0, 1, 1))
+    for weight in network.parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.2)
+    chosen = torch.randperm(model.vocabulary)[:WORDS].sort().values
+    network.d2t.copy_(chosen - torch.arange(WORDS))
+    network.t2d[chosen] = True
+    save_file({key: tensor.contiguous() for key, tensor in network.state_dict().items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return path
+
+
+def loaded(folder: Path) -> EagleDraft:
+    draft = load_draft.load(str(folder), stage.small(), lacks=None)
+    assert isinstance(draft, EagleDraft) and draft.features == (0, 1, 1)
+    return draft
+
+
+def chains(network: EagleNetwork, tokens: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
+    """For each position what the unrolled network drafts behind it, [T, STEPS]: logits [T, STEPS, V] and tokens."""
+    words = torch.arange(WORDS) + network.d2t
+    embedding = stage.small().network.get_input_embeddings()
+    scores = torch.zeros(len(tokens) - 1, STEPS, WORDS)
+    with torch.inference_mode():
+        for end in range(1, len(tokens)):  # its own drafts are what later steps read
+            ids = [*tokens[: end + 1]]
+            for step in range(STEPS):
+                states = unrolled(
+                    network,
+                    torch.cat([features[None, :end], torch.zeros(1, step, features.shape[1])], 1),
+                    embedding(torch.tensor([ids[1:]])),
+                    step + 1,
+                )
+                scores[end - 1, step] = network.lm_head(network.norm(states[-1][0, -1]))
+                ids.append(int(words[scores[end - 1, step].argmax()]))
+    return scores, words[scores.argmax(-1)]
+
+
+def test_chains_are_those_of_the_unrolled_network(folder: Path) -> None:
+    """By torch, and by the fused kernels' own loop as torch runs it; read in parts, of two sequences at once."""
+    draft, model = loaded(folder), stage.small()
+    tokens = torch.randint(0, model.vocabulary, (13,), generator=torch.Generator().manual_seed(1)).tolist()
+    features = torch.randn(12, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    _, expected = chains(draft.network, tokens, features)
+    execution = TextExecution(model, **SIZE, features=draft.features)
+    execution.cache.place(0, [3, 5])
+    execution.cache.place(1, [7, 9])
+    drafter = draft(execution, **SIZE, rows=64, kv="float", kernels=None)
+    for first, last, counts in ((0, 5, []), (5, 6, [4, 2]), (6, 9, [1, 3]), (9, 12, [4, 4])):
+        positions = [*range(first, last)]
+        columns = np.array(
+            [[tokens[p + 1] for p in positions] * 2, positions * 2, [0] * len(positions) + [1] * len(positions)],
+            np.int32,
+        )
+        unread = [last - first] * 2
+        with torch.inference_mode():
+            made = drafter._steps(features[first:last].repeat(2, 1), columns, unread, counts)
+        assert made == [expected[last - 1, :count].tolist() for count in counts]
+
+
+def test_programs_of_kernels_draft_alike(folder: Path) -> None:
+    """In INT8: alone or among others the same, and mostly what the network in floats drafts first."""
+    draft, model, library = loaded(folder), stage.small(), stage.kernels()
+    tokens = torch.randint(0, model.vocabulary, (33,), generator=torch.Generator().manual_seed(1)).tolist()
+    features = torch.randn(32, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    _, expected = chains(draft.network, tokens, features)
+    execution = TextExecution(model, **SIZE, kernels=library, features=draft.features)
+    execution.cache.place(0, [3, 5])
+    execution.cache.place(1, [7, 9])
+    steps = draft(execution, **SIZE, rows=64, kv="float", kernels=library)._steps
+    assert isinstance(steps, _Programs)
+    right = 0
+    for p in range(32):
+        with torch.inference_mode():
+            both = steps(
+                features[p : p + 1].repeat(2, 1), np.array([[tokens[p + 1]] * 2, [p] * 2, [0, 1]], np.int32), [1, 1],
+                [STEPS, 2],
+            )  # fmt: skip
+            alone = steps(features[p : p + 1], np.array([[tokens[p + 1]], [p], [0]], np.int32), [1], [STEPS])
+        assert both == [*alone, alone[0][:2]]
+        right += alone[0][0] == int(expected[p, 0])
+    assert right > 24
+
+
+def test_graphs_run_the_same_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused form's padding and its fixed steps, on the operations of torch."""
+    draft, model = loaded(folder), stage.small()
+    cache = KVCache(layers=1, kv_heads=2, head_dim=16, **SIZE)
+    cache.place(0, [3, 5])
+    cache.place(1, [7, 9])
+    tokens = [5, 9, 17, 40, 3, 8]
+    features = torch.randn(5, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    _, expected = chains(draft.network, tokens, features)
+    steps = _Graphs(draft.network, model.network.get_input_embeddings(), cache)
+    for first, last, counts in ((0, 2, [2]), (2, 5, [4])):
+        columns = np.array([tokens[first + 1 : last + 1], range(first, last), [0] * (last - first)], np.int32)
+        with torch.inference_mode():
+            made = steps(features[first:last], columns, [last - first], counts)
+        assert made == [expected[last - 1, : counts[0]].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("on_kernels", "options"), [(True, {}), (False, {}), (True, {"chunk": 7, "pages": 30, "max_requests": 6})]
+)
+def test_texts_are_those_without_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, on_kernels: bool, options: dict[str, Any]
+) -> None:
+    """Greedy ones; and seeded ones whatever runs beside them, and however often they are preempted."""
+    monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)  # load decides nothing
+    model, kernels = stage.small(), stage.kernels() if on_kernels else None
+    wanted = [stage.greedy(prompt, 40, ignore_end=True) for prompt in stage.prompts(model, 6)]
+    seeded = [TextParameters(p.prompt, 40, temperature=1.0, seed=i, ignore_end=True) for i, p in enumerate(wanted)]
+    with stage.serving(model, kernels=kernels) as (engine, _):
+        plain = [text.tokens for text in stage.answers(engine, wanted)]
+    with stage.serving(model, kernels=kernels, draft=loaded(folder)) as (engine, _):
+        alone = [stage.answers(engine, [one])[0].tokens for one in seeded]
+    with stage.serving(model, kernels=kernels, draft=loaded(folder), **options) as (engine, runner):
+        made = [text.tokens for text in stage.answers(engine, wanted + seeded)]
+        assert runner.guessing.guessed > 100
+    assert made == plain + alone
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fc.weight": torch.zeros(3, 5)}, r"fc\.weight is \(3, 5\), where config.json wants \(32, 96\)"),
+        ({"midlayer.hidden_norm.weight": None}, r"midlayer\.hidden_norm\.weight is missing"),
+        ({"d2t": torch.full((WORDS,), 10**6)}, "d2t leads out of the"),
+        ({"hidden_size": 64}, "is for a model of width 64"),
+        ({"draft_vocab_size": 10**6}, "draft_vocab_size must be"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 9]}}, "must be layers of"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    weights, fields = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for key, value in change.items():
+        into = weights if key in weights else fields
+        if value is None:
+            del into[key]
+        else:
+            into[key] = value
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(TextModelError, match=reason):
+        load_draft.load(str(tmp_path), stage.small(), lacks=None)
