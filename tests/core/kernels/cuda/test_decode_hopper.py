@@ -60,22 +60,22 @@ def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
     sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
     given = (*layer, positions, sequences, d**-0.5)
-    result = decode(q, *given, window=window, cap=cap)
+    result = decode(q, *given, window=window, cap=cap, out=q.half())  # finer than the rounding of bf16
     finite = torch.nan_to_num(cache.key_scales[0], 1.0), torch.nan_to_num(cache.value_scales[0], 1.0)
     expected = decode_reference(
         q, *layer[:2], *finite, cache.table, positions, sequences, d**-0.5, window=window, cap=cap,
         dtype=torch.float64,
     )  # fmt: skip
-    assert float((result.double() - expected).norm() / expected.norm()) < 4e-3  # bf16 is off by 2e-3
+    assert float((result.double() - expected).norm() / expected.norm()) < 2e-3
     assert decode_hopper.unsupported_reason(q, layer[0], q) is None
     inverse = torch.full((group * kv_heads * d,), 50.0, device=DEVICE)
     levels = torch.empty(q.shape, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn, device=DEVICE)
     decode(q, *given, window=window, cap=cap, inverse=inverse, out=levels)
-    top, bound = (127, 0.51) if kind == "int8" else (448, 0.05 * float(levels.float().abs().max()))
+    top, bound = (127, 0.55) if kind == "int8" else (448, 0.05 * float(levels.float().abs().max()))
     assert float((levels.double() - (expected * 50).clamp(-top, top)).abs().max()) < bound
     for rows, parts in (([5], 16), ([4, -1, 0], 4), ([8, 3, 2, 1, 0], 1), ([7, 6, 5, 7], 16)):
         index = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-        again = torch.zeros_like(q)
+        again = torch.zeros_like(result)
         for early in (0, 1):
             decode(q, *given, window=window, cap=cap, parts=parts, index=index, out=again, early=early)
         real = [row for row in rows if row >= 0]
