@@ -552,9 +552,7 @@ def _others_bytes(settings: Settings, first: Pooled) -> int:
 
 
 def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
-    """The memory that the other text models than the first may take, with their keys and values, as `_others_bytes`,
-    and what requests of all may take later.
-    """
+    """The memory that all may take later, and the other models than the first, as `_others_bytes`, with their caches."""
     from llm.load import TextModelError, file_bytes
     from workers.text_pool import later_bytes, size_bytes
 
