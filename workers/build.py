@@ -552,7 +552,7 @@ def _others_bytes(settings: Settings, first: Pooled) -> int:
 
 
 def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
-    """The memory that all may take later, and the other models than the first, as `_others_bytes`, with their caches."""
+    """The memory that all may take later, and others than the first, with their caches, as `_others_bytes`."""
     from llm.load import TextModelError, file_bytes
     from workers.text_pool import later_bytes, size_bytes
 
