@@ -8,8 +8,16 @@ import pytest
 
 from tests.training import world
 from tests.training.conftest import data as data
-from tests.training.world import tiny, write_data
+from tests.training.world import FORMS, tiny, write_data
 from training.run import TrainingRun
+
+_SHADES = ((240, 140, 20), (90, 200, 110), (70, 130, 240), (150, 80, 40))
+_NOUNS = iter((
+    "ball", "crate", "hoop", "plank", "sign", "drum", "tent", "kite", "bell", "lamp",
+    "cup", "boat", "fan", "gate", "jar", "key", "mug", "pan", "rug", "saw",
+))  # fmt: skip
+# Enough things for pairs that are held out.
+THINGS = {next(_NOUNS): (form, shade) for shade in _SHADES for form in FORMS}
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +25,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run at 128 pixels, of many things: the checker's sprites need some."""
     folder = tmp_path_factory.mktemp("large")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "THINGS", world.MANY_THINGS)
+        patch.setattr(world, "THINGS", THINGS)
         data = write_data(folder / "data")
     return dataclasses.replace(tiny(data, folder), size=128)
