@@ -107,9 +107,11 @@ def hollow(folder: Path, dtype: dtype, attention: str) -> tuple[Any, dict[str, A
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+    from llm import family
+
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     both = (folder / _SINGLE).is_file() and (folder / _INDEX).is_file()  # transformers ignores the index then
-    if both or getattr(config, "quantization_config", None) is not None:
+    if both or config.model_type in family.MIXTURES or getattr(config, "quantization_config", None) is not None:
         return None
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
@@ -125,6 +127,8 @@ def hollow(folder: Path, dtype: dtype, attention: str) -> tuple[Any, dict[str, A
     network, info = type(skeleton).from_pretrained(
         None, config=config, state_dict=standing, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
+    if getattr(network, "_weight_conversions", None):  # of the numbers, whose keys stay what they are
+        return None
     network.config.name_or_path = str(folder)
     if (folder / _GENERATION).is_file():  # it may name tokens that end answers
         network.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
@@ -171,9 +175,10 @@ class DeferredWeights:
         for owner, name, tensor in places:
             key, _ = self._keys[id(tensor)]
             names[owner] = key.rpartition(".")[0]
-            value = self._tied.get(id(tensor))
-            if value is None:
-                value = nn.Parameter(read[key], requires_grad=False) if isinstance(tensor, nn.Parameter) else read[key]
+            if (value := self._tied.get(id(tensor))) is None:
+                # A vector that outlives its layer's matrices would keep the pages of all of them.
+                value = read[key] if tensor.dim() > 1 else read[key].clone()
+                value = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
             if id(tensor) in self._tied:
                 self._tied[id(tensor)] = value
             setattr(owner, name, value)

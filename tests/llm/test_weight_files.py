@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors
@@ -21,12 +24,14 @@ from transformers.models.mistral.configuration_mistral import MistralConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from contract.parallel import parse
+from contract.precision import SCHEMES, Scheme
 from core.quant import store
 from llm import tiny
 from llm.attention import NAME
 from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import make
 from llm.shards import Rank, shard_
+from llm.weight_files import hollow
 
 SIZE: dict[str, Any] = {
     "vocab_size": 300, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -53,17 +58,17 @@ def written(folder: Path, kind: str, dtype: torch.dtype, shards: int, **sizes: A
     return folder
 
 
-def whole(folder: Path, precision: str, rank: Rank | None) -> tuple[Any, torch.dtype]:
+def whole(folder: Path, precision: str, rank: Rank | None = None, digest: str | None = None) -> Any:
     """The network that is read whole, quantized, then sliced."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME)
-    if precision == "int8":
-        store.load_(network, folder / variant("int8"))
+    if precision in SCHEMES:
+        store.load_(network, folder / variant(precision), source=digest)
     if rank is not None:
         shard_(network, rank)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
-    return network, dtype
+    return network
 
 
 def compare(model: TextModel, expected: Any) -> None:
@@ -86,27 +91,30 @@ def compare(model: TextModel, expected: Any) -> None:
     kind=st.sampled_from(sorted(CONFIGS)), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     shards=st.integers(1, 4), width=st.sampled_from([32, 48]), inner=st.sampled_from([64, 96]),
     kv_heads=st.sampled_from([1, 2, 4]), tied=st.booleans(),
+    precision=st.sampled_from(["fp32", "bf16", "int8", "fp8", "w4a16", "int8-sparse"]),
+    parallel=st.sampled_from(["tp2", "pp2", "tp2pp2"]),
 )  # fmt: skip
-@example(kind="gemma3", dtype=torch.bfloat16, shards=3, width=32, inner=64, kv_heads=2, tied=True)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("gemma3", torch.bfloat16, 3, 32, 64, 2, True, "int8", "tp2pp2")
+@example("llama-biases", torch.bfloat16, 2, 32, 64, 1, False, "bf16", "tp2")
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_layers_are_those_of_a_model_that_is_read_whole(
-    tmp_path: Path, kind: str, dtype: torch.dtype, shards: int, width: int, inner: int, kv_heads: int, tied: bool
-) -> None:
+    tmp_path: Path, kind: str, dtype: torch.dtype, shards: int, width: int, inner: int, kv_heads: int, tied: bool,
+    precision: str, parallel: str,
+) -> None:  # fmt: skip
     folder = written(
         tmp_path / "model", kind, dtype, shards, hidden_size=width, intermediate_size=inner, num_hidden_layers=2,
         num_key_value_heads=kv_heads, tie_word_embeddings=tied,
     )  # fmt: skip
-    source = load(str(folder))
     assert len(list(folder.glob("*.safetensors"))) >= min(2, shards)
-    make(source, [tuple(range(3, 40))], folder)
-    ranks = [None, *(Rank(number, parse(text)) for text in ("tp2", "pp2", "tp2pp2") for number in (0, 1))]
-    for precision in ("fp32", "bf16", "int8"):
-        for rank in ranks:
-            model = load(str(folder), precision=precision, rank=rank)
-            compare(model, whole(folder, precision, rank)[0])
-            assert precision == "int8" or model.digest == source.digest
-    head, embeddings = (getattr(source.network, name)() for name in ("get_output_embeddings", "get_input_embeddings"))
-    assert (head.weight is embeddings.weight) == tied
+    if precision in SCHEMES:
+        make(load(str(folder)), [tuple(range(3, 40))], folder, scheme=cast(Scheme, precision))
+    assert hollow(folder, torch.float32, NAME) is not None
+    split = parse(parallel)
+    for rank in (None, *(Rank(number, split) for number in range(split.ranks if precision != "int8-sparse" else 0))):
+        model = load(str(folder), precision=precision, rank=rank)
+        compare(model, whole(folder, precision, rank))
+        if rank is None:
+            assert (model.network.lm_head.weight is model.network.model.embed_tokens.weight) == tied
 
 
 @pytest.fixture
@@ -176,3 +184,56 @@ def test_errors_name_the_file_and_the_key(quantized: Path, tmp_path: Path) -> No
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(TextModelError, match=f"{shard.name}: cannot be read"):
         load(str(folder), rank=Rank(0, parse("pp2")))
+
+
+def test_a_variant_of_scales_alone_is_quantized_from_the_models_weights(quantized: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(quantized, tmp_path / "model")
+    manifest = store.read_manifest(folder / variant("int8"))
+    store.save(load(str(folder), precision="int8").network, folder / variant("int8"), manifest, weights=False)
+    compare(load(str(folder), precision="int8"), whole(folder, "int8", digest=manifest.source))
+
+
+def test_impossible_numbers_of_a_variant_are_refused_by_layer(quantized: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(quantized, tmp_path / "model")
+    make(load(str(folder)), [tuple(range(3, 40))], folder, scheme="int8-sparse")
+    where = folder / variant("int8-sparse")
+    layer = "model.layers.3.mlp.up_proj"
+    tensors = load_file(where / store.WEIGHTS)
+    tensors[f"{layer}.metadata"].zero_()
+    save_file(tensors, where / store.WEIGHTS)
+    document = json.loads((where / store.MANIFEST).read_text())
+    document["sha256"] = hashlib.sha256((where / store.WEIGHTS).read_bytes()).hexdigest()
+    (where / store.MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(TextModelError, match=f"layer {layer}: metadata does not name two places"):
+        load(str(folder), precision="int8-sparse")
+
+
+def peak_bytes(task: Callable[[], object]) -> int:
+    """The most resident memory that a task takes beyond what the process has before it."""
+    status = Path("/proc/self/status")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    except OSError:
+        pytest.skip("this system does not measure a process's peak memory anew")
+
+    def read(field: str) -> int:
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(field))
+
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again, uncounted
+    before = read("VmRSS:")
+    result = task()
+    assert result is not None
+    return read("VmHWM:") - before
+
+
+@pytest.mark.parametrize(("parallel", "precision"), [("tp4", "bf16"), ("pp4", "fp32")])
+def test_a_rank_takes_the_memory_of_its_part_and_a_layer(parallel: str, precision: str, tmp_path: Path) -> None:
+    layers, sizes = 8, {"hidden_size": 512, "intermediate_size": 4096, "num_key_value_heads": 4}
+    folder = written(tmp_path / "model", "llama", torch.bfloat16, 1, num_hidden_layers=layers, **sizes)
+
+    def part() -> TextModel:
+        return load(str(folder), precision=precision, rank=Rank(0, parse(parallel)))
+
+    size = sum(weight.nbytes for weight in part().network.parameters())
+    layer = 4 * size // layers
+    assert size // 2 < peak_bytes(part) < size + layer + 2**23
