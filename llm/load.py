@@ -9,6 +9,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from llm.weight_files import WeightFiles
 
 _HEAD = "lm_head.weight"
+_CASTS = 4  # at a time: a layer has seven matrices
 
 
 def variant(scheme: str) -> str:
@@ -175,8 +177,13 @@ def _part(
 
 def _place_(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a module, its parameters cast; rotary frequencies stay fp32, as transformers loads them."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(device, dtype)
+
+    def cast(parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(dtype)
+
+    if uncast := [parameter for parameter in module.parameters() if parameter.dtype != dtype]:
+        with ThreadPoolExecutor(_CASTS) as pool:  # each reads pages of its own, and none waits for torch's threads
+            list(pool.map(cast, uncast))
     module.to(device)
 
 

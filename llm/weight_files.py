@@ -162,7 +162,7 @@ class DeferredWeights:
         """Replace the tensors of a module that are on meta. Raises `CheckpointError`."""
         from torch import nn
 
-        from core.quant.linear import ScaledWeights
+        from core.quant.sparse import SparseInt8Linear
 
         places = [
             (owner, name, tensor)
@@ -183,7 +183,7 @@ class DeferredWeights:
                 self._tied[id(tensor)] = value
             setattr(owner, name, value)
         for owner, name in names.items():
-            if isinstance(owner, ScaledWeights):
+            if isinstance(owner, SparseInt8Linear):
                 try:
                     owner.check()
                 except ValueError as error:

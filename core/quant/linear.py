@@ -69,9 +69,6 @@ class ScaledWeights(FixedDtypeModule):
         self.register_buffer("inverse", inverse)
         self.register_buffer("bias", bias)
 
-    def check(self) -> None:
-        """Reject numbers that no layer of this kind has, which a file may. Raises ValueError."""
-
     @staticmethod
     def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         """The 8-bit weight and the fp32 scale of each row of [N, ...]."""

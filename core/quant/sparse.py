@@ -122,6 +122,7 @@ class SparseInt8Linear(Int8Linear):
         return restored
 
     def check(self) -> None:
+        """Reject metadata that no layer has, unless it is on meta. Raises ValueError."""
         metadata = self.metadata
         if metadata.dtype != torch.uint8 or not (metadata.is_meta or bool((_places(metadata).diff(dim=-1) > 0).all())):
             raise ValueError("metadata does not name two places of each group, in their order")
