@@ -238,7 +238,7 @@ def fused(
     for s in range(sequences):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(CudaDecoder(model.network, cache, features), cache, sequences, 160, 64)
+    return FusedTextExecution(CudaDecoder(model.network, cache, features=features), cache, sequences, 160, 64)
 
 
 def read(run: FusedTextExecution, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:

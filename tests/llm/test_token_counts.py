@@ -25,7 +25,7 @@ def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int],
     for number, (row, another, tokens, token) in enumerate(events):
         if another or row not in works:
             parameters = TextParameters((1, *tokens), 99, frequency_penalty=1.0)
-            works[row] = SequenceState(parameters, stage.small().tokenizer, VOCABULARY, None, lookup=False)
+            works[row] = SequenceState(parameters, stage.small().tokenizer, VOCABULARY, None)
         else:
             works[row].tokens += tokens
         work = works[row]
