@@ -3,9 +3,12 @@
 A load is so many requests in flight, of so many prompt and answer tokens: random tokens, so that no prompts share
 pages, written greedily to their last token, or as `--temperature` says. A request follows another at once until four
 times as many have ended, or as many times as the load says; the rate is all tokens that were written by the time from
-the first submission to the last end. Scheduler, runner, lane and detokenizer are the service's; HTTP and Redis are not
-in it. Weights are seeded, in INT8, keys and values too (`--kv`). Speculation is off. `--device cpu --tiny` rehearses
-it, and with `--host-only` as well no forward is computed: what is left, "CPU ms a step", is the host's.
+the first submission to the last end. A load with a rate, `256:780/128:4@30`, submits so many requests a second at
+random times (a Poisson process) instead, while no more are in flight, as MLPerf's server scenario does: what then
+counts are the times to the first token (TTFT) and per later token (TPOT). Scheduler, runner, lane and detokenizer are
+the service's; HTTP and Redis are not in it. Weights are seeded, in INT8, keys and values too (`--kv`). Speculation is
+off. `--device cpu --tiny` rehearses it, and with `--host-only` as well no forward is computed: what is left, "CPU ms a
+step", is the host's.
 """
 
 from __future__ import annotations
@@ -42,20 +45,24 @@ _FIRST_TOKEN = 3  # before it are control tokens
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in flight, the tokens of each one's prompt and answer, and requests in multiples of those in flight."""
+    """Requests in flight, the tokens of each one's prompt and answer, requests in multiples of those in flight, and
+    arrivals a second; 0: each as soon as another has ended.
+    """
 
     in_flight: int
     given: int
     written: int
     waves: int = _WAVES
+    rate: float = 0.0
 
     @classmethod
     def read(cls, text: str) -> Load:
         """Raises SystemExit for what is none."""
-        match = re.fullmatch(r"(\d+):(\d+)/(\d+)(?::(\d+))?", text)
+        match = re.fullmatch(r"(\d+):(\d+)/(\d+)(?::(\d+))?(?:@(\d+))?", text)
         if match is None or "0" in match.groups():
-            raise SystemExit(f"--loads: {text!r} is no IN_FLIGHT:PROMPT/ANSWER[:WAVES] such as 256:128/128")
-        return cls(*(int(number) for number in match.groups(str(_WAVES))))
+            raise SystemExit(f"--loads: {text!r} is no IN_FLIGHT:PROMPT/ANSWER[:WAVES][@RATE] such as 256:128/128")
+        *counts, rate = match.groups()
+        return cls(*(int(count or _WAVES) for count in counts), float(rate or 0))
 
     @property
     def context(self) -> int:
@@ -63,45 +70,64 @@ class Load:
 
     @property
     def name(self) -> str:
-        return f"{self.in_flight} × {self.given}/{self.written}"
+        return f"{self.in_flight} × {self.given}/{self.written}" + (f" @ {self.rate:g}/s" if self.rate else "")
 
 
-class ClosedLoop:
-    """Submits requests to an engine, each as soon as another has ended."""
+@dataclass(frozen=True)
+class Times:
+    """Seconds until all requests were answered, each one's until its first token, and its mean between later ones."""
+
+    seconds: float
+    first_s: list[float]
+    token_s: list[float]
+
+
+class LoadGenerator:
+    """Submits requests to an engine, each as soon as another has ended, or at a load's rate."""
 
     def __init__(self, engine: Engine, vocabulary: int, temperature: float) -> None:
         self._engine, self._vocabulary, self._temperature = engine, vocabulary, temperature
         self._draw = random.Random(0)
         self._submitted = 0
 
-    def run(self, load: Load, count: int, written: int) -> tuple[float, list[float]]:
-        """Seconds until so many requests were answered, and each one's until its first token."""
+    def run(self, load: Load, count: int, written: int, rate: float = 0.0) -> Times:
+        """Have so many requests answered."""
         free = threading.Semaphore(load.in_flight)
         firsts: dict[str, float] = {}
+        token_s: list[float] = []
         prompts = [
             tuple(self._draw.randrange(_FIRST_TOKEN, self._vocabulary) for _ in range(load.given)) for _ in range(count)
         ]
         futures = []
-        started = time.perf_counter()
+        arrival = started = time.perf_counter()
         for prompt in prompts:
+            if rate:
+                arrival += self._draw.expovariate(rate)
+                time.sleep(max(0.0, arrival - time.perf_counter()))
             free.acquire()
             self._submitted += 1
+            submitted = arrival if rate else time.perf_counter()
             parameters = TextParameters(
                 prompt, written, temperature=self._temperature, seed=self._submitted, ignore_end=True
             )
 
-            def tell(request: Request, outcome: Outcome, submitted: float = time.perf_counter()) -> None:
+            def tell(request: Request, outcome: Outcome, submitted: float = submitted) -> None:
                 if outcome.token is not None and outcome.token.tokens:
                     firsts.setdefault(request.id, time.perf_counter() - submitted)
 
+            def ended(_: object, number: str = f"{self._submitted}", submitted: float = submitted) -> None:
+                if written > 1 and number in firsts:
+                    token_s.append((time.perf_counter() - submitted - firsts[number]) / (written - 1))
+                free.release()
+
             future = self._engine.submit(Request(f"{self._submitted}", "text", parameters, listener=tell))
-            future.add_done_callback(lambda _: free.release())
+            future.add_done_callback(ended)
             futures.append(future)
         texts = [future.result() for future in futures]
         seconds = time.perf_counter() - started
         if any(len(text.tokens) != written for text in texts):
             raise record.BenchError("an answer is shorter than it was to be")
-        return seconds, list(firsts.values())
+        return Times(seconds, list(firsts.values()), token_s)
 
 
 def leave_out_forwards(runner: TextRunner, sequences: int) -> None:
@@ -153,20 +179,21 @@ def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
         gc.freeze()
         sys.setswitchinterval(_SWITCH_S)
         with Engine([runner], on_tick=ticks.append) as engine:
-            loop = ClosedLoop(engine, model.vocabulary, options.temperature)
+            generator = LoadGenerator(engine, model.vocabulary, options.temperature)
             for load in loads:
-                loop.run(load, load.in_flight, min(load.written, _WARM_TOKENS))
+                generator.run(load, load.in_flight, min(load.written, _WARM_TOKENS))
                 ticks.clear()
                 count = load.in_flight * load.waves
                 cpu_s = time.process_time()
-                seconds, firsts = loop.run(load, count, load.written)
+                times = generator.run(load, count, load.written, load.rate)
                 cpu_s = time.process_time() - cpu_s
                 results[load.name] = {
                     "in_flight": load.in_flight, "given": load.given, "written": load.written, "requests": count,
-                    "tokens_s": round(count * load.written / seconds, 1), "seconds": round(seconds, 6),
-                    "step_ms": round(1e3 * seconds / len(ticks), 3),
-                    "step_cpu_ms": round(1e3 * cpu_s / len(ticks), 3), "first_p50_s": percentile(firsts, 50),
-                    "first_p99_s": percentile(firsts, 99),
+                    "tokens_s": round(count * load.written / times.seconds, 1), "seconds": round(times.seconds, 6),
+                    "step_ms": round(1e3 * times.seconds / len(ticks), 3),
+                    "step_cpu_ms": round(1e3 * cpu_s / len(ticks), 3), "first_p50_s": percentile(times.first_s, 50),
+                    "first_p99_s": percentile(times.first_s, 99),
+                    "token_p99_ms": round(1e3 * percentile(times.token_s, 99), 3) if times.token_s else None,
                 }  # fmt: skip
                 record.progress(f"{load.name}: {results[load.name]}")
     finally:
@@ -180,7 +207,7 @@ def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("text_load", __doc__)
     parser.add_argument("--model", default=tiny.LLAMA_8B, help="default: %(default)s")
-    parser.add_argument("--loads", default=_LOADS, help="IN_FLIGHT:PROMPT/ANSWER[:WAVES],…; default: %(default)s")
+    parser.add_argument("--loads", default=_LOADS, help="IN_FLIGHT:PROMPT/ANSWER[:WAVES][@RATE],…; %(default)s")
     parser.add_argument("--kv", choices=("int8", "fp8", "float"), default="int8", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds between tokens; default: %(default)s")
@@ -191,10 +218,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = run(options, [Load.read(text) for text in options.loads.split(",")])
     rows = [
         (name, f"{load['tokens_s']:,.0f}", f"{load['step_ms']:.2f}", f"{load['step_cpu_ms']:.2f}",
-         f"{load['first_p50_s']:.3f}", f"{load['first_p99_s']:.3f}")
+         f"{load['first_p50_s']:.3f}", f"{load['first_p99_s']:.3f}", load["token_p99_ms"])
         for name, load in result["loads"].items()
     ]  # fmt: skip
-    header = ("in flight × prompt/answer", "tokens/s", "ms a step", "CPU ms a step", "first token p50 s", "p99 s")
+    header = (
+        "in flight × prompt/answer", "tokens/s", "ms a step", "CPU ms a step", "first token p50 s", "p99 s",
+        "later tokens p99 ms",
+    )  # fmt: skip
     record.table(f"{result['model']} in {result['precision']}: whole requests through the engine", header, rows)
     return 0
 

@@ -42,7 +42,7 @@ from llm.shards import Rank, vocabulary_slice
 _REHEARSAL = tiny.LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=16, width=64, tied=False)
 _DEVIATION, _RANGE = 0.02, 4.0  # of weights; and of inputs that the levels reach
 _STEPS, _CONTEXT = 64, 128  # of one user, and the tokens before
-_ROWS = (1, 64, 2048)
+_ROWS = (1, 8, 64, 2048)
 _REPEATS = 20  # sums in a graph
 
 
@@ -148,11 +148,11 @@ def measure(options: Any, parallel: Parallel) -> dict[str, Any]:
         figures |= {"step_ms": round(step_ms, 3), "tokens_s": round(1e3 / step_ms, 1)}
         record.progress(f"{parallel}: one user {figures['tokens_s']} tokens/s")
         with Engine([runner]) as engine:
-            loop = text_load.ClosedLoop(engine, model.vocabulary, 0.0)
+            generator = text_load.LoadGenerator(engine, model.vocabulary, 0.0)
             for load in loads:
-                loop.run(load, load.in_flight, min(load.written, 8))
+                generator.run(load, load.in_flight, min(load.written, 8))
                 count = load.in_flight * load.waves
-                seconds, _ = loop.run(load, count, load.written)
+                seconds = generator.run(load, count, load.written, load.rate).seconds
                 figures["loads"][load.name] = round(count * load.written / seconds, 1)
                 record.progress(f"{parallel}: {load.name} {figures['loads'][load.name]} tokens/s")
     finally:
