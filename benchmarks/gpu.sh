@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs questions on a GPU machine, each in a process of its own with a time limit, so that one that hangs ends alone. Run it
-# in the repository's root: bash benchmarks/gpu.sh engine phases "kernels products" "kernels memory" loras. A word with options is
-# quoted; `loras` tests LoRAs and then measures them. Results and logs go to OUT (default: build/h200), LIMIT is in seconds.
+# in the repository's root: bash benchmarks/gpu.sh engine phases "kernels products" "kernels memory". A word with options is
+# quoted. Results and logs go to OUT (default: build/h200), LIMIT is in seconds.
 # The wheels in .whl are installed first, if there are any (wheels.sh).
 OUT=${OUT:-build/h200}; mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=build/triton TORCHINDUCTOR_CACHE_DIR=build/inductor HF_HUB_OFFLINE=1
@@ -14,13 +14,6 @@ timed() { local start=$SECONDS; timeout -k 5 "${LIMIT:-600}" "$@" 2>&1 | tee -a 
 clocks
 for question in "$@"; do
   read -ra words <<< "$question"
-  if [ "${words[0]}" = loras ]; then
-    timed python3 -m pytest -q -p no:cacheprovider tests/core/kernels/cuda/test_low_rank.py tests/gpu/test_loras.py
-    for what in attention,linear,all:16 linear,all:64; do
-      timed python3 -m diptych bench loras --sdxl --layers "${what%:*}" --rows 16 --loras 8 --rank "${what#*:}" --rounds 10 --results "$OUT/${what#*:}"
-    done
-  else
-    timed python3 -m "benchmarks.${words[0]}" "${words[@]:1}" --results "$OUT"
-  fi
+  timed python3 -m "benchmarks.${words[0]}" "${words[@]:1}" --results "$OUT"
 done
 clocks

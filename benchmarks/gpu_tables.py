@@ -90,16 +90,6 @@ def _deep_rows(windows: Sequence[Result]) -> float:
     return float(sum(rows * count for rows, count in deep) / sum(count for _, count in deep))
 
 
-def _loras(*results: Result) -> Rows:
-    """A deep step whose rows have LoRAs beside one without, by rank, layers and where the shares are added."""
-    for result in results:
-        for layers, measured in result["layers"].items():
-            inside, behind = (measured["ways"][f"{where} the products"] for where in ("in", "behind"))
-            equal = all(place["equal"] and place["changed"] for place in (inside, behind))
-            yield {"layers": layers, "rank": result["rank"], "plain_ms": measured["plain_ms"], "inside": inside,
-                   "behind": behind, "equal": "yes" if equal else "no"}  # fmt: skip
-
-
 _RUNG_OF = {"full": "int8", "half": "half", "4-steps": "4-steps"}  # of `benchmarks.engine`, by plan of `fleet`
 
 
@@ -117,13 +107,6 @@ def _fleet(result: Result, engine: Result) -> Rows:
             }  # fmt: skip
 
 
-def _single(result: Result) -> Rows:
-    for name, figures in result["plans"].items():
-        plan = figures["plan"].removesuffix("-png")
-        label = _PLANS[plan] + (", PNG" if plan != figures["plan"] else name.removeprefix(plan))
-        yield {**figures, **figures["stages_ms"], "plan": label}
-
-
 def _text_load(result: Result) -> Rows:
     for name, load in result["loads"].items():
         yield {**load, "name": name}
@@ -134,13 +117,6 @@ def _before(result: Result) -> Rows:
         before = result["before_ms"].get(name)
         yield {"name": name, "ms": ms, "before": cell("{ms:.3f} ms", {"ms": before}),
                "ratio": cell("{ratio:.3f}", {"ratio": before and ms / before})}  # fmt: skip
-
-
-def _catalogue(result: Result) -> Rows:
-    for plan, figures in result["plans"].items():
-        one, zipf = figures["one"], figures["zipf"]
-        yield {"plan": _PLANS[plan], "one": one, "zipf": zipf, "share": zipf["images_s"] / one["images_s"],
-               "in_flight": figures["in_flight"], "p99": zipf["p99_s"] / one["p99_s"]}  # fmt: skip
 
 
 TABLES: dict[str, Table | Text] = {
@@ -162,12 +138,6 @@ TABLES: dict[str, Table | Text] = {
         ("CPU per image: workers, APIs, Redis", "{workers:.3f} s, {apis:.3f} s, {redis:.4f} s"),
         ("one image alone: over HTTP; in the engine", "{alone}")), _fleet,
         "{apis} API processes, {cores} cores; windows of {window_s:.0f} s, each once."),
-    "h200-single": Table(("h200/single",), (
-        ("INT8, 1024×1024, JPEG", "{plan}"), ("p50, p99", "{p50_s:.3f} s, {p99_s:.3f} s"),
-        ("in the engine", "{engine_s:.3f} s"), ("beyond it", "{beyond_ms:.0f} ms"),
-        ("until it is queued", "{accept:.1f} ms"), ("claimed", "{claim:.1f} ms"), ("drawn", "{engine:.0f} ms"),
-        ("stored", "{store:.1f} ms"), ("received", "{answer:.1f} ms"), ("file", "{file_bytes:,} bytes")), _single,
-        "{pictures} pictures each, one after another; medians."),
     "h200-text-load": Table(("h200/text-load",), (
         ("in flight × prompt/answer tokens", "{name}"), ("tokens/s", "{tokens_s:,.0f}"),
         ("a step", "{step_ms:.2f} ms"), ("first token p50, p99", "{first_p50_s:.3f} s, {first_p99_s:.3f} s"),
@@ -175,23 +145,11 @@ TABLES: dict[str, Table | Text] = {
     "h200-before": Table(("h200/phases",), (
         ("graph, phase and rows", "{name}"), ("now", "{ms:.3f} ms"), ("before", "{before}"), ("ratio", "{ratio}")),
         _before, "Before: {before}."),
-    "h200-catalogue": Table(("h200/catalogue",), (
-        ("INT8, 1024×1024", "{plan}"), ("in flight", "{in_flight}"), ("one model, images/s", "{one[images_s]:.2f}"),
-        ("all models, images/s", "{zipf[images_s]:.2f}"), ("share", "{share:.1%}"),
-        ("p99: one, all", "{one[p99_s]:.2f} s, {zipf[p99_s]:.2f} s ({p99:.2f}×)"),
-        ("changes of model", "{zipf[changes]}")), _catalogue,
-        "{models} models, of which {on_device} were on the device; Zipf's law with exponent {zipf}. It takes "
-        "{swap_ms:.2f} ms to swap weights in, {join_s:.2f} s for a further model to join, and {offload_s:.2f} s and "
-        "{onload_s:.2f} s to leave for the host's memory and to come back."),
-    "h200-loras": Table(("h200/loras", "h200/loras-64"), (
-        ("layers with a share", "{layers}"), ("rank", "{rank}"), ("without LoRAs", "{plain_ms:.1f} ms"),
-        ("in the products, throughput", "{inside[ms]:.1f} ms, {inside[ratio]:.1%}"),
-        ("behind the products, throughput", "{behind[ms]:.1f} ms, {behind[ratio]:.1%}"), ("bits as alone", "{equal}")),
-        _loras, "{model} in {precision}, {loras} different LoRAs in {rows} rows; median of {rounds}."),
     **{name: recorded(file, name) for file, names in {
-        "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
-        "history/text": ("h200-text-steps",),
-        "history/h200-control": ("h200-control",), "history/threads": ("h200-threads",),
+        "history/numerics": ("h200-numerics",), "history/catalogue": ("h200-catalogue",),
+        "history/cohost": ("h200-cohost",), "history/text": ("h200-text-steps",),
+        "history/h200-control": ("h200-control",), "history/loras": ("h200-loras",),
+        "history/threads": ("h200-threads",), "history/single": ("h200-single",),
         "history/emoji-xl": ("h200-fidelity",),
         "history/service": ("h200-starts", "h200-service"),
     }.items() for name in names},

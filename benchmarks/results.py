@@ -6,11 +6,9 @@ Each benchmark stores its own JSON file with provenance; this module lists their
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.harness import provenance, record
 
@@ -48,60 +46,34 @@ RUNS: dict[str, list[str]] = {
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
 }  # fmt: skip
-OTHERS = ("agreement",)  # needs other packages
-NAMES = (*RUNS, *OTHERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.add_argument("--work", type=Path, default=_ROOT / "build", help="for what is made on the way")
-    parser.add_argument("--only", metavar="NAME,…", help=f"those whose names begin so, of {', '.join(NAMES)}")
+    parser.add_argument("--only", metavar="NAME,…", help=f"those whose names begin so, of {', '.join(RUNS)}")
     options = parser.parse_args(arguments)
     begins = tuple((options.only or "").split(","))
-    names = [name for name in NAMES if name.startswith(begins)]
-    if any(not name or not any(choice.startswith(name) for choice in NAMES) for name in begins if options.only):
-        parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
-    failed = [name for name in names if not _measured(name, options.work)]
+    names = [name for name in RUNS if name.startswith(begins)]
+    if any(not name or not any(choice.startswith(name) for choice in RUNS) for name in begins if options.only):
+        parser.error(f"--only: there is no {options.only}; there are {', '.join(RUNS)}")
+    failed = [name for name in names if not _measured(name)]
     _run("-m", "benchmarks.figures")
     if failed:
         record.progress(f"not measured: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _measured(name: str, work: Path) -> bool:
-    """Run one benchmark, which prints its progress; returns whether it succeeded."""
+def _measured(name: str) -> bool:
+    """Run one benchmark, which prints its progress and stores its result; returns whether it succeeded."""
     record.progress(f"== {name}")
-    if name == "agreement":
-        return run_agreement(work / "agreement")
-    return _run(*RUNS[name]) is not None
+    return _run(*RUNS[name])
 
 
-def run_agreement(work: Path) -> bool:
-    """Hold the figures of images against other packages', by a Python that has these: see docs/evaluation.md."""
-    python, mlperf, run = work / "venv" / "bin" / "python", work / "inference", work / "run"
-    if missing := [path for path in (python, mlperf, run) if not path.exists()]:
-        record.progress(f"there is no {missing[0]}: docs/evaluation.md says how to make it")
-        return False
-    output = _run("-m", "tests.evaluation.agreement", "--mlperf", str(mlperf), "--run", str(run), python=str(python))
-    names = (
-        "tests/evaluation/agreement",
-        *(f"evaluation/{name}" for name in ("clip", "fid", "hub", "inception", "mmd")),
-    )
-    return _stored("agreement", output, [f"{name}.py" for name in names])
-
-
-def _stored(name: str, output: str | None, artifacts: Sequence[str]) -> bool:
-    """Store what a child process printed."""
-    if output is not None:
-        record.publish(name, json.loads(output), artifacts=artifacts, verbose=False)
-    return output is not None
-
-
-def _run(*arguments: str, python: str = sys.executable) -> str | None:
-    """Run Python with these arguments; returns its stdout, or None where it fails."""
+def _run(*arguments: str) -> bool:
+    """Run Python with these arguments; returns whether that succeeded."""
     record.progress(f"python {' '.join(arguments)}")
-    done = subprocess.run([python, *arguments], cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    return None if done.returncode else done.stdout
+    done = subprocess.run([sys.executable, *arguments], cwd=_ROOT, stdout=subprocess.DEVNULL, check=False)
+    return done.returncode == 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import simulate
-from benchmarks.harness.markdown import Columns, Result, Table, cell, items
+from benchmarks.harness.markdown import Columns, Result, Table, Text, cell, items, recorded
 
 Rows = Iterable[Mapping[str, Any]]
 _GATES_OF = {
@@ -225,7 +225,7 @@ _BY_GPUS = _point_columns(
     ("GPUs", "{gpus:,}"), ("jobs per worker", "{image_jobs}"), ("images/s", "{rate_per_s:,.2f}")
 )  # fmt: skip
 
-TABLES = {
+TABLES: dict[str, Table | Text] = {
     "ladder": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(), _ladder_note),
     "ladder-short": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(_SHORT), _ladder_note),
     "plans": Table(("models/emoji-xl/plans",), (
@@ -245,11 +245,7 @@ TABLES = {
         ("model", "`{model}`"), ("weights", "{weights}"), ("perplexity", "{perplexity:.2f}"),
         ("bytes of the layers", "{layer_bytes:,}")), items("quality"),
         lambda result: cell("{texts:,} captions; a model in fp32 is listed as unquantized.", result["quality"][0])),
-    "agreement": Table(("agreement",), (
-        ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
-        ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),
-        lambda result: f"{result['pictures']:,} pictures in each set; "
-                       f"{', '.join(f'{name} {version}' for name, version in result['versions'].items())}."),
+    "agreement": recorded("history/agreement", "agreement"),
     "arrivals": Table(("arrivals",), (
         ("batching", "{label}"), ("mean", "{mean_s:.2f} s"), ("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"),
         ("step-level p50 / this p50", "{p50_ratio:.2f}×"), ("step-level p99 / this p99", "{p99_ratio:.2f}×")),

@@ -61,8 +61,8 @@ class Load:
         match = re.fullmatch(r"(\d+):(\d+)/(\d+)(?::(\d+))?(?:@(\d+))?", text)
         if match is None or "0" in match.groups():
             raise SystemExit(f"--loads: {text!r} is no IN_FLIGHT:PROMPT/ANSWER[:WAVES][@RATE] such as 256:128/128")
-        *counts, rate = match.groups()
-        return cls(*(int(count or _WAVES) for count in counts), float(rate or 0))
+        flight, given, written, waves, rate = match.groups()
+        return cls(int(flight), int(given), int(written), int(waves or _WAVES), float(rate or 0))
 
     @property
     def context(self) -> int:

@@ -42,7 +42,7 @@ from llm.shards import Rank, vocabulary_slice
 _REHEARSAL = tiny.LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=16, width=64, tied=False)
 _DEVIATION, _RANGE = 0.02, 4.0  # of weights; and of inputs that the levels reach
 _STEPS, _CONTEXT = 64, 128  # of one user, and the tokens before
-_ROWS = (1, 8, 64, 2048)
+_ROWS = (1, 64, 2048)
 _REPEATS = 20  # sums in a graph
 
 

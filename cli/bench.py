@@ -55,7 +55,6 @@ def add(commands: Commands) -> None:
     _add_text(benches)
     _add_cohost(benches)
     _add_simulate(benches)
-    _add_loras(benches)
 
 
 @contextmanager
@@ -95,33 +94,6 @@ def _end(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], in
     """Add the options of the model, which stand last."""
     add_model(parser)
     parser.set_defaults(run=run)
-
-
-def _add_loras(benches: Commands) -> None:
-    text = "a deep step of rows with different LoRAs on our kernels, against the same without any"
-    parser = _parser(benches, "loras", text, (
-        ("rows", 16, "of the step"), ("loras", 8, "different ones among the rows"), ("rank", 8, "of each"),
-        ("rounds", 10, "of one step without and one with them, on a GPU in both ways of adding them"),
-    ))  # fmt: skip
-    parser.add_argument(
-        "--layers", metavar="NAME,…", default="attention,linear,all",
-        help="that they have shares in, one after another: of attention, all linear ones, all; default: %(default)s",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sdxl",
-        action="store_true",
-        help="a UNet in INT8 with random weights, of SDXL's shape on a GPU and of its widths on a CPU, not a model's",
-    )
-    _end(parser, _loras)
-
-
-def _loras(options: argparse.Namespace) -> int:
-    from benchmarks import loras
-
-    step = loras.LoraStep(options.rows, options.loras, options.rank, options.layers, options.rounds)
-    with _opened(options) as settings:
-        loras.run(settings, step, sdxl=options.sdxl, results=options.results)
-    return 0
 
 
 def _add_simulate(benches: Commands) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from core.batching.engine import Engine
     from workers.text_handler import TextJobHandler
 
-MAX_TOKENS = 128  # of an answer, as in MLPerf's test of Llama-3.1-8B
+
 TEXT_MODEL, TEXT_SAMPLES = "llama3_1-8b", 13_368
 
 

@@ -31,6 +31,7 @@ from llm.ranks import StageLink
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of steps of decoding
+_OUTPUTS = 128  # rows of a mixed graph whose logits it computes, at least: guesses of a few sequences are many rows
 REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up to 1,024, any
 
 Array = npt.NDArray[np.int32]
@@ -91,16 +92,17 @@ class StepGraphs:
         self._recorder: CudaRecorder | None = None
         self._sequences = sequences
         self._most = bucket(sequences) or BUCKETS[-1]
+        self._outputs = max(self._most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
         self._mixed = mixed_buckets(rows)
         self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
         # Each sequence's latest token; the last one is of padding rows.
         self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
         shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
-        self._logits = torch.zeros(self._most, model.vocabulary, device=device)
+        self._logits = torch.zeros(self._outputs, model.vocabulary, device=device)
         self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
         # `likeliest` of the last step, also of one without a graph.
-        self.best = torch.zeros(max(self._most, sequences), dtype=torch.int64, device=device)
+        self.best = torch.zeros(max(self._outputs, sequences), dtype=torch.int64, device=device)
         # Of the last step; those of a larger step without a graph have memory of their own.
         self._features = torch.zeros(self._mixed[-1], model.feature_width, dtype=model.dtype, device=device)
         self.features: Tensor | None = None
@@ -180,7 +182,7 @@ class StepGraphs:
         if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
             return Shape(size, False, parts, self._branches)
         width = next((size for size in self._mixed if size >= rows), None)
-        if width is None or max(len(step.output_rows), len(step.singles)) > self._most:
+        if width is None or len(step.output_rows) > min(width, self._outputs) or len(step.singles) > self._most:
             return None
         padding = -(-(width - rows) // tokens_per_tile(self._model.group))
         return Shape(width, True, parts, self._branches) if len(step.tiles) + padding <= self._tiles(width) else None
@@ -198,8 +200,8 @@ class StepGraphs:
         """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,
         singles and tiles. Each begins aligned to 16 bytes: kernels are compiled for that.
         """
-        rows, most = shape.rows, self._most
-        return [rows] * 3 + ([most, most, most, 3 * self._tiles(rows)] if shape.mixed else [rows])
+        rows, outputs = shape.rows, min(shape.rows, self._outputs)
+        return [rows] * 3 + ([outputs, outputs, self._most, 3 * self._tiles(rows)] if shape.mixed else [rows])
 
     def _padded(self, step: StepInputs, shape: Shape) -> Array:
         rows, nobody = step.columns.shape[1], self._sequences

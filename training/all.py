@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from training import clip, draft, export, latents, lm, tokens, unet, vae, zimage, zimage_tokens, zimage_vae
+from training import clip, draft, export, latents, lm, tokens, unet, vae
 from training.run import TrainingRun, from_options, parser
 
 STAGES: dict[str, tuple[Callable[[TrainingRun], object], float, str]] = {
     "tokens": (tokens.train, 0.0, "lm"),
-    "vae": (vae.train, 0.17, ""),
+    "vae": (vae.train, 0.24, ""),
     "latents": (latents.train, 0.0, "latents.pt"),
-    "clip": (clip.train, 0.08, ""),
-    "unet": (unet.train, 0.36, ""),
-    "zimage_tokens": (zimage_tokens.train, 0.0, "tokenizer"),
-    "zimage_vae": (zimage_vae.train, 0.06, ""),
-    "zimage": (zimage.train, 0.23, ""),
-    "lm": (lm.train, 0.07, ""),
-    "draft": (draft.train, 0.03, ""),
+    "clip": (clip.train, 0.11, ""),
+    "unet": (unet.train, 0.5, ""),
+    "lm": (lm.train, 0.1, ""),
+    "draft": (draft.train, 0.05, ""),
 }
 """What trains each, its share of the budget, and of one without a budget the output that marks it as done."""
 
@@ -49,7 +46,7 @@ def main() -> None:
     if not arguments.no_judge:
         from training import judge
 
-        judge.judge(run, judge.SampleSizes())
+        judge.judge(run)
         export.rewrite_cards(run)
 
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from training.run import TrainingRun
 
@@ -23,7 +22,6 @@ General wording: 5,000 captions of COCO 2014 (CC BY 4.0, COCO Consortium; the li
 License 2.0); every twentieth is held out."""
 _TEXTS = Path(__file__).with_name("model_cards")
 _FIELD = re.compile(r"\{(\w+)(?: (\S+))?\}")
-_SOURCES = {"emoji-clip": "emoji-xl"}  # whose images it was measured on
 
 
 def write(folder: Path, run: TrainingRun) -> None:
@@ -68,41 +66,17 @@ def _trained(stage: str, run: TrainingRun) -> str:
 
 def _measured(name: str, run: TrainingRun) -> str:
     """The judge's figures of a model, or which command measures it."""
-    source, path = _SOURCES.get(name, name), run.work / "judge" / "figures.json"
-    figures = json.loads(path.read_text(encoding="utf-8")).get(source) if path.exists() else None
-    command = f"training.judge --only {source}"
+    path = run.work / "judge" / "figures.json"
+    figures = json.loads(path.read_text(encoding="utf-8")).get(name) if path.exists() else None
+    command = f"training.judge --only {name}"
     if not figures:
         return f"Not measured yet: `python -m {command}`."
+    rows = [[key.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
+            for key, value in figures.items()]  # fmt: skip
     note = f"By `python -m {command}` when the model was made; no commit is recorded."
-    columns = ["clip_prefers_caption"] if name in _SOURCES else None
-    return f"{note}{_tables(figures, columns)}"
-
-
-def _tables(figures: dict[str, Any], columns: list[str] | None) -> str:
-    """Shares in per cent with intervals by group, or one figure a line."""
-    groups = {key: value for key, value in figures.items() if isinstance(value, dict)}
-    plain = {_words(key): _show(value) for key, value in figures.items() if key not in groups}
-    if not groups:
-        return f"\n\n{table([['figure', 'value'], *map(list, plain.items())])}"
-    parts = columns or list(dict.fromkeys(part for group in groups.values() for part in group))
-    rows = [[_words(key), *(share(group.get(part)) for part in parts)] for key, group in groups.items()]
-    settings = ", ".join(f"{key} {value}" for key, value in plain.items())
-    return f" {settings}; % right (95% interval):\n\n{table([['prompts', *map(_words, parts)], *rows])}"
+    return f"{note}\n\n{table([['figure', 'value'], *rows])}"
 
 
 def table(rows: list[list[str]]) -> str:
     """Rows of cells as Markdown; the first is the head."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
-
-
-def share(interval: list[float] | None) -> str:
-    """A share and its interval in per cent; nothing where none was measured."""
-    return "" if interval is None else f"{interval[0]:.1%} ({interval[1]:.1%} to {interval[2]:.1%})".replace("%", "")
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

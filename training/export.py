@@ -26,9 +26,6 @@ from training import (
     tokens,
     turbo,
     unet,
-    zimage,
-    zimage_tokens,
-    zimage_vae,
 )
 from training.run import TrainingRun, from_options, parser
 
@@ -80,23 +77,6 @@ def export_turbo(run: TrainingRun) -> Path:
     index = json.loads((base_folder / "model_index.json").read_text(encoding="utf-8"))
     index["scheduler"] = ["diffusers", "LCMScheduler"]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return folder
-
-
-def export_zimage(run: TrainingRun) -> Path:
-    """`emoji-z`, as `ZImagePipeline.save_pretrained` lays it out, in bfloat16 as Z-Image's own weights."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
-
-    parts = zimage.load(run)
-    pipeline = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**run.zimage.sampling()),
-        vae=zimage_vae.load(run).bfloat16(),
-        text_encoder=parts.text.bfloat16(),
-        tokenizer=zimage_tokens.tokenizer(run),
-        transformer=parts.transformer.bfloat16(),
-    )
-    folder = _fresh(run, "emoji-z")
-    pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
     return folder
 
 
@@ -155,7 +135,6 @@ def export_draft(run: TrainingRun) -> Path:
 MODELS: dict[str, Callable[[TrainingRun], Path]] = {
     "emoji-xl": export_pictures,
     "emoji-xl-turbo": export_turbo,
-    "emoji-z": export_zimage,
     "emoji-clip": export_clip,
     "emoji-lm": export_lm,
     "emoji-lm-draft": export_draft,

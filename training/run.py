@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pipeline.checkpoints.tiny import SDXLShape
-from pipeline.checkpoints.tiny_zimage import ZImageShape
 from training import group
 from training.shapes import BY_NAME, Shapes
 
@@ -55,11 +54,6 @@ class TrainingRun:
     def turbo(self) -> SDXLShape:
         """The shape of the picture model's student, at this run's size."""
         return dataclasses.replace(self.shapes.turbo, native=self.size)
-
-    @property
-    def zimage(self) -> ZImageShape:
-        """The Z-Image's shape, at this run's size."""
-        return dataclasses.replace(self.shapes.zimage, native=self.size)
 
     def rate(self, fresh: float, stage: str) -> float:
         """A stage's learning rate: `fresh`, or 0.6 of it for what is trained already and would forget."""

@@ -3,14 +3,13 @@
 # how to call it: `TRAIN_S=1530 training/scenes.sh begin` starts the training, which ends TRAIN_S seconds later. `watch` leaves
 # averaged weights in OUT/kept. Laid over a WORK with tokens/, on any machine, they become models with:
 #   python -m training.export --data $DATA --work WORK --models models --only emoji-xl emoji-clip
-#   python -m training.judge --data $DATA --work WORK --models models --only emoji-xl
 # With DENOISER=yes codec and emoji-clip stay as they are, and all the time is the unet's.
 #
 # Seconds:    0      30                      270                                          TRAIN_S
 #   GPU 0     setup | clip, rehearsal of unet |  unet, data-parallel                       |
 #   GPU 1           | vae                     |  (first minutes beside it: tiny_vae)       |
 # With one GPU all lanes share it. The rehearsal takes three steps of the unet: what would fail late fails early. Processes
-# beside one another use a GPU better than one: extras.sh may run at the same time.
+# beside one another use a GPU better than one: students.sh may run at the same time.
 set -euo pipefail
 
 VAE_MIN=${VAE_MIN:-3.8} CLIP_MIN=${CLIP_MIN:-3.8} TINY_MIN=${TINY_MIN:-1.8}

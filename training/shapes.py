@@ -1,7 +1,7 @@
 """The architectures of the embedded models as plain configuration.
 
 `EMOJI` is what ships; `SMOKE` has the same architectures at a size that trains in seconds, for tests. The image models'
-are in pipeline.checkpoints.tiny and pipeline.checkpoints.tiny_zimage.
+are in pipeline.checkpoints.tiny.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.checkpoints import tiny, tiny_zimage
+from pipeline.checkpoints import tiny
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Shapes:
     lm_vocab: int
     lm: TrainedLlamaShape
     draft: TrainedLlamaShape
-    zimage_vocab: int
-    zimage: tiny_zimage.ZImageShape
     draft_sources: tuple[int, ...]  # layers of `lm`, from 0, whose states the drafter reads
     draft_block: int = 8
     answers: int = 20_000  # of `lm`, that the drafter learns from
@@ -86,8 +84,6 @@ EMOJI = Shapes(
     lm=TrainedLlamaShape(256, 6, 8, 4, 704),
     draft=TrainedLlamaShape(256, 2, 8, 4, 704),
     draft_sources=(1, 3, 4),
-    zimage_vocab=2560,
-    zimage=tiny_zimage.EMOJI,
 )
 
 _SMOKE = tiny.SDXLShape(
@@ -117,8 +113,6 @@ SMOKE = Shapes(
     draft=TrainedLlamaShape(64, 1, 4, 2, 128),
     draft_sources=(0,),
     answers=200,
-    zimage_vocab=640,
-    zimage=tiny_zimage.ZImageShape(vae_groups=4),
     chats=2000,
     scenes=1000,
 )

@@ -61,17 +61,6 @@ class VAELoss(nn.Module):
         return reconstruction_loss(output, true) + KL_WEIGHT * kl, kl, F.mse_loss(output, true)
 
 
-def backgrounds(palette: Tensor, count: int, factory: dict[str, Any]) -> Tensor:
-    """Random colours [count, 3] from 0 to 1: a quarter is white, most are of the palette [n, 3], the rest any.
-
-    `factory` are the generator and the device.
-    """
-    named = palette[torch.randint(len(palette), (count,), **factory)]
-    free = torch.rand(count, 3, **factory)
-    kind = torch.rand(count, 1, **factory)
-    return torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
-
-
 def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the codec, from `start/` where that has one."""
     batch = run.batch or (96 if run.on_gpu else 8)

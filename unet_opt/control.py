@@ -21,7 +21,6 @@ from unet_opt.layout import check_control
 from unet_opt.modules import ControlNet, UNet
 
 A = TypeVar("A")
-CHANNELS = 3  # of the picture that it reads
 
 
 def residuals(

@@ -1,4 +1,4 @@
-"""Provides models with seeded random weights for benchmarks: SDXL in any precision, and UNets of its widths in INT8.
+"""Provides SDXL with seeded random weights in any precision, for benchmarks.
 
 Speed does not depend on the weights' values; images do, so theirs are noise.
 """
@@ -12,36 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contract.precision import Scheme
-from core.quant.convert import swap_
-from core.quant.linear import Int8Conv2d, Int8Linear
 from pipeline.checkpoints import sdxl
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.quantization import quantized
 from pipeline.quantization.calibration import default_prompts
-from unet_opt import recipe
 from unet_opt.calibrate import CalibrationSettings
 from unet_opt.inputs import DenoiserInputs
 
 STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
 CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
-
-SDXL, SDXL_WHOLE = "SDXL's widths", "SDXL's shape"
-WIDTHS: dict[str, Any] = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (320, 640, 1280),
-    "transformer_layers_per_block": (1, 2, 3), "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
-    "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-}  # fmt: skip
-"""Arguments of a UNet of SDXL's widths, with few transformer blocks."""
-WHOLE = {**WIDTHS, "transformer_layers_per_block": (1, 2, 10)}  # SDXL's own
-SMALL = {  # for rehearsals: reads what the tiny model's text encoders make
-    **WIDTHS, "block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 32,
-    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
-}  # fmt: skip
 
 
 def model(name: str = sdxl.NAME, device: str = "cuda", *, tiny_vae: str = "") -> ImageModel:
@@ -110,25 +92,3 @@ def inputs(source: ImageModel, rows: int, seed: int = 3) -> tuple[Tensor, Tensor
 def of_denoiser(sample: Tensor, timestep: Tensor, kv: Tensor, added: Mapping[str, Tensor]) -> DenoiserInputs:
     """The same for `SplitUNet`, with the text's keys and values."""
     return DenoiserInputs(sample, timestep, {"kv": kv, "pooled": added["text_embeds"], "time_ids": added["time_ids"]})
-
-
-def random_unet(widths: Mapping[str, Any], device: torch.device) -> Any:
-    """A UNet in INT8 as the recipe has it, with random weights and scales; what is in floats is bf16 on a GPU."""
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    with device:
-        unet = UNet2DConditionModel(sample_size=32, in_channels=4, out_channels=4, layers_per_block=2, **widths)
-    unet.eval().requires_grad_(False)
-    if device.type == "cuda":
-        unet.to(torch.bfloat16)
-    rules = recipe.unet(unet)
-    scales, layers = dict[str, Tensor](), dict[str, nn.Module]()
-    for name, layer in unet.named_modules():
-        if not isinstance(layer, nn.Linear | nn.Conv2d) or rules.rule(name).reason:
-            continue
-        channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
-        by = scales.setdefault(rules.shares(name), (20 + 10 * torch.rand(channels)).to(layer.weight.device))
-        layers[name] = Int8Linear.of(layer, by) if isinstance(layer, nn.Linear) else Int8Conv2d.of(layer, by)
-    swap_(unet, layers)
-    return unet

@@ -40,7 +40,6 @@ MOVED = {
     "benchmarks/h200/timing.py": "benchmarks/harness/timing.py",
     "benchmarks/h200/sources.py": "benchmarks/harness/models.py",
     "benchmarks/h200": "benchmarks",
-    "evaluation/agreement.py": "tests/evaluation/agreement.py",
 }  # fmt: skip
 
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"

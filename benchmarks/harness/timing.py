@@ -1,4 +1,4 @@
-"""Times callables: alone, in turns with others, and on a GPU between events, with the clocks of the card meanwhile."""
+"""Times callables, on a GPU between events, with the clocks of the card meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,31 +17,11 @@ from core.cuda_graphs import CapturedGraph, CudaRecorder
 Run = Callable[[], Any]
 
 
-def elapsed_ms(run: Run, settle: Run = lambda: None) -> float:
-    """Milliseconds of one call, with what it submitted to the device, which `settle` waits for."""
-    settle()
+def elapsed_ms(run: Run) -> float:
+    """Milliseconds of one call, by the clock."""
     started = time.perf_counter()
     run()
-    settle()
     return 1000 * (time.perf_counter() - started)
-
-
-def turns(
-    contenders: Mapping[str, Run], rounds: int, measure: Callable[[str, Run], float], warm: Run = lambda: None
-) -> dict[str, list[float]]:
-    """Measurements of each contender in `rounds` turns: drift of the machine meets all alike.
-
-    A first turn, which writes programs and uploads graphs, does not count; `warm` runs after it.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, run in contenders.items():
-            measured = measure(name, run)
-            if turn:
-                times[name].append(measured)
-        if not turn:
-            warm()
-    return times
 
 
 # -- on a GPU; on a CPU, where that is for rehearsals, one call by the clock -------------------------------------------

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 RELATIONS = ("left of", "right of", "above", "below", "behind", "in front of", "beside", "row", "and")
 """Where the first thing stands to the second. A row goes from left to right; "and" leaves places open."""
-SIZES = ("tiny", "small", "big")
 
 
 @dataclass(frozen=True)
 class SceneItem:
-    """`count` pictures of one subject, by its noun; `colour` is one of `hues.WORDS`, `size` one of `SIZES`."""
+    """`count` pictures of one subject, by its noun; `colour` is one of `hues.WORDS`, `size` is tiny, small or big."""
 
     subject: str
     count: int = 1

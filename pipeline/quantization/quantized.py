@@ -211,18 +211,6 @@ def calibration_of(scheme: Scheme, prompts: Sequence[str], settings: Calibration
     return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(joined).hexdigest()}
 
 
-def watch(
-    model: ImageModel, prompts: Sequence[str], path: Path, *, settings: CalibrationSettings | None = None
-) -> None:
-    """Calibrate only the denoiser and keep its statistics in `path`; resumable.
-
-    To compare recipes on equal statistics.
-    """
-    part = model.family.denoiser
-    layers = _targets(model, recipes_of(model))[part]
-    collect(model, {part: layers}, prompts, settings=settings, checkpoints={part: path})
-
-
 def _keeping(model: ImageModel, full_recipes: Mapping[str, Recipe], pattern: str) -> dict[str, Recipe]:
     """Return the recipes without the layers that match. Raises `RecipeError` if none do, or for a bad pattern."""
     try:

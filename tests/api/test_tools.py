@@ -18,7 +18,7 @@ from api.text_drafts import CHAT
 from api.text_writers import ChatWriter
 from contract.card import TextOffer
 from contract.chat import ChatFields
-from contract.tools import HERMES, JSON, PLAIN, CallFormat
+from contract.tools import HERMES, JSON, PLAIN
 from core.jobs.record import Job
 from deployment.redis import RedisServer
 from llm.load import TextModel
@@ -210,10 +210,6 @@ def answers(text: str, format: str, finish: str = "stop", **fields: Any) -> tupl
     pieces = [{"index": 0, "at": at, "text": character} for at, character in enumerate(text)]
     chunks = chunks_of(writer, [*events.progress({"pieces": pieces}), *events.result(result)])
     return whole_of(CHAT, job, result)["choices"][0], [chunk["choices"][0] for chunk in chunks]
-
-
-def call_text(format: CallFormat, name: str, arguments: str) -> str:
-    return f'{format.begin}{{"name": "{name}", "{format.arguments}": {arguments}}}{format.end}'
 
 
 def test_text_before_calls_is_content() -> None:

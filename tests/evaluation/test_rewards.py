@@ -25,7 +25,7 @@ from tests.evaluation import reward_stand_ins
 
 PUBLISHED: dict[str, list[float]] = json.loads(
     Path(__file__).with_name("published_rewards.json").read_text("utf-8")
-)  # see published_rewards.py
+)  # by the published packages: see docs/evaluation.md
 PAIRS = list(zip(reward_stand_ins.pictures(), reward_stand_ins.CAPTIONS, strict=True))
 PT, SAFE = "ImageReward.pt", "HPSv3.safetensors"
 

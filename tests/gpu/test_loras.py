@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from benchmarks import loras as bench
-from benchmarks.harness import models
+from core.cuda_graphs import CapturedGraph, CudaRecorder
 from core.kernels.cuda.linear import linear_geglu_int8
 from core.ops import cuda_branches
+from core.ops.branches import LowRank
 from core.ops.cuda import CudaLowering
+from core.quant.convert import swap_
+from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.quantization import quantized
@@ -24,12 +29,22 @@ from tests.gpu.test_recording import SHAPE, WIDTHS
 from tests.pipeline import loras
 from tests.pipeline.extensions.test_adapted import companions, mixed
 from tests.pipeline.worlds import Watching, levels, solo
+from unet_opt import recipe
+from unet_opt.deepcache import SplitUNet
+from unet_opt.inputs import DenoiserInputs
 
+LAYERS = (  # that have shares: attention's, and all but keys and values of the text
+    r".*\.(attn1\.to_[kv]|attn[12]\.to_(q|out\.0))",
+    r"(?!.*(\.attn2\.to_[kv]|cond_proj)$).*",
+)
 KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8", True)]
 PRECISIONS = pytest.mark.parametrize(("precision", "folds"), KINDS, indirect=["folds"])
-SMALL: dict[str, Any] = {
-    **models.WIDTHS, "block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
-    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
+WIDTHS_OF_UNET: dict[str, Any] = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (64, 128, 256),
+    "transformer_layers_per_block": (1, 2, 3), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
+    "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 6 * 8 + 24,
 }  # fmt: skip
 
 
@@ -118,19 +133,73 @@ def test_recorded_graphs_draw_what_their_kernels_do_one_by_one(
         assert np.abs(levels(first[name]) - levels(again[name])).mean() < 3, name
 
 
-@torch.inference_mode()
-def test_rows_of_a_forward_do_not_meet() -> None:
-    """In INT8, with layers of Hopper's kernels: a row's bits beside seven other LoRAs are those beside none."""
-    unet = models.random_unet(SMALL, torch.device("cuda"))
-    lowering = CudaLowering(torch.bfloat16, 16, unet)
-    from core.cuda_graphs import CudaRecorder
+def random_unet(device: torch.device) -> Any:
+    """A UNet in INT8 as the recipe has it, with random weights and scales; what is in floats is bf16."""
+    from diffusers import UNet2DConditionModel
 
-    for recorder in (None, CudaRecorder(torch.device("cuda"))):
-        for layers in bench.LAYERS:
-            wanted = bench.LoraStep(rows=16, loras=8, rank=8, layers=layers, rounds=1)
-            found = bench.measure(lowering, unet, wanted, 32, recorder)
-            for way, told in found["ways"].items():
-                assert told["equal"] and told["changed"], (recorder, layers, way)
+    torch.manual_seed(0)
+    with device:
+        unet = UNet2DConditionModel(sample_size=32, in_channels=4, out_channels=4, layers_per_block=2, **WIDTHS_OF_UNET)
+    unet.eval().requires_grad_(False).to(torch.bfloat16)
+    rules = recipe.unet(unet)
+    scales, layers = dict[str, torch.Tensor](), dict[str, nn.Module]()
+    for name, layer in unet.named_modules():
+        if not isinstance(layer, nn.Linear | nn.Conv2d) or rules.rule(name).reason:
+            continue
+        channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+        by = scales.setdefault(rules.shares(name), (20 + 10 * torch.rand(channels)).to(layer.weight.device))
+        layers[name] = Int8Linear.of(layer, by) if isinstance(layer, nn.Linear) else Int8Conv2d.of(layer, by)
+    swap_(unet, layers)
+    return unet
+
+
+def factors(unet: Any, layers: str, seed: int) -> dict[str, LowRank]:
+    """A LoRA of rank 8 for the layers whose names match."""
+    generator, shares = torch.Generator().manual_seed(seed), {}
+    for name, layer in unet.named_modules():
+        if isinstance(layer, ScaledLinear):
+            shape: tuple[int, ...] = (layer.out_features, layer.in_features)
+        elif isinstance(layer, ScaledConv2d):
+            shape = (layer.out_channels, layer.in_channels, *layer.kernel_size)
+        else:
+            continue
+        if re.fullmatch(layers, name):
+            down = torch.randn(8, *shape[1:], generator=generator) / math.prod(shape[1:]) ** 0.5
+            up = torch.randn(shape[0], 8, *[1] * (len(shape) - 2), generator=generator)
+            shares[name] = LowRank(down, up, 0.1)
+    return shares
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_rows_of_a_forward_do_not_meet(folds: bool, recorded: bool) -> None:
+    """In INT8, with layers of Hopper's kernels: a row's bits beside seven other LoRAs are those beside none."""
+    device, count = torch.device("cuda"), 16
+    unet = random_unet(device)
+    lowering = CudaLowering(torch.bfloat16, count, unet)
+    network, generator = SplitUNet(lowering, unet), torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    conditioning = {"kv": random(count, 77, network.text_width), "pooled": random(count, 24)}
+    conditioning["time_ids"] = torch.ones(count, 6, device=device)
+    inputs = DenoiserInputs(random(count, 4, 32, 32), torch.full((count,), 500.0, device=device), conditioning)
+    for layers in LAYERS:
+        packed = [lowering.pack_branches(factors(unet, layers, seed)) for seed in range(8)]
+        rows = [[(packed[row // 2], 0.8)] for row in range(count)]
+        outputs = []
+        for adapted in ([], rows, [rows[0], *[[]] * (count - 1)]):
+            with lowering.adapted(adapted):
+                lowering.folds = folds
+                step: Callable[[], Any] = partial(network.deep, inputs)
+                if recorded:
+                    step = CapturedGraph(step, (), {}, CudaRecorder(device))
+                outputs.append(step()[0].clone())
+        without, every, first = outputs
+        assert torch.equal(every[0], first[0]) and torch.equal(without[1:], first[1:]), layers
+        assert (every != without).flatten(1).any(1).all(), layers
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.shared import shared_folder
-from tests.training import world
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
 from training import export, judge, tokens
 from training.run import TrainingRun
 
 # Iterations and rows of the stages, so few that their losses only just fall.
-LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140, "lm": 160, "draft": 160}
-BATCHES = {"vae": 8, "zimage_vae": 8}
+LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "lm": 160, "draft": 160}
+BATCHES = {"vae": 8}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,15 +67,5 @@ def _train(run: TrainingRun) -> None:
             dataclasses.replace(run, iterations=LENGTHS.get(name, 1), batch=BATCHES.get(name, 16)), only=[name]
         )
     export.export(run)
-    judge.judge(run, judge.SampleSizes(prompts=2, expansions=24, steps=4))
+    judge.judge(run, 24)
     export.rewrite_cards(run)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """A run at 128 pixels, of many things: the checker's sprites need some."""
-    folder = tmp_path_factory.mktemp("large")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "THINGS", world.MANY_THINGS)
-        data = write_data(folder / "data")
-    return dataclasses.replace(tiny(data, folder), size=128)

@@ -14,11 +14,11 @@ from llm.load import load
 from training.shapes import SMOKE
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = {"emoji-xl": "F16", "emoji-z": "BF16", "emoji-clip": "F16", "emoji-lm": "F16", "emoji-lm-draft": "F16"}
+KINDS = {"emoji-xl": "F16", "emoji-clip": "F16", "emoji-lm": "F16", "emoji-lm-draft": "F16"}
 
 
 def test_make_train_leaves_models_that_the_stock_classes_load(data: Path, tmp_path: Path) -> None:
-    from diffusers import StableDiffusionXLPipeline, ZImagePipeline
+    from diffusers import StableDiffusionXLPipeline
     from transformers import AutoProcessor, CLIPModel
 
     more = "--shape smoke --size 32 --iterations 1 --batch 2 --held-out 3 --variants 2 --no-judge --threads 1"
@@ -38,7 +38,6 @@ def test_make_train_leaves_models_that_the_stock_classes_load(data: Path, tmp_pa
         if path.is_file() and path.suffix in (".json", ".md", ".txt", ".jinja"):
             assert str(tmp_path) not in path.read_text(encoding="utf-8"), path.name
     StableDiffusionXLPipeline.from_pretrained(models / "emoji-xl", local_files_only=True)
-    ZImagePipeline.from_pretrained(models / "emoji-z", local_files_only=True)
     clip: Any = CLIPModel.from_pretrained(models / "emoji-clip", dtype=torch.float32, local_files_only=True)
     processor: Any = AutoProcessor.from_pretrained(models / "emoji-clip", local_files_only=True)
     given = processor(text=["a", "b"], images=torch.rand(2, 3, 32, 32), return_tensors="pt", padding=True)

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 def test_losses_fall(trained: Trained) -> None:
     for stage, key, share in (
-        ("vae", "loss", 0.75), ("clip", "loss", 0.8), ("unet", "eps", 0.7), ("zimage_vae", "loss", 0.9),
-        ("zimage", "flow_noisy", 0.8), ("lm", "nats", 0.5), ("draft", "loss", 0.8),
+        ("vae", "loss", 0.75), ("clip", "loss", 0.8), ("unet", "eps", 0.7), ("lm", "nats", 0.5), ("draft", "loss", 0.8),
     ):  # fmt: skip
         lines = (trained.run.work / stage / "curve.jsonl").read_text(encoding="utf-8").splitlines()
         assert json.loads(lines[-1])[key] < share * json.loads(lines[0])[key], stage
@@ -70,14 +69,10 @@ def test_latents_are_centred_and_the_codec_still_inverts_them(trained: Trained) 
 
 def test_the_judge_measured_every_line(trained: Trained) -> None:
     figures = trained.figures
-    assert set(figures) == {"emoji-xl", "emoji-z", "emoji-lm", "emoji-lm-draft"}
-    for key in ("subject", "all", "clip_prefers_caption"):
-        assert 0 <= figures["emoji-xl"]["colour_seen"][key][0] <= 1
-    assert 0 <= figures["emoji-z"]["single"]["subject"][0] <= 1
+    assert set(figures) == {"emoji-lm", "emoji-lm-draft"}
     assert 1 < figures["emoji-lm"]["captions_perplexity"] < 50
     assert 1 <= figures["emoji-lm-draft"]["sampled_accepted_length"] <= EMOJI.draft_block
     assert figures["emoji-lm-draft"]["greedy_accepted_length"] >= 1
-    assert (trained.run.work / "judge" / "emoji-xl" / "colour_seen.png").exists()
     card = (trained.run.models / "emoji-lm" / "README.md").read_text(encoding="utf-8")
     assert "captions perplexity" in card and "Not measured" not in card
 
@@ -109,7 +104,7 @@ def test_the_shipped_shapes_keep_to_their_sizes() -> None:
     assert 2 * (target + drafter) + 0.4e6 <= 16e6
 
 
-@pytest.mark.parametrize("name", ["gpu", "scenes", "extras", "zimage"])
+@pytest.mark.parametrize("name", ["gpu", "scenes", "students"])
 def test_the_plans_for_the_gpu_parse(name: str) -> None:
     import subprocess
 

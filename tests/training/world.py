@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw
 
 from training import adopt
@@ -23,13 +22,6 @@ THINGS = {
     "plank": ("bar", (150, 80, 40)), "sign": ("cross", (235, 90, 50)),
 }  # fmt: skip
 """Nouns that scenes are composed of."""
-_SHADES = ((240, 140, 20), (90, 200, 110), (70, 130, 240), (150, 80, 40))
-_NOUNS = iter((
-    "ball", "crate", "hoop", "plank", "sign", "drum", "tent", "kite", "bell", "lamp",
-    "cup", "boat", "fan", "gate", "jar", "key", "mug", "pan", "rug", "saw",
-))  # fmt: skip
-MANY_THINGS = {next(_NOUNS): (form, shade) for shade in _SHADES for form in FORMS}
-"""More of them: enough for pairs that are held out."""
 HANDS = ("waving hand", "raised fist", "nose", "leg", "ear", "foot")
 SIDES = {"square": (16, 112), "bar": (44, 74), "raised fist": (26, 98), "leg": (16, 60), "foot": (60, 112)}
 TONES = {
@@ -97,20 +89,11 @@ class Trained:
     figures: dict[str, Any]
 
 
-def adopted(
-    trained: Trained, folder: Path, iterations: int, *, batch: int = 16, models: tuple[str, ...] = ("emoji-xl",)
-) -> TrainingRun:
-    """A run of its own on what was exported."""
-    for name in models:
-        shutil.copytree(trained.run.models / name, folder / "models" / name)
+def adopted(trained: Trained, folder: Path, iterations: int, *, batch: int) -> TrainingRun:
+    """A run of its own on the emoji-xl that was exported."""
+    shutil.copytree(trained.run.models / "emoji-xl", folder / "models" / "emoji-xl")
     run = dataclasses.replace(
         trained.run, work=folder / "work", models=folder / "models", iterations=iterations, batch=batch
     )
     adopt.train(run)
     return run
-
-
-def surely_less(one: list[float], other: list[float]) -> bool:
-    """Whether the mean of paired differences is more than three of its standard errors below zero."""
-    apart = np.subtract(other, one)
-    return bool(apart.mean() > 3 * apart.std(ddof=1) / len(apart) ** 0.5)

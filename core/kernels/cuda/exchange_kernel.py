@@ -1,14 +1,9 @@
 """Sums over the GPUs of a host in symmetric memory, fused with what follows: residual, RMSNorm, and quantization.
 
-One kernel in place of an all-reduce and a norm, which adds all parts in the order of ranks: bits that depend on nothing
-but the row. NVLink multicast is not used. By the number of rows:
-
-- Very few: each rank stores its part into the memory of the others, a value in a word of 8 bytes with the number of the
-  exchange, and polls its own memory until all words have that number (as NCCL's LL protocol): one way over NVLink,
-  without a fence.
-- Few: each rank writes its part where the others can read it, sets a flag at each of them, waits for theirs, and reads
-  their parts (one-shot).
-- Many: each rank sums a share that the others then read (two-shot, torch's).
+Each rank writes its part of a row where the others can read it, tells them, waits until they have told it, and reads
+all parts in the order of ranks: one kernel in place of an all-reduce and a norm, and bits that depend on nothing but
+the row. Few rows are read whole by all ranks (one-shot); of many each rank sums a share that the others then read
+(two-shot, torch's). NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -28,12 +23,9 @@ from core.kernels.cuda.quantize import rounded
 
 log = logging.getLogger(__name__)
 
-FEW_ROWS = 8  # the most whose parts are stored at the other ranks,
-_WORDS = 2**15  # if a row of all ranks has at most so many: a program holds them in registers
 ROWS = 256  # the most of a one-shot sum
 MANY_ROWS = 2048  # and of a two-shot one
 _SLOTS = 2  # a rank may write the next part while others still read the last
-_TRIALS = [(slot, rows) for rows in (2, FEW_ROWS + 1) for slot in range(_SLOTS)]  # of the check: each kernel
 _PATIENCE = 2**20  # looks at a flag in the check, which gives up; steps wait for ever
 
 
@@ -45,68 +37,6 @@ class RankSums(SplitSums):
 def _last(flags, others, epoch):  # type: ignore[no-untyped-def]
     """The lowest number of an exchange that the other ranks have told of."""
     return tl.min(tl.where(others, tl.atomic_add(flags, 0, others, sem="acquire", scope="sys"), epoch), 0)
-
-
-@kernel()
-def _add_norm(x, out, total, y, factor, row, c, inside, eps, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store y + total as x's row, and its norm times `factor` as that of `out`."""
-    kept = (y + total).to(x.dtype.element_ty)
-    tl.store(x + row * N + c, kept, inside)
-    y = kept.to(tl.float32)  # the norm is of the rounded values that others will read
-    y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
-    tl.store(out + row * N + c, rounded(y, out.dtype.element_ty), inside)
-
-
-@kernel()
-def _received(own, inside, part, epoch, N: tl.constexpr, ME: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of this rank's part and the words that are there, and the lowest number of an exchange among them."""
-    total = tl.zeros_like(part)
-    last = tl.zeros_like(part).to(tl.int64) + epoch
-    for rank in tl.static_range(SIZE):
-        if rank == ME:
-            total += part
-        else:
-            word = tl.load(own + rank * ROWS * N, inside, other=0, volatile=True)
-            last = tl.minimum(last, tl.where(inside, word >> 32, epoch))
-            total += word.to(tl.int32).to(tl.float32, bitcast=True)
-    return total, tl.min(last, 0)
-
-
-@kernel("rows")
-def _exchange_words(  # type: ignore[no-untyped-def]
-    x, parts, scale, bias, words, epochs, weight, inverse, out, rows, eps, N: tl.constexpr, SPLITS: tl.constexpr,
-    ME: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WRITE: tl.constexpr,
-    READ: tl.constexpr, PATIENCE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program per row. `words` are each rank's addresses of words [rank, ROWS, N]: the number of the last exchange
-    in the upper half, and a value of that rank's part in the lower one.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    inside = c < N
-    factor = tl.load(weight + c, inside, other=0.0).to(tl.float32)
-    if inverse is not None:
-        factor *= tl.load(inverse + c, inside, other=0.0)
-    own = tl.multiple_of(tl.load(words + ME).to(tl.pointer_type(tl.int64)), 16) + row * N + c
-    enter(EARLY)
-    epoch = tl.load(epochs + row) + 1
-    y = tl.load(x + row * N + c, inside, other=0.0).to(tl.float32)
-    part = summed(parts, scale, bias, row, rows, c, inside, N, SPLITS).to(x.dtype.element_ty).to(tl.float32)
-    if WRITE:
-        word = part.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        word |= epoch.to(tl.int64) << 32
-        for rank in tl.static_range(SIZE):
-            if rank != ME:
-                to = tl.multiple_of(tl.load(words + rank).to(tl.pointer_type(tl.int64)), 16)
-                tl.store(to + (ME * ROWS + row) * N + c, word, inside)
-    if READ:
-        looks = 0
-        total, last = _received(own, inside, part, epoch, N, ME, SIZE, ROWS)
-        while (last < epoch) & ((PATIENCE == 0) | (looks < PATIENCE)):
-            total, last = _received(own, inside, part, epoch, N, ME, SIZE, ROWS)
-            looks += 1
-        _add_norm(x, out, total, y, factor, row, c, inside, eps, N)
-        tl.store(epochs + row, epoch)
 
 
 @kernel("rows")
@@ -149,19 +79,22 @@ def _exchange(  # type: ignore[no-untyped-def]
         for rank in tl.static_range(SIZE):
             source = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(kind)), 16)
             total += tl.load(source + row * N + c, inside, other=0.0).to(tl.float32)
-        _add_norm(x, out, total, y, factor, row, c, inside, eps, N)
+        kept = (y + total).to(kind)
+        tl.store(x + row * N + c, kept, inside)
+        y = kept.to(tl.float32)  # the norm is of the rounded values that others will read
+        y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
+        tl.store(out + row * N + c, rounded(y, out.dtype.element_ty), inside)
         tl.store(epochs + row, epoch)
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One of two places of parts: each rank's addresses of it, of its flags and of words, int64 [ranks], and own epochs
+    """One of two places of parts: each rank's address of it, and of its flags, int64 [ranks], and own epochs
     int32 [rows].
     """
 
     buffers: Tensor
     flags: Tensor
-    words: Tensor
     epochs: Tensor
 
 
@@ -171,17 +104,17 @@ class Exchange:
     def __init__(self, addresses: list[int], rank: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """`addresses` of each rank's memory, of `size_bytes` zeros."""
         self.rank, self.size, self.width, self.dtype, self._device = rank, len(addresses), width, dtype, device
-        flags, rows, words = _sizes(self.size, width, dtype)
+        flags_bytes, buffer_bytes = _sizes(self.size, width, dtype)
 
         def at(offset: int) -> Tensor:
             return torch.tensor([address + offset for address in addresses], dtype=torch.int64, device=device)
 
         self.slots = [
             Slot(
-                at(start + flags), at(start), at(start + flags + rows),
+                at(_SLOTS * flags_bytes + slot * buffer_bytes), at(slot * flags_bytes),
                 torch.zeros(ROWS, dtype=torch.int32, device=device),
             )
-            for start in range(0, _SLOTS * (flags + rows + words), flags + rows + words)
+            for slot in range(_SLOTS)
         ]  # fmt: skip
         self._memory: Any = None
         self._many: Tensor | None = None
@@ -220,15 +153,11 @@ class Exchange:
         rows = len(x)
         place, block = self.slots[slot], power(self.width)
         out = torch.empty(rows, self.width, dtype=dtype, device=x.device)
-        part, norm = (x, sums.parts, sums.scale, sums.bias), (weight, inverse, out, rows, eps, self.width)
-        ranks, flags = (len(sums.parts), self.rank, self.size), (block, write, read, patience, early)
-        settings = {"num_warps": max(1, min(16, block // 256)), **options(early)}
-        if rows <= FEW_ROWS and self.size * block <= _WORDS:
-            _exchange_words[(rows,)](
-                *part, place.words, place.epochs, *norm, *ranks, FEW_ROWS, *flags, **settings
-            )  # fmt: skip
-        else:
-            _exchange[(rows,)](*part, place.buffers, place.flags, place.epochs, *norm, *ranks, *flags, **settings)
+        _exchange[(rows,)](
+            x, sums.parts, sums.scale, sums.bias, place.buffers, place.flags, place.epochs, weight, inverse, out, rows,
+            eps, self.width, len(sums.parts), self.rank, self.size, block, write, read, patience, early,
+            num_warps=max(1, min(16, block // 256)), **options(early),
+        )  # fmt: skip
         return out
 
     def sum_many(self, x: Tensor) -> Tensor | None:
@@ -254,12 +183,12 @@ class Exchange:
 
     def _compile(self) -> None:
         """Exchange once, without waiting for ranks that still compile."""
-        for slot, rows in _TRIALS:
-            self._sum_of_ones(slot, rows)
+        for slot in range(_SLOTS):
+            self._sum_of_ones(slot)
 
     def _check_rows(self) -> None:
-        for slot, rows in 2 * _TRIALS:
-            self._expect(self._sum_of_ones(slot, rows))
+        for slot in (0, 1, 0, 1):
+            self._expect(self._sum_of_ones(slot))
 
     def _check_many(self) -> None:
         part = torch.full((2 * self.size, self.width), self.rank + 1, dtype=self.dtype, device=self._device)
@@ -267,10 +196,10 @@ class Exchange:
         assert total is not None
         self._expect(total)
 
-    def _sum_of_ones(self, slot: int, rows: int) -> Tensor:
-        """The sum of rows of 1 of the first rank, 2 of the second, …"""
-        x = torch.zeros(rows, self.width, dtype=self.dtype, device=self._device)
-        part = torch.full((1, rows, self.width), float(self.rank + 1), device=self._device)
+    def _sum_of_ones(self, slot: int) -> Tensor:
+        """The sum of two rows of 1 of the first rank, 2 of the second, …"""
+        x = torch.zeros(2, self.width, dtype=self.dtype, device=self._device)
+        part = torch.full((1, 2, self.width), float(self.rank + 1), device=self._device)
         ones = torch.ones(self.width, dtype=self.dtype, device=self._device)
         self.add_norm_(x, SplitSums(part), ones, 1e-5, None, self.dtype, slot=slot, patience=_PATIENCE)
         return x
@@ -281,6 +210,6 @@ class Exchange:
             raise RuntimeError(f"a sum in symmetric memory is {float(total.float().mean())}, not {expected}")
 
 
-def _sizes(ranks: int, width: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes of a slot's flags, of its rows, and of its words."""
-    return 4 * ROWS * ranks, ROWS * width * dtype.itemsize, 8 * ranks * FEW_ROWS * width
+def _sizes(ranks: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a slot's flags, and of its rows."""
+    return 4 * ROWS * ranks, ROWS * width * dtype.itemsize

@@ -8,7 +8,7 @@ import torch
 from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, draw, normal
 
 # isort: split
-from core.kernels.cuda.exchange_kernel import FEW_ROWS, Exchange
+from core.kernels.cuda.exchange_kernel import Exchange
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm_reference
 
 C = 96
@@ -22,12 +22,13 @@ def ranks(size: int) -> tuple[list[torch.Tensor], list[Exchange]]:
 
 @pytest.mark.parametrize(("size", "to"), [(2, torch.int8), (4, DTYPE)])
 def test_all_ranks_add_all_parts_in_their_order(size: int, to: torch.dtype) -> None:
-    generator, counts = draw(0), (3, FEW_ROWS + 1, FEW_ROWS, FEW_ROWS + 2, 2, 3)
+    generator, rows = draw(0), 3
     _memory, exchanges = ranks(size)
     weight, inverse = normal(generator, C).to(DTYPE), 20 * torch.ones(C, device=DEVICE)
-    streams = [normal(generator, max(counts), C).to(DTYPE)] * size
+    streams = [normal(generator, rows, C).to(DTYPE)] * size
     streams = [x.clone() for x in streams]
-    for step, count in enumerate(counts):  # both kernels in both slots
+    for step in range(5):  # of changing rows, in both slots
+        count = rows - step % 2
         xs = [x[:count] for x in streams]
         parts = [torch.randint(-99, 99, (2, count, C), dtype=torch.int32, device=DEVICE) for _ in range(size)]
         sums = [SplitSums(part, torch.full((C,), 0.01, device=DEVICE)) for part in parts]
@@ -48,9 +49,8 @@ def test_all_ranks_add_all_parts_in_their_order(size: int, to: torch.dtype) -> N
             torch.testing.assert_close(x, kept)
 
 
-@pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
-def test_a_missing_rank_is_noticed_by_the_check(rows: int) -> None:
+def test_a_missing_rank_is_noticed_by_the_check() -> None:
     _memory, exchanges = ranks(2)
-    x, one = torch.zeros(rows, C, dtype=DTYPE, device=DEVICE), torch.ones(1, rows, C, device=DEVICE)
+    x, one = torch.zeros(1, C, dtype=DTYPE, device=DEVICE), torch.ones(1, 1, C, device=DEVICE)
     exchanges[0].add_norm_(x, SplitSums(one), torch.ones(C, device=DEVICE), 1e-5, None, DTYPE, slot=0, patience=3)
     assert bool((x != 2).all())
