@@ -31,9 +31,9 @@ async def models(service: Given, caller: By) -> Response:
     `diptych.live` says whether one serves it now.
     """
     now = service.cards.seen_by(caller.id)
-    names = [name for card in now.models for name in (card.name, *_adapters(card))] + [
-        alias for alias in now.names.aliases if now.served_name(alias) != alias
-    ]
+    names = [name for card in now.models for name in (card.name, *_adapters(card))]
+    # Models may share an adapter's name, or one may have it.
+    names = [*dict.fromkeys(names), *(alias for alias in now.names.aliases if now.served_name(alias) != alias)]
     data = [model_object(card, service, name, caller) for name in names if (card := now.named(name)) is not None]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 

@@ -1,7 +1,7 @@
 """Measures what 2:4 sparsity brings, and costs: `python -m benchmarks.sparse [products step quality]`.
 
-`products`: those of Llama-3.1-8B and SDXL, sparse (every tile near the default) beside our dense INT8 kernels and
-cuSPARSELt; each agrees bit for bit with the dense kernel on the pruned weights first. `step`: one token of 1 and 64
+`products`: those of Llama-3.1-8B and SDXL, sparse beside our dense INT8 kernels and cuSPARSELt; each agrees bit for
+bit with the dense kernel on the pruned weights first. `step`: one token of 1 and 64
 users on seeded weights of 8B's shape. `quality`: the perplexity of `--text-models` (folders that `training.prune`
 writes, and what they were made of) in INT8 on `--captions`, and their size. `--device cpu --tiny` rehearses `step`,
 whose weights are then expanded, and `quality`.
@@ -23,7 +23,7 @@ from benchmarks.harness import command, record
 from benchmarks.harness.timing import Clocks, milliseconds
 from core.kernels.cuda import sparse_gemm, stream, stream_kernel
 from core.kernels.cuda.linear import linear_geglu_int8, linear_int8
-from core.kernels.cuda.sparse_gemm import SparseTile, SparseWeight
+from core.kernels.cuda.sparse_gemm import SparseWeight
 from core.quant import sparse
 from pipeline.text import prompts
 
@@ -36,7 +36,6 @@ SDXL = (
     ((1280, 5120, False), 16384),
 )  # fmt: skip
 """Of 16 images."""
-TILES = (SparseTile(128), SparseTile(256), SparseTile(256, 2))
 
 
 def products() -> Iterator[dict[str, Any]]:
@@ -49,7 +48,7 @@ def products() -> Iterator[dict[str, Any]]:
 
 
 def _product(columns: int, depth: int, gated: bool, rows: int) -> dict[str, Any]:
-    """Microseconds by kernel and tile, and the rate in TOP/s, of which pruned weights count as if they were there."""
+    """Microseconds by kernel, and the rate in TOP/s, of which pruned weights count as if they were there."""
     few = rows <= stream_kernel.MOST_ROWS
     x = torch.randint(-127, 128, (rows, depth), dtype=torch.int8, device="cuda")
     dense = torch.randint(-127, 128, (columns, depth), dtype=torch.int8, device="cuda")
@@ -61,16 +60,17 @@ def _product(columns: int, depth: int, gated: bool, rows: int) -> dict[str, Any]
     denses = [dense, *(dense.clone() for _ in range(sets - 1))]
     sparses = [weight, *(SparseWeight(weight.values.clone(), weight.metadata.clone()) for _ in range(sets - 1))]
 
-    def sparse_run(i: int, tile: SparseTile | None = None) -> Tensor:
-        if gated:
-            return sparse_gemm.gated(x, sparses[i], scale, None, inverse, tile=tile)
-        return sparse_gemm.product(x, sparses[i], scale, tile=tile)
-
-    runs: dict[str, Callable[[int], Any]] = {"sparse": sparse_run}
+    runs: dict[str, Callable[[int], Any]]
     if gated:
-        runs["dense"] = lambda i: linear_geglu_int8(x, denses[i], scale, None, inverse)
+        runs = {
+            "sparse": lambda i: sparse_gemm.gated(x, sparses[i], scale, None, inverse),
+            "dense": lambda i: linear_geglu_int8(x, denses[i], scale, None, inverse),
+        }
     else:
-        runs["dense"] = lambda i: linear_int8(x, denses[i], scale)
+        runs = {
+            "sparse": lambda i: sparse_gemm.product(x, sparses[i], scale),
+            "dense": lambda i: linear_int8(x, denses[i], scale),
+        }
     equal = torch.equal(runs["dense"](0), runs["sparse"](0))
     if few and gated:
         runs["dense, few"] = lambda i: stream.gated(x, denses[i], scale, None, inverse, torch.int8)
@@ -78,32 +78,18 @@ def _product(columns: int, depth: int, gated: bool, rows: int) -> dict[str, Any]
         runs["dense, few"] = lambda i: stream.stream(x, denses[i])
         runs["sparse, few"] = lambda i: sparse_gemm.sums(x, sparses[i])
         equal &= torch.equal(stream.stream(x, dense), sparse_gemm.sums(x, weight).sum(0).int())
-    else:
-        runs |= {f"sparse {tile.tokens},{tile.cluster}": partial(sparse_run, tile=tile) for tile in TILES}
-    runs["cuSPARSELt"] = _cusparselt(dense, x)
-    times, failed = dict[str, float](), dict[str, str]()
-    for name, run in runs.items():
-        try:
-            times[name] = 1000 * milliseconds(run, sets=sets, repeats=10)
-        except Exception as error:  # a library that is missing, or a shape that it does not take
-            failed[name] = str(error)[:100]
+    if torch.backends.cusparselt.is_available():
+        runs["cuSPARSELt"] = _cusparselt(dense, x)
+    times = {name: 1000 * milliseconds(run, sets=sets, repeats=10) for name, run in runs.items()}
     return {
         "columns": columns, "depth": depth, "gated": gated, "rows": rows, "equal": equal, "us": times,
         "tops": {name: round(2e-6 * rows * columns * depth / us, 1) for name, us in times.items()},
-        "failed": failed,
     }  # fmt: skip
 
 
 def _cusparselt(dense: Tensor, x: Tensor) -> Callable[[int], Any]:
-    compressed: list[Tensor] = []
-
-    def run(i: int) -> Tensor:
-        if not compressed:
-            compressed.append(torch._cslt_compress(dense))
-        result: Tensor = torch._cslt_sparse_mm(compressed[0], x.t(), out_dtype=torch.bfloat16, transpose_result=True)
-        return result
-
-    return run
+    compressed: Tensor = torch._cslt_compress(dense)
+    return lambda _: torch._cslt_sparse_mm(compressed, x.t(), out_dtype=torch.bfloat16, transpose_result=True)
 
 
 def qualities(names: Sequence[str], captions: Sequence[str], *, calibrated: int) -> Iterator[dict[str, Any]]:
@@ -191,10 +177,9 @@ def show(measured: dict[str, Any]) -> None:
     if "products" in measured:
         kinds = ("dense, few", "dense", "sparse, few", "sparse", "cuSPARSELt")
         record.table(
-            "µs (TOP/s)", ("K×N", "rows", *kinds, "best tile", "bits"),
+            "µs (TOP/s)", ("K×N", "rows", *kinds, "bits"),
             [(f"{case['depth']}×{case['columns']}{' gated' if case['gated'] else ''}", case["rows"],
               *(f"{case['us'][kind]:.1f} ({case['tops'][kind]:.0f})" if kind in case["us"] else None for kind in kinds),
-              min((us, name) for name, us in case["us"].items() if name.startswith("sparse"))[1],
               "equal" if case["equal"] else "DIFFER")
              for case in measured["products"]],
         )  # fmt: skip

@@ -204,7 +204,7 @@ class TextJob:
         return replace(self, tool_format=offer.tool_format)
 
 
-_OLDER = "is not known to the worker of this model, which is of an older version"
+_OLDER = "is not known to the worker that announced this model last, which is of an older version"
 _NO_TOOLS = "tools: the model's chat template has none: it answers with text, unless tool_choice requires a call"
 _OTHER_CALLS = (
     "the calls of this model's chat template are in a format that is not read here: Llama's JSON and Hermes's are"
@@ -296,7 +296,8 @@ class TextFields(TextBody):
         given = self.given
         searches = given.get("use_beam_search") or False
         for name, usual in (_NO_BEAMS if searches else _BEAMS).items():
-            if (value := given.get(name)) and value not in (usual, False):
+            value = given.get(name)
+            if value and value not in (usual, False) and getattr(value, "type", "") != "text":  # a response_format
                 raise field_error(name, _WITH_BEAMS if searches else "needs use_beam_search")
         return self
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,8 +98,10 @@ def _factor(config: Mapping[str, Any], layer: str, pair: Mapping[str, Tensor], n
     if not (down.is_floating_point() and bool(down.isfinite().all()) and bool(up.isfinite().all())):
         raise ValueError(f"{layer} holds what is no finite number")
     alpha = _of_layer(config, "alpha_pattern", layer, config.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise ValueError(f"{CONFIG}: lora_alpha must be a number")
+    if not abs(alpha) * float(up.abs().max()) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{CONFIG}: lora_alpha is too large: {layer} overflows")
     if _of_layer(config, "rank_pattern", layer, config.get("r")) != rank:
         raise ValueError(f"{layer} is of rank {rank}, which is not what {CONFIG} says")
     return LowRank(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

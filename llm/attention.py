@@ -101,13 +101,13 @@ def paged_attention(
         out[paged.singles] = attended.unflatten(1, (kv_heads, -1))
     elif len(paged.singles):
         positions = step.positions[paged.singles]
-        keys, values = cache.read(layer, step.sequences[paged.singles], int(positions.max()) + 1)
+        keys, values = cache.read(layer, step.sequences[paged.singles], positions + 1)
         seen = _seen(keys, positions, window, chunk)
         out[paged.singles] = _attend(packed[paged.singles], keys, values, seen[:, None, None], scale, cap)
     for first, count in paged.runs:
         rows = slice(first, first + count)
         positions = step.positions[rows]
-        keys, values = cache.read(layer, step.sequences[first : first + 1], int(positions[-1]) + 1)
+        keys, values = cache.read(layer, step.sequences[first : first + 1], positions[-1:] + 1)
         group = packed.shape[2]
         stacked = packed[rows].permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, kv_heads, g · count, d]
         seen = _seen(keys, positions, window, chunk).repeat(group, 1)

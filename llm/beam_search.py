@@ -52,9 +52,9 @@ class BeamSearch(Generic[S]):
 
     @property
     def common(self) -> tuple[int, ...]:
-        """The tokens that all running beams begin with."""
+        """The tokens that all running beams begin with, but for the last one: after it each goes on by itself."""
         first, last = (choose(beam.tokens for beam in self.running) for choose in (min, max))
-        return first[: next((n for n, pair in enumerate(zip(first, last, strict=True)) if len({*pair}) > 1), None)]
+        return first[: next((n for n, pair in enumerate(zip(first, last, strict=True)) if len({*pair}) > 1), -1)]
 
     def advance(self, candidates: Sequence[Logprob]) -> list[int]:
         """Take the `candidates` likeliest tokens after each running beam.

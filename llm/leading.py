@@ -53,15 +53,13 @@ class LeadingExecution(TextExecution):
 
     def __call__(self, step: TokenBatch) -> Tensor:
         step = self.with_known_tokens(step)
-        with self._told:
-            number, self._steps = self._steps, self._steps + 1
-            placed = [self._placed.popleft() for _ in range(len(self._placed))]
-            self._followers.tell(StepMessage(step, placed).pack())
-        with self._in_turn(number):
-            try:
+        with self._agreeing():
+            with self._told:
+                number, self._steps = self._steps, self._steps + 1
+                placed = [self._placed.popleft() for _ in range(len(self._placed))]
+                self._followers.tell(StepMessage(step, placed).pack())
+            with self._in_turn(number):
                 return self._computed(step) if self.pipelined else super().__call__(step)
-            except Exception as error:
-                raise DeviceLost(f"{self._followers.parallel}: a step has failed ({error})") from error
 
     @property
     def best(self) -> Tensor | None:
@@ -92,10 +90,11 @@ class LeadingExecution(TextExecution):
         return logits
 
     def keep(self, step: TokenBatch, tokens: Tensor) -> None:
-        self._followers.tell(pack(KEEP))
-        super().keep(step, tokens)
         assert self.group is not None
-        self.group.share(self.latest)
+        with self._agreeing():
+            self._followers.tell(pack(KEEP))
+            super().keep(step, tokens)
+            self.group.share(self.latest)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -106,6 +105,13 @@ class LeadingExecution(TextExecution):
             leaving.join(LEAVE_S)
             if leaving.is_alive():
                 log.warning("%s: the group is left behind: a rank has not left it", self._followers.parallel)
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise DeviceLost(f"{self._followers.parallel}: a step has failed ({error})") from error
 
     @contextmanager
     def _in_turn(self, number: int) -> Iterator[None]:

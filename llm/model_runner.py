@@ -87,13 +87,19 @@ class ModelRunner:
         self.execution = execution
         self._guessing = guessing
         self._ahead = ahead
-        self._counts = TokenCounts(execution.model.vocabulary, execution.model.device)
+        model, rows = execution.model, len(execution.cache.table)
+        self._counts = TokenCounts(model.vocabulary, model.device, rows=rows)
         self._submitted: list[tuple[PendingTokens, _Timer]] = []  # forwards whose tokens are to be collected
         least, most = _SCORE_ROWS
         self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
         # Starts its thread now, not when memory may be short.
         self._masks.submit(_compute, (), threading.Event()).result()
+
+    @property
+    def later_bytes(self) -> int:
+        """The memory that requests may come to take beside the cache: counts of their tokens, for penalties."""
+        return self._counts.most_bytes
 
     def close(self) -> None:
         """End the thread that computes masks, and wait for what still runs: it writes to memory that is freed next."""

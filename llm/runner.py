@@ -266,10 +266,7 @@ class TextRunner:
         def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
             started = time.perf_counter()
             outcomes = {
-                request.id: self._commit(share[0])
-                if request.work.beams is None
-                else self._commit_beams(request.work, share)
-                for request, share in zip(requests, shares, strict=True)
+                request.id: self._commit(request.work, share) for request, share in zip(requests, shares, strict=True)
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
@@ -302,9 +299,16 @@ class TextRunner:
         count = self.rows(request)
         return [ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))]
 
-    def _commit(self, part: ScheduledTokens) -> Outcome:
-        if part.error is not None:
-            return Outcome(error=part.error)
+    def _commit(self, work: SequenceState, parts: Sequence[ScheduledTokens]) -> Outcome:
+        for part in parts:
+            if part.error is not None:
+                return Outcome(error=part.error)
+        try:
+            return self._commit_part(parts[0]) if work.beams is None else self._commit_beams(work, parts)
+        except Exception as error:  # with one request's text: the others' must not be generated again
+            return Outcome(error=error)
+
+    def _commit_part(self, part: ScheduledTokens) -> Outcome:
         work, tokens, accepted = part.work, part.tokens, 0
         total = work.parameters.max_tokens
         if tokens is not None:
@@ -313,23 +317,20 @@ class TextRunner:
             accepted = len(tokens) - 1 if part.guess.tokens else 0
         work.pending, work.pending_row = part.pending, part.first
         news = text = None
-        try:
+        if self.guessing.active:
+            self.guessing.settle(part, accepted)
+        work.computed = part.start + part.count + accepted
+        if part.scores:
+            work.prompt_logprobs += part.scores
+        if part.pooled is not None:
+            work.pooled = part.pooled
+        if tokens is not None or (part.last and not total):
+            news, text = work.take(tokens or (), part.logprobs, self.model.ends)
+        if work.computed >= (work.holding.published + 1) * PAGE:  # another page may be complete
+            computed = min(work.computed, len(work.tokens) - 1)
             if self.guessing.active:
-                self.guessing.settle(part, accepted)
-            work.computed = part.start + part.count + accepted
-            if part.scores:
-                work.prompt_logprobs += part.scores
-            if part.pooled is not None:
-                work.pooled = part.pooled
-            if tokens is not None or (part.last and not total):
-                news, text = work.take(tokens or (), part.logprobs, self.model.ends)
-            if work.computed >= (work.holding.published + 1) * PAGE:  # another page may be complete
-                computed = min(work.computed, len(work.tokens) - 1)
-                if self.guessing.active:
-                    computed = min(computed, work.drafted)
-                self._allocator.publish(work, computed)
-        except Exception as error:  # with one request's text: the others' must not be generated again
-            return Outcome(error=error)
+                computed = min(computed, work.drafted)
+            self._allocator.publish(work, computed)
         progress = (0 if tokens is None else work.answered, total)
         return Outcome(progress, None, news, text, None, text is not None)
 
@@ -338,8 +339,6 @@ class TextRunner:
         beams, candidates = work.beams, list[Logprob]()
         assert beams is not None
         for part in parts:
-            if part.error is not None:
-                return Outcome(error=part.error)
             if self.guessing.active:
                 self.guessing.settle(part, 0)
             part.work.computed = computed = part.start + part.count
@@ -410,6 +409,11 @@ class TextRunner:
         """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""
         for each in self._executions:
             each.release()
+
+    @property
+    def later_bytes(self) -> int:
+        """The memory that requests may come to take beside the cache and adapters."""
+        return sum(model_runner.later_bytes for _, model_runner in self._lanes.values())
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows."""

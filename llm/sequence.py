@@ -26,9 +26,10 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "features", "finish", "guesses",
-        "holding", "index", "logprobs", "matcher", "modifies_logits", "own", "pace", "parameters", "pending",
-        "pending_row", "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
+        "__weakref__", "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "features",
+        "finish", "guesses", "holding", "index", "logprobs", "matcher", "modifies_logits", "own", "pace", "parameters",
+        "pending", "pending_row", "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings",
+        "tokens", "writer",
     )  # fmt: skip
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -20,10 +21,17 @@ class TokenCounts:
     It has the tokens that the host knows: an iteration that is thrown away leaves no trace.
     """
 
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: int, device: torch.device, *, rows: int = 1) -> None:
+        """`rows` are the most that the table comes to have."""
+        self._vocabulary, self._rows_at_most = vocabulary, rows
         self._table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
-        self._counted: dict[int, tuple[SequenceState, int]] = {}  # by row: whose tokens, and how many of them
+        # By row: whose tokens, and how many of them. An answer that has ended leaves memory.
+        self._counted: dict[int, tuple[weakref.ref[SequenceState], int]] = {}
+
+    @property
+    def most_bytes(self) -> int:
+        """The memory that the table may take."""
+        return self._rows_at_most * self._vocabulary * self._table.itemsize
 
     def seen(self, parts: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
         """The tokens in prompt and answer, bool [n, V], and their occurrences in the answer, int32 [n, V], for each
@@ -44,9 +52,9 @@ class TokenCounts:
         prompts: list[int] = []
         answers: list[int] = []
         for work in (part.work for part in parts):
-            owner, count = self._counted.get(work.row, (None, 0))
+            owner, count = self._counted.get(work.row, (lambda: None, 0))
             start = work.row * self._vocabulary
-            if owner is not work:
+            if owner() is not work:
                 new.append(work.row)
                 prompts += [start + token for token in work.tokens[: work.prompt]]
                 count = work.prompt
@@ -56,7 +64,7 @@ class TokenCounts:
             self._table.view(-1).index_fill_(0, self._rows(prompts), _PROMPT)
         if answers:
             _add_(self._table, self._rows(answers), _ANSWER)
-        self._counted.update((part.work.row, (part.work, len(part.work.tokens))) for part in parts)
+        self._counted.update((part.work.row, (weakref.ref(part.work), len(part.work.tokens))) for part in parts)
 
     def _tokens(self, works: Sequence[SequenceState]) -> Tensor:
         """Their pending tokens [n], of which some only the device knows; 0 where there is none."""
@@ -69,7 +77,7 @@ class TokenCounts:
 
     def _grow(self, rows: int) -> None:
         if rows > len(self._table):
-            table = self._table.new_zeros(max(rows, 2 * len(self._table)), self._vocabulary)
+            table = self._table.new_zeros(max(rows, min(2 * rows, self._rows_at_most)), self._vocabulary)
             table[: len(self._table)] = self._table
             self._table = table
 

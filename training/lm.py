@@ -84,16 +84,16 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 
 def fit(
-    run: TrainingRun, name: str, model: Any, teacher: Any = None, *, rate: float = 2e-3,
+    run: TrainingRun, name: str, model: Any, teacher: Any = None, *, rate: float = 2e-3, coco_share: float = COCO_SHARE,
     constrain: Callable[[], None] = lambda: None,
 ) -> loop.StageOutcome:  # fmt: skip
     """Train a model on the corpus, or on a teacher's distributions over it; `constrain` comes before each step."""
     data = corpus(run, run.shapes.chats)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
     coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)
-    forward = run.compiled(model)
+    bodies = [(run.compiled(network.model), network.lm_head) for network in (model, teacher) if network is not None]
     batch = run.batch or (256 if run.on_gpu else 32)
-    talk = batch - max(1, int(batch * COCO_SHARE))
+    talk = batch - max(1, int(batch * coco_share))
 
     def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         constrain()
@@ -111,15 +111,27 @@ def fit(
         if not run.compile:  # rows are padded at the end, and a causal model cannot see there
             width = int(answer_mask.any(0).nonzero().max()) + 1
             ids, answer_mask, seen = ids[:, :width], answer_mask[:, :width], seen[:, :width]
-        with run.autocast():
-            scores = forward(input_ids=seen[:, :-1], use_cache=False).logits.float()
-        mask, true = answer_mask[:, 1:], ids[:, 1:]
-        talked, read = (
-            F.cross_entropy(scores[rows][mask[rows]], true[rows][mask[rows]])
-            for rows in (slice(talk), slice(talk, None))
-        )
+        mask, true = answer_mask[:, 1:], ids[:, 1:][answer_mask[:, 1:]]
+
+        def predict(body: Any, head: Any) -> Tensor:
+            """Logits [n, V] of the tokens to be predicted alone."""
+            with run.autocast():
+                logits: Tensor = head(body(input_ids=seen[:, :-1], use_cache=False).last_hidden_state[mask])
+            return logits.float()
+
+        scores = predict(*bodies[0])
+        nats, of_chats = F.cross_entropy(scores, true, reduction="none"), int(mask[:talk].sum())
+        talked, read = nats[:of_chats].mean(), nats[of_chats:].mean()
         total = (1 - COCO_WEIGHT) * talked + COCO_WEIGHT * read
         logged = {"nats": talked.detach(), "nats_coco": read.detach()}
+        if teacher is not None:
+            with torch.no_grad():
+                target = predict(*bodies[1])
+            logged["agrees"] = (scores.argmax(-1) == target.argmax(-1)).float().mean()
+            divergence = F.kl_div(
+                scores.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean"
+            )
+            total = divergence + 0.1 * total
         return total, logged
 
     stage = loop.Stage(name, {"lm": model}, loss, rate=run.rate(rate, name), decay=0.05, warmup=50, average=0.998)

@@ -1,8 +1,8 @@
 """Prunes emoji-lm, and distils what is left from the whole model; writes `emoji-lm-KIND` under `--models`.
 
 Kinds: `small` has fewer layers and channels, chosen by what they do on texts of the corpus (Minitron: Muralidharan et
-al., 2024). `magnitude`, `wanda` and `sparsegpt` have weights that are 2:4 sparse (`core.quant.sparse`), whose zeros
-stay. With `--start` a kind is written as it is before training. Resumable, like all stages.
+al., 2024). `wanda` and `sparsegpt` have weights that are 2:4 sparse (`core.quant.sparse`), whose zeros stay. With
+`--start` a kind is written as it is before training. Resumable, like all stages, and on another device.
 
     python -m training.prune --data DATA --work WORK --models MODELS --kind small --minutes 20
 
@@ -20,20 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from core.quant.gptq import round_weight
 from core.quant.samples import Samples
 from core.quant.sparse import mask, scores
 from core.quant.statistics import Statistics
-from training import judge_text, lm, loop, tokens
+from training import checkpoint, judge_text, lm, loop, tokens
 from training.run import TrainingRun, from_options, parser
 from training.shapes import TrainedLlamaShape
 
-SMALL, SPARSE = "small", ("magnitude", "wanda", "sparsegpt")
-TEXTS = 256  # of the corpus, on which importance is measured
+SMALL, SPARSE = "small", ("wanda", "sparsegpt")
+TEXTS = 128  # of the corpus about single emoji, and as many about scenes, on which importance is measured
 _ROWS = 4096  # that are kept of each layer's inputs
-_RATES = {SMALL: 1e-3}
-_SPARSE_RATE = 5e-4
+_RATE, _SPARSE_RATE = 1e-3, 5e-4
+_COCO_SHARE = 1 / 16  # more than a fresh model reads: a teacher's distributions are not soon known by heart
 
 
 def dense(run: TrainingRun) -> Any:
@@ -45,13 +46,25 @@ def dense(run: TrainingRun) -> Any:
 
 
 def start(run: TrainingRun, kind: str) -> Any:
-    """The pruned model before training; the same for the same corpus."""
+    """The pruned model before training: what `start.pt` of its stage has, and else made and written there.
+
+    Sums on another device differ, and so would zeros.
+    """
     model = dense(run)
-    data = lm.corpus(run, TEXTS)
-    texts = [ids[ids != model.config.pad_token_id].long().to(run.device) for ids in data.chats[:TEXTS]]
+    file, shape = run.folder(f"pruned-{kind}") / "start.pt", reduced(shape_of(model))
+    state = checkpoint.load(file)
+    if state is None:
+        data = lm.corpus(run, TEXTS)
+        texts = [ids[ids != model.config.pad_token_id].long().to(run.device) for ids in data.chats]
+        if kind == SMALL:
+            model = smaller(model, texts, shape)
+        else:
+            sparsify_(model, texts, kind)
+        checkpoint.save(file, {"lm": model.state_dict()})
+        return model
     if kind == SMALL:
-        return smaller(model, texts, reduced(shape_of(model)))
-    sparsify_(model, texts, kind)
+        model = _shaped(model, shape)
+    model.load_state_dict(state["lm"])
     return model
 
 
@@ -64,8 +77,16 @@ def shape_of(model: Any) -> TrainedLlamaShape:
 
 
 def reduced(shape: TrainedLlamaShape) -> TrainedLlamaShape:
-    """The shape of `small`: of emoji-lm two thirds of the parameters. Its few heads stay: channels matter less."""
-    return dataclasses.replace(shape, layers=max(1, shape.layers * 2 // 3), inner=shape.inner * 9 // 11 // 8 * 8)
+    """The shape of `small`: of emoji-lm 59% of the parameters. Its few heads stay: channels matter less."""
+    return dataclasses.replace(shape, layers=max(1, shape.layers * 2 // 3), inner=shape.inner * 7 // 11 // 8 * 8)
+
+
+def _shaped(model: Any, shape: TrainedLlamaShape) -> Any:
+    """An untrained model like `model`, of this shape."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.intermediate_size = shape.layers, shape.inner
+    config.num_attention_heads, config.num_key_value_heads = shape.heads, shape.kv_heads
+    return type(model)(config).to(model.device)
 
 
 @torch.no_grad()
@@ -77,17 +98,17 @@ def smaller(model: Any, texts: Sequence[Tensor], shape: TrainedLlamaShape) -> An
     """
     model = copy.deepcopy(model)
     layers = model.model.layers
+    labels = pad_sequence(list(texts), batch_first=True, padding_value=-100)
     while len(layers) > shape.layers:
         losses = []
         for skipped in range(len(layers)):
             model.model.layers = _numbered([layer for i, layer in enumerate(layers) if i != skipped])
-            losses.append(sum(float(model(text[None], labels=text[None], use_cache=False).loss) for text in texts))
+            losses.append(float(model(labels.clamp_min(0), labels=labels, use_cache=False).loss))
         worst = losses.index(min(losses))
         layers = _numbered([layer for i, layer in enumerate(layers) if i != worst])
     model.model.layers = layers
-    config = model.config
-    config.num_hidden_layers = shape.layers
     rows = _inputs(model, [f"model.layers.{i}.{part}" for i in range(shape.layers) for part in _ENDS], texts)
+    config = model.config
     width, group = int(config.head_dim), config.num_attention_heads // config.num_key_value_heads
     for i, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
@@ -105,9 +126,7 @@ def smaller(model: Any, texts: Sequence[Tensor], shape: TrainedLlamaShape) -> An
         kept = channels.abs().mean(0).topk(shape.inner).indices.sort().values
         for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
             _keep(mlp, name, kept, axis)
-    config.num_attention_heads, config.num_key_value_heads = shape.heads, shape.kv_heads
-    config.intermediate_size = shape.inner
-    result = type(model)(config).to(model.device)
+    result = _shaped(model, shape)
     result.load_state_dict(model.state_dict())
     return result
 
@@ -169,8 +188,8 @@ def train(run: TrainingRun, kind: str) -> loop.StageOutcome:
     """Distil the pruned model from the whole one."""
     model = start(run, kind).requires_grad_(True).train()
     return lm.fit(
-        run, f"pruned-{kind}", model, dense(run), rate=_RATES.get(kind, _SPARSE_RATE),
-        constrain=Zeros(model) if kind in SPARSE else lambda: None,
+        run, f"pruned-{kind}", model, dense(run), rate=_SPARSE_RATE if kind in SPARSE else _RATE,
+        coco_share=_COCO_SHARE, constrain=Zeros(model) if kind in SPARSE else lambda: None,
     )  # fmt: skip
 
 

@@ -334,7 +334,12 @@ def _text_loras(settings: Settings, runner: TextRunner) -> AdapterSource | None:
         return None
     folder = Path(settings.text_loras).expanduser()
     own = folder / runner.model.name
-    return TextLoraFolder(own if own.is_dir() else folder, runner.execution, settings.text_loras_mib * 2**20)
+    return TextLoraFolder(own if own.is_dir() else folder, runner.execution, _text_loras_bytes(settings))
+
+
+def _text_loras_bytes(settings: Settings) -> int:
+    """The memory that a text model's LoRAs may take."""
+    return settings.text_loras_mib * 2**20 if settings.text_loras else 0
 
 
 def _load_text(
@@ -374,15 +379,18 @@ def _text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane)
     loaded = [first]
 
     def load(name: str) -> ReadFile[TextRunner]:
-        runner: TextRunner | None
         if loaded:
             runner = loaded.pop()
         else:
             with beside(first.model.device):
-                runner = text_runner(settings_of[name], lane, log.info, pages=pages.get(name, 0), beside_lane=True)
-                if runner is not None:
+                made = text_runner(settings_of[name], lane, log.info, pages=pages.get(name, 0), beside_lane=True)
+                assert made is not None, "a model that is named is loaded, or refused"
+                runner = made
+                try:
                     runner.prepare(beside_lane=True)  # or its first steps would, and hold up the lane
-        assert runner is not None, "a model that is named is loaded, or refused"
+                except BaseException:
+                    runner.close()
+                    raise
         pages[name] = runner.pages.capacity
         return ReadFile(runner, runner.model.digest, size_bytes(runner))
 
@@ -439,6 +447,8 @@ def build(
     images, decisions = lane.call(lambda: image_runner(first, lane, say, count, shared=shared))
     pool = None if shared is None else _pool(settings, names, images, decisions, lane, shared)
     others_bytes = 0 if pool is None else _others_bytes(settings, images)
+    if texts is not None:
+        others_bytes += len(text_settings) * (texts.later_bytes + _text_loras_bytes(settings))
     if texts is not None and text_pool is not None:
         others_bytes += _text_others_bytes(text_settings, texts)
     if not settings.memory_mib:

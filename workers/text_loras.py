@@ -34,7 +34,7 @@ class TextLoraFolder(AssetFolder[TextAdapter]):
 
     def asset_names(self) -> list[str]:
         try:
-            names = sorted({normal(path.name) for path in self.folder.iterdir() if (path / CONFIG).is_file()})
+            names = sorted({normal(path.name) for path in self.folder.iterdir() if weight_files.is_file(path / CONFIG)})
         except OSError:
             return []
         return [name for name in names if is_name(name)]
@@ -51,9 +51,11 @@ class TextLoraFolder(AssetFolder[TextAdapter]):
             return None
         try:
             content = self.cache.content(leases[0])
-        except ModelError as error:
+        except BaseException as error:
             self.cache.give(leases)
-            raise Invalid(_FIELD, error.detail) from error
+            if isinstance(error, ModelError):
+                raise Invalid(_FIELD, error.detail) from error
+            raise
         return TextAdapter(content.packed, content.key, leases)
 
     def release(self, adapter: TextAdapter) -> None:
@@ -68,6 +70,8 @@ class TextLoraFolder(AssetFolder[TextAdapter]):
         path = self._path(name)
         about = super()._stamp(name)
         try:
+            if (size := path.stat().st_size) > 2 * self.cache.capacity:  # factors are rounded to no less than half
+                raise self._too_large(name, size // 2)
             return about, stamp_of(path.with_name(CONFIG))
         except OSError:
             raise self._error(name, self.missing.format(f"{name}/{CONFIG}")) from None

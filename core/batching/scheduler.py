@@ -162,15 +162,19 @@ class Scheduler:
             while (refused := admission.admit(name, now)) is not None:
                 self._end(refused, State.FAILED, now)
         ended, batches = len(self._ended), []
-        for lane, groups in batcher.ready(admission.running).items():
-            batch = batcher.form(lane, groups, now)
+        lanes = batcher.ready(admission.running)
+        for lane in [*lanes]:
+            batch = batcher.form(lane, lanes[lane], now) if lane in lanes else None
             if batch is None:
                 continue
+            running = len(admission.running[batch.runner.modality])
             if admission.reserve(batch):
                 batcher.launch(batch)
                 batches.append(batch)
             elif batch.requests[0].error is not None:
                 self._end(batch.requests[0], State.FAILED, now)
+            if len(admission.running[batch.runner.modality]) < running:  # they may have been ready on other lanes
+                lanes = batcher.ready(admission.running)
         # what a lane left to a request that has failed since is due now
         return batches or (self.schedule(now) if len(self._ended) > ended else [])
 

@@ -66,7 +66,7 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
     """x [..., d] to int8 or E4M3 and an fp32 scale [...]: one for each token and head, by its largest magnitude."""
     scale = x.float().abs().amax(-1) / max_level(dtype)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return to_levels(x.float() / scale[..., None], dtype), scale
+    return to_levels((x.float() / scale[..., None]).nan_to_num(0), dtype), scale
 
 
 class KVCache:
@@ -122,6 +122,11 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes + sum(s.nbytes for s in scales if s is not None)
 
     @property
+    def largest(self) -> float:
+        """The largest value that is kept, whose multiples by scales are finite too."""
+        return torch.finfo(self.dtype).max / 2
+
+    @property
     def top(self) -> float:
         """The largest level of keys and values that have scales; 0 without scales."""
         return 0.0 if self.key_scales is None else max_level(self.keys.dtype)
@@ -174,8 +179,12 @@ class KVCache:
                 held[:, pages[1]] = held[:, pages[0]]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:
-        """Write keys and values [T, kv_heads, d] of a step's tokens into their pages."""
+        """Write keys and values [T, kv_heads, d] of a step's tokens into their pages.
+
+        Of values, what is not finite becomes a large number: readers multiply by 0 what others left in a page.
+        """
         at, within = self._at(step)
+        values = values.where(values.abs() <= self.largest, self.largest)
         if self.key_scales is not None and self.value_scales is not None:
             keys, scale = quantize_kv(keys, self.keys.dtype)
             self.key_scales[layer][at, :, within] = scale
@@ -186,15 +195,19 @@ class KVCache:
         held_keys[at, :, :, within] = keys.to(self.keys.dtype).view(held_keys.dtype)
         held_values[at, :, within] = values.to(self.keys.dtype).view(held_keys.dtype)
 
-    def read(self, layer: int, sequences: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, kv_heads, L, d] of the first L tokens of these sequences; L is `tokens` or a few more."""
-        at = self.table[sequences, : -(-tokens // PAGE)].long()  # [S, P]
+    def read(self, layer: int, sequences: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, kv_heads, L, d] of the first `counts` [S] tokens of these sequences, by whole pages: keys
+        behind them are zeros, which a mask is added to.
+        """
+        at = self.table[sequences, : -(-int(counts.max()) // PAGE)].long()  # [S, P]
         # [S, P, kv_heads, d, 16], [S, P, kv_heads, 16, d]
         keys, values = (pages[at].view(self.keys.dtype) for pages in self._pages(layer))
         if self.key_scales is not None and self.value_scales is not None:
             keys = keys.float() * self.key_scales[layer][at][:, :, :, None]
             values = values.float() * self.value_scales[layer][at][..., None]
         keys, values = keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
+        behind = torch.arange(keys.shape[2], device=counts.device) >= counts[:, None]
+        keys = keys.masked_fill(behind[:, None, :, None], 0)
         return keys.to(self.dtype), values.to(self.dtype)
 
     def _pages(self, layer: int) -> tuple[Tensor, Tensor]:

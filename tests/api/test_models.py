@@ -8,7 +8,7 @@ from pathlib import Path
 
 from api.schemas import EditJobFields, JobFields
 from contract.image_prompt import ImagePrompt
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, check_error, eventually, opened, settings_of
 
 
 def check_kserve(api: Api, path: str, **expected: object) -> None:
@@ -127,6 +127,16 @@ def test_a_model_that_nobody_serves_can_be_forgotten(redis_url: str, folder: Pat
         assert api.job(api.order())["model"] == "my/next"
         old.announce()
         eventually(lambda: api.post("/v1/jobs", type="image", prompt="a", model="emoji-xl").status_code == 202)
+
+
+def test_an_adapters_name_is_listed_once(redis_url: str, folder: Path) -> None:
+    """Two models may have one of that name, or a model."""
+    settings, names = settings_of(redis_url, folder), ("emoji-lm", "my/lm")
+    with Worker(settings) as one, Worker(settings, "worker-2") as two, Api(settings) as api:
+        for worker, name in zip((one, two), names, strict=True):
+            worker.announce(card=dataclasses.replace(TEXT, name=name, adapters=("my/lm", "poet")))
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) > 2)
+        assert sorted(model["id"] for model in api.client.get("/v1/models").json()["data"]) == [*names, "poet"]
 
 
 def test_the_documentation_shows_the_bodies(shared: Api) -> None:

@@ -138,8 +138,9 @@ def test_beams_are_choices_best_first(client: openai.OpenAI, writing: tuple[Api,
     assert sum(made.choices[0].logprobs.token_logprobs) == pytest.approx(totals[0], abs=1e-4)
     assert made.usage is not None and made.usage.completion_tokens == sum(len(text.tokens) for text in texts)
     chat = client.chat.completions.create(
-        model=stage.small().name, messages=[{"role": "user", "content": "a cat"}], n=3, extra_body=BEAMS
-    )
+        model=stage.small().name, messages=[{"role": "user", "content": "a cat"}], n=3,
+        response_format={"type": "text"}, extra_body=BEAMS,
+    )  # fmt: skip
     assert len({choice.message.content for choice in chat.choices}) == 3
 
 

@@ -58,7 +58,7 @@ def test_every_figure_is_measured(
 ) -> None:
     monkeypatch.setattr(serve, "_CLIENTS", 3)
     for name in ("_HEALTH_EVERY_S", "_REFUSED_EVERY_S"):
-        monkeypatch.setattr(serve, name, 0.01)
+        monkeypatch.setattr(serve, name, 0.05)
     monkeypatch.setattr(flood, "RATE_PER_S", 20.0)
     monkeypatch.setattr(flood, "SECONDS", 2.0)
     result = serve.run(SETTINGS, steps=1, pictures=6, results=tmp_path)
@@ -89,7 +89,7 @@ def test_every_phase_of_two_tenants_is_measured(metrics: int, tmp_path: Path, mo
     monkeypatch.setattr(tenants, "_WARM", 2)
     monkeypatch.setattr(tenants, "_WARM_PICTURES", 1)
     monkeypatch.setattr(tenants, "free_port", lambda: metrics)
-    words = ["--device", "cpu", "--tiny", "--jobs", "100", "--pictures", "1", "--steps", "80"]
+    words = ["--device", "cpu", "--tiny", "--jobs", "100", "--pictures", "1", "--steps", "20"]
     assert tenants.main([*words, "--results", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "tenants.json").read_text("utf-8"))
     assert [result[phase]["pictures"] for phase in ("alone", "peer", "flood")] == [2, 1, 1]

@@ -32,11 +32,12 @@ import sys
 from evaluation import tuning
 from tests.cli import test_tune
 tuning.candidates = lambda *_: test_tune.FEW
-tuning._ROUNDS, tuning._TIMED = test_tune.ROUNDS, (1, 1)
+tuning._ROUNDS, tuning._TIMED = test_tune.ROUNDS, test_tune.TIMED
 import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 ROUNDS = ((2, 0.75), (4, 0.75))
+TIMED = (0.25, 0.25)  # of what keeps the engine full
 WORDS = shlex.split("--model random:tiny --precision fp32 --lens emoji-clip --limit 6 --plans plans.json -o tuned")
 
 
@@ -44,7 +45,7 @@ WORDS = shlex.split("--model random:tiny --precision fp32 --lens emoji-clip --li
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "candidates", lambda *_: FEW)
     monkeypatch.setattr(tuning, "_ROUNDS", ROUNDS)
-    monkeypatch.setattr(tuning, "_TIMED", (1, 1))
+    monkeypatch.setattr(tuning, "_TIMED", TIMED)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ class Part:
 
     `environment` goes over this process's own, less its DIPTYCH_ variables. The command begins with an absolute path.
     `root` is the checkout whose code it runs. With `preload` it is forked from a process that has imported
-    these modules.
+    these modules, unless its code is another's.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Part:
         with self.log.open("ab") as output:
             output.write(f"--- start {self.starts + 1} of {self.name}\n".encode())
             output.flush()
-            if self.preload and "LD_PRELOAD" not in self.environment:
+            if self.preload and self.root == ROOT and "LD_PRELOAD" not in self.environment:
                 self.process = forker(*self.preload).start(
                     self.command[1:], env=inherited | dict(self.environment), stderr=output.fileno(),
                     pass_fds=self.descriptors, start_new_session=True, niceness=self.niceness,

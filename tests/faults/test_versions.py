@@ -74,7 +74,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         pytest.skip("there is no git history here, and so no code of the commit before")
     with ExitStack() as stack:
         world = stack.enter_context(World(
-            tmp_path / "world", replica=False, real=True, other=before, mixed=True, keyed=False,
+            tmp_path / "world", replica=False, real=True, other=before, mixed=True, keyed=False, preload=True,
             settings={"image_jobs": "1", "lease_s": "15"},
         ))  # fmt: skip
         urls = world.urls()

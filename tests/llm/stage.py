@@ -165,15 +165,18 @@ def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> Gener
     return text
 
 
-def save_lora(folder: Path, model: TextModel, *, rank: int = 4, seed: int = 0) -> None:
-    """Write an adapter of a model's queries and gates, as PEFT does."""
+def save_lora(
+    folder: Path, model: TextModel, *, rank: int = 4, seed: int = 0, spread: float = 0.3,
+    names: Sequence[str] = ("self_attn.q_proj", "mlp.gate_proj"),
+) -> None:  # fmt: skip
+    """Write an adapter of layers of a model, by default its queries and gates, as PEFT does."""
     state, generator = {}, torch.Generator().manual_seed(seed)
     for layer in range(model.layers):
-        for name in ("self_attn.q_proj", "mlp.gate_proj"):
+        for name in names:
             module = model.network.get_submodule(f"model.layers.{layer}.{name}")
             for matrix, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
                 key = f"base_model.model.model.layers.{layer}.{name}.lora_{matrix}.weight"
-                state[key] = torch.randn(shape, generator=generator) * 0.3
+                state[key] = torch.randn(shape, generator=generator) * spread
     folder.mkdir(parents=True)
     save_file(state, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))

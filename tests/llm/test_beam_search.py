@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from contract.errors import Invalid
-from core.batching.request import Request
+from core.batching.request import Outcome, Request
+from llm.beam_search import BeamSearch
 from llm.load import TextModel
 from llm.pages import PAGE
 from llm.parameters import GeneratedText
@@ -103,6 +104,47 @@ def test_beams_after_preemption(name: str) -> None:
             assert scored(stage.preempted(runner, request, after, after + 2)) == scored(whole)
     runner.pages.check()
     runner.close()
+
+
+def test_a_search_that_goes_on_after_preemption_has_rows_in_each_iteration() -> None:
+    """Whatever its width: a scheduler divides time by them."""
+    runner, prompt = TextRunner(stage.small(), kernels=stage.kernels(), chunk=9), stage.prompts(stage.small(), 1)[0]
+    for width, after in itertools.product((1, 2, 4), (1, 2, 5)):
+        request = Request("0", "text", stage.greedy(prompt, 8, beams=width))
+        for iteration in itertools.count():
+            if iteration in (0, after):
+                if iteration:
+                    runner.preempt(request)
+                assert runner.admit(request) is None
+            assert runner.reserve([request]) and runner.rows(request) > 0
+            if runner.launch([request]).outcome()["0"].finished:
+                break
+        runner.release(request)
+    runner.close()
+
+
+def test_a_search_whose_commit_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of its iteration keep what they got: none of their tokens comes twice."""
+    model = stage.small()
+    prompt, other = stage.prompts(model, 2)
+
+    def fails(self: BeamSearch[SequenceState], *_: object) -> list[int]:
+        raise RuntimeError("this search")
+
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        (expected,) = stage.answers(engine, [stage.greedy(other, MOST)])
+        monkeypatch.setattr(BeamSearch, "advance", fails)
+        tokens: list[int] = []
+
+        def listener(_: Request, outcome: Outcome) -> None:
+            tokens.extend(() if outcome.token is None else outcome.token.tokens)
+
+        beside = Request("a", "text", stage.greedy(other, MOST), listener=listener)
+        searching = Request("b", "text", stage.greedy(prompt, MOST, beams=3))
+        futures = [engine.submit(beside), engine.submit(searching)]
+        with pytest.raises(RuntimeError, match="this search"):
+            futures[1].result(60)
+        assert futures[0].result(60).tokens == expected.tokens == tuple(tokens)
 
 
 def test_beams_among_answers_that_take_their_pages() -> None:

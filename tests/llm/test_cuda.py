@@ -212,6 +212,31 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
             close(out, expected)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", [16, 32])
+def test_what_others_left_in_pages_reaches_nobody(kind: Kind, d: int) -> None:
+    """Keys and values that are not finite, behind the end of the sequence that has their page next."""
+    generator, heads = draw(9), 2
+    angles = torch.ones(256, d, device=DEVICE)
+    finite = normal(generator, 1, 16, 3 * heads * d)
+    left = finite.clone()
+    left[:, ::3], left[:, 1::3], left[:, 2::3] = torch.inf, torch.nan, 3e38
+    positions = torch.arange(16, dtype=torch.int32, device=DEVICE)
+    own, cut = positions[:5], torch.tensor([[0, 5, 0]], dtype=torch.int32, device=DEVICE)
+    results = []
+    for before in (None, left, 1e6 * finite):
+        cache = cache_of(kind, heads, d)
+        if before is not None:
+            rotate(SplitSums(before), angles, positions, positions * 0, cache, 0, heads, DTYPE)
+        q = rotate(SplitSums(finite[:, :5]), angles, own, own * 0, cache, 0, heads, DTYPE)
+        layer = (*cache.layer(0), cache.table)
+        chunk = chunks(q, *layer, own, cut, d**-0.5, torch.empty_like(q))
+        results.append((chunk, decode(q[4:], *layer, own[4:], own[4:] * 0, d**-0.5)))
+    for one, other in zip(results[0] * 2, results[1] + results[2], strict=True):
+        assert bool(one.isfinite().all()) and torch.equal(one, other)
+
+
 def test_reach_grows_with_the_sequence_alone() -> None:
     assert [part_count(n) for n in (1, 256, 257, 1024, 1025, 4096, 4097, 131_072)] == [1, 1, 2, 4, 5, 16, 11, 16]
 

@@ -57,7 +57,7 @@ def test_a_copied_page_has_the_keys_and_values_of_its_source(kind: Kind, turned:
     cache.copy_page(1, 3)  # the last one counts
     cache.settle()
     for layer in range(2):
-        for both in cache.read(layer, torch.tensor([0, 1]), 5):
+        for both in cache.read(layer, torch.tensor([0, 1]), torch.tensor([5, 5])):
             assert torch.equal(both[0], both[1]) and bool((both[0, :, :5] != 0).any())
 
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from contract.parallel import parse
+from core.failures import DeviceLost
+from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.followers import Followers
 from llm.load import TextModelError, load
@@ -64,6 +66,24 @@ def test_text_of_ranks_is_that_of_one_process(parallel: str, expected: list[Gene
     # The same bits in any batch: sums are in the order of ranks.
     with ranks.serving(tiny.TINY, parallel, **OPTIONS) as (engine, _):
         assert [text.tokens for text in answers(engine, WANTED[::-1])] == [text.tokens for text in expected[::-1]]
+
+
+def test_answers_ahead_of_the_host_are_the_same(
+    expected: list[GeneratedText], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Rank 0 shares the tokens that it draws. Where a step or these are told to some ranks only, they cannot go on."""
+    with ranks.serving(tiny.TINY, "tp2", **OPTIONS, ahead=True) as (engine, runner):
+        compare(answers(engine, WANTED), expected)
+
+        def fails(*_: object) -> None:
+            raise MemoryError("no message")
+
+        step, execution = TokenBatch.of([1], [0], [0], [0]), runner.execution
+        with monkeypatch.context() as patched:
+            patched.setattr(Followers, "tell", fails)
+            for lost in (lambda: execution(step), lambda: execution.keep(step, torch.tensor([1]))):
+                with pytest.raises(DeviceLost, match="tp2: a step has failed"):
+                    lost()
 
 
 @pytest.mark.parametrize(

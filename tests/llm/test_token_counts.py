@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.batching.request import Outcome, Request
 from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
 from llm.pending import PendingTokens
@@ -39,3 +43,18 @@ def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int],
             answer = torch.tensor(each.tokens[each.prompt :] + pending, dtype=torch.long)
             assert count.tolist() == answer.bincount(minlength=VOCABULARY).tolist()
             assert seen.nonzero()[:, 0].tolist() == sorted({*each.tokens, *pending})
+
+
+def test_an_answer_that_has_ended_leaves_memory() -> None:
+    works: list[weakref.ref[SequenceState]] = []
+
+    def listener(request: Request, outcome: Outcome) -> None:
+        if not outcome.finished:
+            works.append(weakref.ref(request.work))
+
+    with stage.serving(stage.small(), kernels=stage.kernels(), max_requests=2) as (engine, _):
+        request = Request("0", "text", stage.greedy((1, 2, 3), 8, frequency_penalty=1.0), listener=listener)
+        engine.submit(request).result(60)
+        stage.answers(engine, [stage.greedy((1, 2, 3), 2)])
+        gc.collect()
+        assert works and all(work() is None for work in works)

@@ -1,7 +1,7 @@
 """Quality of the embedded models' 8-bit and cached ways to draw, beside stored figures: `python -m tests.models.gate`.
 
 64 pictures, chosen by rule: the animals of Unicode, U+1F400 to U+1F43F, by their names. Each is drawn in fp32 and in
-another way from the same seed. Figures are of the first 12, which `make test` draws, and of all. `--write` stores them,
+another way from the same seed. Figures are of the first 6, which `make test` draws, of 12, and of all. `--write` stores them,
 after a change that is meant to change them. `--linears` tries a scheme of 4 bits on the INT8 denoiser's linear layers,
 and says which of INT8's figures it falls below.
 """
@@ -35,7 +35,8 @@ from tests.pipeline.worlds import Crank, Watching, levels
 ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).with_name("quality.json")
 NAMES = tuple(unicodedata.name(chr(code)).lower() for code in range(0x1F400, 0x1F440))
-FEW = 12  # pictures that `make test` draws
+FEW = 6  # pictures that `make test` draws
+COUNTS = (FEW, 12, len(NAMES))  # of which figures are stored; docs/quantize.md compares 12
 SIDE = 128
 STEPS = {"emoji-xl": 10, "emoji-z": 8}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -130,10 +131,10 @@ def in_4_bits(plain: Any, scheme: str) -> Callable[[Any], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the figures")
-    parser.add_argument("--count", type=int, choices=(FEW, len(NAMES)), help="of the first so many alone")
+    parser.add_argument("--count", type=int, choices=COUNTS, help="of the first so many alone")
     parser.add_argument("--linears", choices=("w4a16", "w4a8", "nvfp4"), help="try this scheme, and store nothing")
     options = parser.parse_args()
-    counts = [options.count] if options.count else [FEW, len(NAMES)]
+    counts = [options.count] if options.count else COUNTS
     clip, stored = Clip(), json.loads(STORED.read_text("utf-8"))
     for name in STEPS:
         model = load(str(ROOT / "models" / name))

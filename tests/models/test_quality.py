@@ -1,4 +1,4 @@
-"""A change that spoils 8-bit or cached pictures fails: of 12 or 64 pictures, beside fp32 and the stored figures."""
+"""A change that spoils 8-bit or cached pictures fails: of 6 or 64 pictures, beside fp32 and the stored figures."""
 
 from __future__ import annotations
 

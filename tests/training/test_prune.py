@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import prune
-from training.shapes import TrainedLlamaShape
+from training.lm import LENGTH, Corpus
+from training.run import TrainingRun
+from training.shapes import EMOJI, TrainedLlamaShape
 
 
 def model() -> LlamaForCausalLM:
@@ -50,3 +57,29 @@ def test_zeros_stay_zeros() -> None:
         weight += 1.0
         zeros()
         assert torch.equal(weight != 0, before), method
+
+
+def test_what_is_pruned_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of another device would choose other zeros."""
+    run = TrainingRun(tmp_path, tmp_path, tmp_path)
+    rows = torch.stack([torch.arange(2, 26), torch.arange(30, 54)])
+    monkeypatch.setattr(prune, "dense", lambda _: model())
+    kinds = (prune.SMALL, *prune.SPARSE)
+    monkeypatch.setattr(prune.lm, "corpus", lambda *_: Corpus(rows, rows > 0, rows, rows > 0))
+    first = {kind: prune.start(run, kind).state_dict() for kind in kinds}
+    monkeypatch.delattr(prune.lm, "corpus")
+    for kind in kinds:
+        again = prune.start(run, kind).state_dict()
+        assert all(torch.equal(first[kind][name], again[name]) for name in again), kind
+
+
+def test_training_follows_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of noise teach nothing but the whole model's distributions."""
+    shapes = dataclasses.replace(EMOJI, lm_vocab=64)
+    run = TrainingRun(tmp_path, tmp_path, tmp_path, shapes=shapes, iterations=60, batch=16)
+    rows = torch.randint(1, 64, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(prune, "dense", lambda _: model())
+    monkeypatch.setattr(prune.lm, "corpus", lambda *_: Corpus(rows, rows > 0, rows, rows > 0))
+    prune.train(run, prune.SMALL)
+    first, *_, last = map(json.loads, (tmp_path / "pruned-small/curve.jsonl").read_text().splitlines())
+    assert last["agrees"] > 1.2 * first["agrees"]

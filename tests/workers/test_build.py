@@ -24,6 +24,7 @@ from core.kernels.device import say
 from llm import tiny as texts
 from llm.load import load as load_text
 from llm.quantized import make as quantize_text
+from llm.runner import TextRunner
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.programs import ProgramBackend
 from pipeline.backends.torch_backend import TorchBackend
@@ -360,3 +361,28 @@ def test_requests_get_the_memory_that_the_depth_model_leaves(monkeypatch: pytest
     settings = Settings(model=tiny.TINY, device="cpu", compile=False, kernels=False, threads=1, cache_dir=tmp_path)
     with build(settings.model_copy(update={"depth_model": "depth"})):
         assert order == ["depth model", "memory"]
+
+
+def test_requests_get_the_memory_that_text_may_take_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Adapters, and counts for penalties; a text model that fails before it serves takes none."""
+    monkeypatch.setattr("workers.build.memory_bytes", lambda *given: 2**30)
+    settings = Settings(
+        model=tiny.TINY, device="cpu", compile=False, kernels=False, threads=1, cache_dir=tmp_path, text_requests=8,
+        text_models=f"{texts.TINY},{texts.QWEN3_TINY}", text_loras=str(tmp_path), text_loras_mib=64,
+    )  # fmt: skip
+    with build(settings, text=True) as runtime:
+        assert runtime.texts is not None and runtime.text_pool is not None
+        counts = 8 * 4 * runtime.texts.model.vocabulary
+        assert runtime.texts.later_bytes == counts
+        assert 2**30 - runtime.image_runner.capacity.memory.capacity > 2 * (2**26 + counts)
+        closed: list[object] = []
+        close = TextRunner.close
+
+        def fails(runner: TextRunner, **_: object) -> None:
+            raise MemoryError("no graphs")
+
+        monkeypatch.setattr(TextRunner, "prepare", fails)
+        monkeypatch.setattr(TextRunner, "close", lambda runner: (closed.append(runner.model.name), close(runner)))
+        with pytest.raises(MemoryError, match="no graphs"):
+            runtime.text_pool.load(runtime.text_pool.names[1])
+        assert closed == [runtime.text_pool.names[1]]

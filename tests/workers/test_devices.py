@@ -147,7 +147,7 @@ def test_torch_is_said_and_announced_with_the_reason(
     say.cache_clear()
     if "model" in given:
         given = {"model": str(tiny.save(tmp_path / "narrow", tiny.SDXLShape(channels=(16, 32), heads=(2, 4))))}
-    with caplog.at_level(logging.INFO), build(settings(tmp_path, device="cpu", **given)) as works:
+    with caplog.at_level(logging.INFO), build(settings(stage.warm(tmp_path / "cache"), device="cpu", **given)) as works:
         card = handler_of(works).card()
     assert card.kernels == "torch" and reason in card.kernels_reason
     assert f"all layers: torch: {card.kernels_reason}" in lines(caplog)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from contract.errors import Invalid
 from core.batching.request import Request
+from core.kernels.kv_cache import Kind
 from llm import tiny
 from llm.adapters import CONFIG, WEIGHTS
 from llm.load import TextModel, load
@@ -132,6 +134,22 @@ def test_loras_are_read_on_demand_and_evicted_by_last_use(folder: Path) -> None:
         assert [text.tokens for text in texts[at::3]] == [*answers(name)]
 
 
+@pytest.mark.parametrize(("kernels", "kv"), [(True, "float"), (True, "int8"), (False, "float"), (False, "int8")])
+def test_a_lora_that_overflows_fails_its_own_requests_alone(tmp_path: Path, kernels: bool, kv: Kind) -> None:
+    """Who gets their pages next reads none of what they left there."""
+    model = stage.small()
+    stage.save_lora(tmp_path / "vast", model, names=("self_attn.v_proj",), spread=1e25)
+    given: dict[str, Any] = {"kernels": stage.kernels()} if kernels else {}
+    prompts = [tuple(range(5, 30)), tuple(range(30, 100))]
+    with stage.serving(model, max_requests=2, pages=6, context=96, kv=kv, chunk=16, **given) as (engine, runner):
+        adapters(runner, tmp_path)
+        expected = stage.answers(engine, [stage.greedy(prompts[0], MOST)])[0].tokens
+        for _ in range(2):
+            with pytest.raises(FloatingPointError, match="returned NaN"):
+                stage.answers(engine, [stage.greedy(prompts[1], MOST, adapter="vast")])
+            assert stage.answers(engine, [stage.greedy(prompts[0], MOST)])[0].tokens == expected
+
+
 def edited(folder: Path, to: Path, **fields: Any) -> None:
     shutil.copytree(folder / "poet", to / "other")
     path = to / "other" / CONFIG
@@ -147,6 +165,8 @@ def edited(folder: Path, to: Path, **fields: Any) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"lora_alpha": "16"}, "lora_alpha must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
+        ({"lora_alpha": 1e308}, "lora_alpha is too large"),
         ({"r": 5}, "is of rank 4, which is not what adapter_config.json says"),
         ({"rank_pattern": [3]}, "rank_pattern is no object"),
     ],
@@ -182,3 +202,44 @@ def test_files_that_are_missing_or_of_another_model_are_refused(folder: Path, tm
     (tmp_path / "other" / WEIGHTS).unlink()
     with pytest.raises(Invalid, match="there is no"):
         refusing(tmp_path)
+
+
+def test_a_folder_that_may_not_be_read_hides_no_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, is_file = TextRunner(stage.small(), kernels=stage.kernels(), max_requests=2), Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "critic":
+            raise PermissionError(path)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert adapters(runner, folder).asset_names() == sorted({*OPTIONS} - {"critic"})
+    runner.close()
+
+
+def test_a_file_that_cannot_fit_is_not_read(folder: Path, tmp_path: Path) -> None:
+    edited(folder, tmp_path)
+    os.truncate(tmp_path / "other" / WEIGHTS, 1 << 40)
+    with pytest.raises(Invalid, match=r"other: needs \d+ bytes, and there is room for 40000") as error:
+        refusing(tmp_path)
+    assert error.value.field == "model"
+
+
+def test_an_adapter_that_cannot_be_read_again_stays_reserved_for_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Memory may be short once it was evicted: an error that is not of its file."""
+    runner = TextRunner(stage.small(), kernels=stage.kernels(), max_requests=2)
+    held = adapters(runner, folder)
+    held.check("poet")
+    held.cache.evict(["poet"])
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(runner.execution, "pack", fails)
+    request = Request("0", "text", stage.greedy((1, 2, 3), 4, adapter="poet"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.admit(request)
+    assert not held.cache.known("poet").pins
+    runner.close()

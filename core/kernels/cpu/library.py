@@ -157,7 +157,7 @@ def _digest(compiler: list[str]) -> tuple[str, str]:
 def _openmp() -> Path | None:
     """The OpenMP runtime bundled with torch. A second one would keep a second team of threads."""
     libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return libraries[0] if libraries else None
+    return libraries[0].resolve() if libraries else None
 
 
 def _check_ours(path: Path) -> None:

@@ -71,7 +71,8 @@ def _blocks(  # type: ignore[no-untyped-def]
                 visible &= seen[None] > position[:, None] - WINDOW
             s = limit(s, visible, CAP)
         if FP8:
-            value_scale = tl.load(value_scales + page * SIZE + within, mask=valid, other=0.0)
+            # Not of what others left behind the end: the largest scale is that of all weights.
+            value_scale = tl.load(value_scales + page * SIZE + within, mask=seen < count, other=0.0)
             grown = tl.maximum(largest, tl.max(value_scale, 0))
             above = tl.maximum(top, tl.max(s, 1))
             p = exp2(s - above[:, None], FAST)

@@ -87,6 +87,12 @@ def _unit(lo, hi, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @kernel()
+def _kept(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is not finite becomes a large number, as in `KVCache.write`."""
+    return tl.where(tl.abs(values) <= LARGEST, values, LARGEST)
+
+
+@kernel()
 def _head_norm(lo, hi, weight, eps, AXIS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """RMSNorm along AXIS of heads whose halves are `lo` and `hi`; `weight` points to those of the first half."""
     squares = tl.sum(lo * lo, AXIS, keep_dims=True) + tl.sum(hi * hi, AXIS, keep_dims=True)
@@ -99,6 +105,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     parts, scale, bias, q_norm, k_norm, angles, positions, sequences, table, q, keys, values, key_scales, value_scales,
     rows, table_stride, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
     enter(EARLY)
@@ -120,8 +127,8 @@ def _rotate(  # type: ignore[no-untyped-def]
     q_hi = summed(parts, scale, bias, row, rows, column + HALF, mask, N, SPLITS)
     first = summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
     second = summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
-    v_lo = summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
-    v_hi = summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
+    v_lo = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS), LARGEST)
+    v_hi = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS), LARGEST)
 
     if q_norm is not None:
         q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
@@ -226,7 +233,7 @@ def rotate(
     _rotate[(rows, kv_heads)](
         sums.parts, sums.scale, sums.bias, q_norm, k_norm, angles, positions, sequences, cache.table, q, keys, values,
         key_scales, value_scales, rows, cache.table.stride(0), eps, heads, kv_heads, d, group, power(group), splits,
-        PAGE, int8, cache.top, early, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
+        PAGE, int8, cache.top, early, cache.largest, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
     )  # fmt: skip
     return q
 

@@ -102,7 +102,7 @@ def _route(  # type: ignore[no-untyped-def]
             a = tl.load(row + c[None], valid & (c < C)[None], other=0.0)
             w = tl.load(router + e * C + c[:, None], (e < E) & (c < C)[:, None], other=0.0)
             acc = tl.dot(a, w, acc, input_precision="ieee")
-        acc = tl.where(acc == acc, acc, -1e30)  # NaN chooses some expert too
+        acc = tl.where(tl.abs(acc) <= 1e30, acc, tl.where(acc > 0, 1e30, -1e30))  # NaN and infinity choose some too
         acc = tl.where(e < E, acc, float("-inf"))
         left = tl.exp(acc - tl.max(acc, 1)[:, None])
         total = tl.sum(left, 1)

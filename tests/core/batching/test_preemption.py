@@ -102,6 +102,16 @@ def test_the_least_urgent_waits_again_and_ends_last() -> None:
     assert all(request.state is State.DONE and request.result == expected(request) for request in requests)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_who_waits_again_runs_on_no_other_lane(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of groups with lanes of their own, as a pipeline's, one takes what another one's requests held."""
+    monkeypatch.setattr(Growing, "lane_of", lambda self, group: f"text {group[1]}")
+    runner, random_ = Growing(8), random.Random(seed)
+    requests = [text(str(n), random_.randint(1, 6), "sml"[n % 3], tenant="ab"[n % 2]) for n in range(9)]
+    assert sorted(drive(runner, requests)) == [request.id for request in requests] and runner.preempted
+    assert not runner.violations and all(request.state is State.DONE for request in requests)
+
+
 def test_it_is_started_once_and_is_not_handed_back() -> None:
     """Draining finishes what was begun, also what has to wait again."""
     runner = Growing(6)

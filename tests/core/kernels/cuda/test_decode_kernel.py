@@ -158,7 +158,8 @@ made(fused_kernels._add_norm, types, dict(N=4096, SPLITS=8, BLOCK=4096, EARLY=1)
 types = {"parts": "*i32", "scale": "*fp32", "angles": "*fp32", "positions": "*i32", "sequences": "*i32",
          "table": "*i32", "q": "*bf16", "keys": "*i8", "values": "*i8", "key_scales": "*fp32",
          "value_scales": "*fp32", "rows": "i32", "table_stride": "i32"}
-shape = dict(H=32, KV=8, D=128, G=4, GROUP=4, SPLITS=4, SIZE=16, INT8=True, TOP=127.0, EARLY=1)
+shape = dict(H=32, KV=8, D=128, G=4, GROUP=4, SPLITS=4, SIZE=16, INT8=True, TOP=127.0, EARLY=1,
+             LARGEST=1e38)
 made(fused_kernels._rotate, types, shape, num_warps=1)
 made(fused_kernels._rotate, types | {"q_norm": "*bf16", "k_norm": "*bf16", "eps": "fp32"}, shape, num_warps=1)
 made(fused_kernels._gate, {"x": "*bf16", "inverse": "*fp32", "out": "*i8", "rows": "i32"}, dict(N=14336, GELU=True,

@@ -132,6 +132,17 @@ def test_assignments_are_in_order_and_blocks_of_one_expert() -> None:
     assert seen == {e: [i for i, own in enumerate(flat) if own == e] for e in (0, 1, 2, 3, 5, 6)}
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, 3e38, -3e38])
+def test_what_overflows_chooses_experts_too(value: float) -> None:
+    case = Case(5, 4, 2, DTYPE)
+    case.router = case.router.abs() + 1  # all overflow
+    case.x[1] = value
+    experts, _, parts = case.run(slice(0, 5))
+    assert {*experts.flatten().tolist()} <= {*range(4)} and all(len({*row}) == 2 for row in experts.tolist())
+    assert not parts[:, 1].isfinite().any() and parts[:, 0].isfinite().all()
+
+
 def test_nan_chooses_an_expert() -> None:
     case = Case(3, 4, 2, DTYPE)
     case.x[1] = torch.nan
