@@ -39,7 +39,7 @@ class Shapes:
     draft: TrainedLlamaShape
     draft_sources: tuple[int, ...]  # layers of `lm`, from 0, whose states the drafter reads
     draft_block: int = 8
-    answers: int = 80_000  # of `lm`, that the drafter learns from
+    answers: int = 20_000  # of `lm`, that the drafter learns from
     chats: int = 120_000  # a shorter corpus is a beginning of a longer one
     scenes: int = 12_000  # captions of scenes that the vocabulary is learnt from
 
