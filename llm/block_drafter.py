@@ -74,7 +74,7 @@ class BlockDrafter:
 
     def __init__(self, draft: BlockDraft, cache: KVCache, blocks: Blocks) -> None:
         self.features, self.prepare = draft.features, blocks.prepare
-        self._block, self._mask = draft.checkpoint.block, draft.checkpoint.mask
+        self.most, self._mask = draft.checkpoint.block - 1, draft.checkpoint.mask
         self._cache, self._blocks = cache, blocks
 
     @property
@@ -87,7 +87,7 @@ class BlockDrafter:
         self._blocks.release()
 
     def limit(self, work: SequenceState, count: int) -> int:
-        return min(count, self._block - 1)
+        return min(count, self.most)
 
     def kept(self, count: int, accepted: int) -> int:
         """None: keys and values of a block are those of masks."""
@@ -100,7 +100,7 @@ class BlockDrafter:
         context = np.array([positions, [r.row for r in unread for _ in range(r.read, r.stop)]], np.int32)
         blocks: tuple[list[int], ...] = ([], [], [], [])
         tokens, places, ends, rows = blocks
-        counts = [min(request.count, self._block - 1) for request in requests]
+        counts = [min(request.count, self.most) for request in requests]
         for request, count in zip(requests, counts, strict=True):
             if count:
                 end = request.stop + count

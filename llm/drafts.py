@@ -63,6 +63,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def most(self) -> int:
+        """How many guesses it makes at most."""
+        ...
+
+    @property
     def at_once(self) -> bool:
         """Whether it makes all guesses of a sequence in one forward of its own."""
         ...
@@ -128,7 +133,7 @@ class LookupDrafter:
     """Guesses what followed the last tokens at their previous occurrence (`PromptLookup`)."""
 
     features: tuple[int, ...] = ()
-    reads, at_once, lookahead, cost, size_bytes = False, False, 0, 0.05, 0
+    reads, at_once, most, lookahead, cost, size_bytes = False, False, MOST, 0, 0.05, 0
 
     def limit(self, work: SequenceState, count: int) -> int:
         lookup: PromptLookup = work.own or PromptLookup()
@@ -153,7 +158,7 @@ class ModelDrafter:
     """A smaller model of the same vocabulary, which guesses token by token."""
 
     features: tuple[int, ...] = ()
-    reads, at_once, lookahead, cost = True, False, 0, 0.12
+    reads, at_once, most, lookahead, cost = True, False, MOST, 0, 0.12
 
     def __init__(self, execution: TextExecution) -> None:
         self._execution = execution

@@ -87,7 +87,7 @@ class EagleDraft:
 class EagleDrafter:
     """A `llm.drafts.Drafter` that guesses a chain: each token the most likely one after those before it."""
 
-    lookahead, reads, at_once, cost = 1, True, False, _COST
+    lookahead, reads, at_once, most, cost = 1, True, False, MOST, _COST
 
     def __init__(self, draft: EagleDraft, cache: KVCache, steps: Steps) -> None:
         self.features, self.prepare, self.release = draft.features, steps.prepare, steps.release

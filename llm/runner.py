@@ -274,7 +274,6 @@ class TextRunner:
             for rows, seconds, masks_s in timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
-                self.guessing.observe(rows, seconds - masks_s + host_s)
             return outcomes | waiting
 
         return lane.start(lambda: model_runner(parts), commit)
@@ -410,11 +409,6 @@ class TextRunner:
         """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""
         for each in self._executions:
             each.release()
-
-    @property
-    def later_bytes(self) -> int:
-        """The memory that requests may come to take beside the cache and adapters."""
-        return sum(model_runner.later_bytes for _, model_runner in self._lanes.values())
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows."""

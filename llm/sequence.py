@@ -67,7 +67,7 @@ class SequenceState:
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on
         self.finish: Finish | None = None
-        self.pace = AcceptanceRate()
+        self.pace: AcceptanceRate | None = None  # of guesses, once there may be any
         self.settings = None if parameters.greedy else _settings(parameters)
         self.bias = _bias(parameters)
         # Whether the model's logits are modified before a token is chosen: by penalties and grammars, which depend on

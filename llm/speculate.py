@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,13 @@ from llm import sample
 
 MOST = 8  # guesses at a time, made one after the other
 MOST_AT_ONCE = 15  # of a block
+USUAL = 0.7  # acceptance, before any is known
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
 _LEVELS = 32  # of acceptance, for the table of lengths
 _RATE = 0.08  # learning rate of the acceptance
+
+
+Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class PromptLookup:
@@ -51,64 +56,53 @@ class PromptLookup:
 
 
 class AcceptanceRate:
-    """The acceptance rate of one request's guesses."""
+    """The acceptance rate of guesses, learnt at `rate`."""
 
-    def __init__(self) -> None:
-        self.acceptance = 0.7
+    def __init__(self, acceptance: float = USUAL, *, rate: float = _RATE) -> None:
+        self.acceptance, self._rate = acceptance, rate
 
     def learn(self, guessed: int, accepted: int) -> None:
         """Observe that the first `accepted` of so many guesses were right; those after a wrong one tell nothing."""
         for _ in range(accepted):
-            self.acceptance += _RATE * (1 - self.acceptance)
+            self.acceptance += self._rate * (1 - self.acceptance)
         if accepted < guessed:
-            self.acceptance -= _RATE * self.acceptance
+            self.acceptance -= self._rate * self.acceptance
 
 
-class LinearCost:
-    """Seconds of a forward as a linear function of its rows, fitted to recent ones: its slope is the cost of one more
-    row.
-
-    Least squares with forgetting. The cost curve's own points are too close together, and too old, for a slope.
+class ForwardTimes:
+    """Seconds of a forward by its rows, as measured before requests come: the shape of the cost, whatever the machine's
+    load is later. Linear between measured numbers of rows, and beyond them.
     """
 
-    _KEPT, _FIXED_ROWS, _PRIOR = 0.98, 6, 16.0
-
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._seconds: dict[int, float] = {}
 
     def observe(self, rows: int, seconds: float) -> None:
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            self._KEPT * old + pair for old, pair in zip(sums, new, strict=True)
-        )
+        """Record a measurement, of which the shortest counts: noise only adds."""
+        self._seconds[rows] = min(seconds, self._seconds.get(rows, seconds))
 
-    def __call__(self, rows: int) -> tuple[float, float]:
-        """Seconds of so many rows, and of one more. Zeros without observations."""
-        if not self._weight:
-            return 0.0, 0.0
-        x, y = self._x / self._weight, self._y / self._weight
-        variance, covariance = self._xx / self._weight - x * x, self._xy / self._weight - x * y
-        usual = y / (x + self._FIXED_ROWS)  # nearly equal row counts do not determine a slope
-        slope = max(0.0, (covariance + self._PRIOR * usual) / (variance + self._PRIOR))
-        return max(y + slope * (rows - x), y * 0.1), slope
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def __call__(self, rows: Floats) -> Floats:
+        known = sorted(self._seconds)
+        seconds = np.maximum.accumulate([self._seconds[count] for count in known])
+        slope = (seconds[-1] - seconds[0]) / max(1, known[-1] - known[0])  # of all, since costs rise in steps
+        result: Floats = np.interp(rows, known, seconds) + slope * np.maximum(0, rows - known[-1])
+        return result
 
 
 class DraftLengths:
     """The number of guesses that maximizes tokens per second, by acceptance.
 
-    With acceptance a, k guesses yield (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
-    forward and the time of k guesses.
+    With acceptance a, k guesses yield (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1).
     """
 
-    def __init__(self, forward_s: float, guess_s: float, draft_s: float = 0.0) -> None:
-        """`forward_s` without guesses, `guess_s` for one more guess of every sequence: made and verified. `draft_s` for
-        any guesses at all.
-        """
+    def __init__(self, seconds: Floats) -> None:
+        """`seconds` of an iteration with 0, 1, … guesses for every sequence: made and verified."""
         a = np.linspace(0, 0.99, _LEVELS)[:, None]
-        k = np.arange(MOST_AT_ONCE + 1)
-        rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + (k > 0) * draft_s + k * guess_s)
-        self._best = rate.argmax(1)
+        k = np.arange(len(seconds))
+        self._best = ((1 - a ** (k + 1)) / (1 - a) / seconds).argmax(1)
 
     def __call__(self, acceptance: float) -> int:
         return int(self._best[round(min(acceptance, 0.99) / 0.99 * (_LEVELS - 1))])

@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from core.kernels.kv_cache import TokenBatch
 from llm.drafts import Drafter, DraftRequest
 from llm.execution import TextExecution
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST, NO_GUESS, DraftLengths, LinearCost
+from llm.speculate import MOST, NO_GUESS, USUAL, AcceptanceRate, DraftLengths, ForwardTimes
 
 _ROW = 0.03  # of a forward, for each guess, where measured times may not decide
 _TIMED = 4  # guesses at a time, and times
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # of the forwards that are timed
+_TIMED_S = 2.0
+_AVERAGED, _FORGOTTEN = 0.02, 0.002  # weights of a guess in the average acceptance, and of a request that forgets it
 _HELD = 64  # positions of a sequence whose features are kept until they are read
 
 
@@ -25,9 +30,11 @@ class Speculator:
     def __init__(self, drafter: Drafter | None = None) -> None:
         self.drafter = drafter
         self.guessed = self.accepted = 0  # tokens, since the start
-        self._nominal = None if drafter is None else _lengths(drafter, 1, drafter.cost, _ROW if drafter.at_once else 0)
-        self._line = LinearCost()
-        self._draft_s = 0.0  # of a forward of the drafter
+        self._average = AcceptanceRate(rate=_AVERAGED)  # of all requests
+        self._nominal = None if drafter is None else _nominal(drafter)
+        self._times = ForwardTimes()
+        self._lengths: dict[int, DraftLengths] = {}  # by the number of sequences
+        self._draft_s = 0.0  # of a forward of the drafter for one sequence
 
     @property
     def active(self) -> bool:
@@ -43,13 +50,9 @@ class Speculator:
         asking = [part for part in parts if part.work.guesses] if self.drafter is not None else []
         if self.drafter is None or not asking:
             return
-        started = time.perf_counter()
         requests = [_request(part.work, part.start, part.work.guesses) for part in asking]
         for part, guess in zip(asking, self.drafter.guess(requests), strict=True):
             part.guess = guess
-        turns = 1 if self.drafter.at_once else max(request.count for request in requests)
-        draft_s = (time.perf_counter() - started) / turns
-        self._draft_s += 0.2 * (draft_s - self._draft_s) if self._draft_s else draft_s
 
     def read(self, parts: Sequence[ScheduledTokens], features: Tensor | None) -> None:
         """Have the drafter read the chunks of prompts that the model has just read; `features` are those of the
@@ -58,7 +61,8 @@ class Speculator:
         if self.drafter is None or not self.drafter.reads:
             return
         requests: list[DraftRequest] = []
-        rows: list[list[int]] = []  # by part: of the features that are left
+        if features is not None and features.is_cuda:
+            features = features.clone()  # the next forward overwrites them
         first = 0
         for part in parts:
             start, work, unread = part.start, part.work, part.count
@@ -67,17 +71,13 @@ class Speculator:
                 stop = start + part.count - unread
                 new = None if features is None else _joined(work.features, features[first : first + stop - start])
                 requests += [_request(work, stop, 0, new)]
-            rows.append(list(range(first + part.count - unread, first + part.count)))
-            if part.tokens and part.guess.tokens:
-                rows[-1] += [first + part.count + j for j in range(len(part.tokens) - 1)]
-            first += part.count + len(part.guess.tokens)
+            end = first + part.count
+            if features is not None:
+                accepted = len(part.tokens) - 1 if part.tokens and part.guess.tokens else 0
+                part.features = features[end - unread : end + accepted]
+            first = end + len(part.guess.tokens)
         if requests:
             self.drafter.guess(requests)
-        if features is not None:
-            index = torch.tensor([row for part_rows in rows for row in part_rows], dtype=torch.int64)
-            picked = features[index.to(features.device)]  # a copy: the next forward overwrites them
-            for part, part_features in zip(parts, picked.split([len(r) for r in rows]), strict=True):
-                part.features = part_features
 
     def settle(self, part: ScheduledTokens, accepted: int) -> None:
         """Take in an iteration's result: the first `accepted` tokens of the guess were right."""
@@ -93,7 +93,9 @@ class Speculator:
             held = _joined(work.features, features)
             work.features = held if len(held) <= _HELD else None  # `plan` then leaves the sequence alone
         if count:
+            assert work.pace is not None
             work.pace.learn(count, accepted)
+            self._average.learn(count, accepted)
             self.guessed += count
             self.accepted += accepted
 
@@ -105,11 +107,21 @@ class Speculator:
         return part.count > 1 and part.work.drafted + held == part.start
 
     def time(self, execution: TextExecution) -> None:
-        """Time the drafter of this execution's model on a token of nobody, before requests come.
+        """Time forwards of this execution and of the drafter of its model on tokens of nobody, before requests come.
 
-        The first guesses, which compile what they need, would make it look dearer than it is, and never be repeated.
+        The first ones, which compile what they need, do not count.
         """
-        if self.drafter is None or not self.drafter.reads:
+        if self.drafter is None:
+            return
+        until = time.monotonic() + _TIMED_S
+        for turn in range(_TIMED + 1):
+            for rows in _ROWS if turn < 2 or time.monotonic() < until else ():
+                started = time.perf_counter()
+                step = TokenBatch.of([0] * rows, [*range(rows)], [0] * rows, [*range(rows)])
+                execution(step)[:, 0].tolist()  # waits for the device
+                if turn:
+                    self.observe(rows, time.perf_counter() - started)
+        if not self.drafter.reads:
             return
         model, layers = execution.model, len(self.drafter.features)
         features = (
@@ -122,21 +134,28 @@ class Speculator:
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
             self._draft_s = seconds if count == MOST else min(self._draft_s, seconds)
+        self._lengths.clear()
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Record the time of a forward of the model, without making guesses."""
-        self._line.observe(rows, seconds)
+        """Record the time of a forward of the model while it has the device to itself."""
+        self._times.observe(rows, seconds)
+        self._lengths.clear()
 
     def lengths(self, decoding: int) -> DraftLengths | None:
         """The model of how many guesses pay off with so many requests; None if speculation is off."""
         if self.drafter is None:
             return None
-        # A guess's cost over all that are decoding now: a forward of the drafter, and their rows in the model's.
+        if not len(self._times):
+            return self._nominal
         n = max(1, decoding)
-        forward_s, row_s = self._line(n)
-        if not forward_s:
-            return self._nominal  # nothing was measured yet
-        return _lengths(self.drafter, forward_s, self._draft_s, n * row_s)
+        if n not in self._lengths:
+            # The cost over all that are decoding now: their rows in the model's forward, and the drafter's, whose rows
+            # are taken to cost more in the same proportion.
+            k, rows = np.arange(self.drafter.most + 1), self.drafter.most + 1 if self.drafter.at_once else 1
+            one, all_ = self._times(np.array([rows, n * rows], np.float64))
+            drafts = np.minimum(k, 1) if self.drafter.at_once else k
+            self._lengths[n] = DraftLengths(self._times(n * (1.0 + k)) + drafts * self._draft_s * all_ / one)
+        return self._lengths[n]
 
     def plan(self, work: SequenceState, lengths: DraftLengths | None = None) -> None:
         """Set the number of guesses of a decoding answer's next iteration."""
@@ -149,15 +168,19 @@ class Speculator:
             return
         # With a seed the text must not depend on the load, which then must not decide the number of guesses.
         bound = work.settings is not None and work.parameters.seed is not None
+        if work.pace is None:  # where guesses do not pay for what is usual, a little is forgotten: they are tried again
+            self._average.acceptance += _FORGOTTEN * (USUAL - self._average.acceptance)
+            work.pace = AcceptanceRate() if bound else AcceptanceRate(self._average.acceptance)
         pays = self._nominal if bound or lengths is None else lengths
         limit = work.most_guesses(pays(work.pace.acceptance))
         if limit > 0:
             work.guesses = self.drafter.limit(work, limit)
 
 
-def _lengths(drafter: Drafter, forward_s: float, draft_s: float, row_s: float) -> DraftLengths:
-    """`row_s` for one more row of every sequence in the model's forward."""
-    return DraftLengths(forward_s, row_s, draft_s) if drafter.at_once else DraftLengths(forward_s, draft_s + row_s)
+def _nominal(drafter: Drafter) -> DraftLengths:
+    """The numbers of guesses where measured times may not decide."""
+    k = np.arange(drafter.most + 1)
+    return DraftLengths(1 + np.minimum(k, 1) * drafter.cost + k * _ROW if drafter.at_once else 1 + k * drafter.cost)
 
 
 def _request(work: SequenceState, stop: int, count: int, features: Tensor | None = None) -> DraftRequest:

@@ -21,7 +21,7 @@ from training.run import TrainingRun, command
 RATE = float(os.environ.get("RATE", "5e-3"))
 ANCHORS = 6  # blocks of a row
 _FADE = 4.0  # tokens behind the anchor over which weights fall to 1/e
-_CHUNK = 250  # prompts at a time
+_CHUNK = {False: 250, True: 4096}  # prompts at a time, on a GPU
 _SAMPLED = 0.5  # share of answers that are drawn rather than greedy
 
 
@@ -78,8 +78,9 @@ def _written(run: TrainingRun, model: Any) -> tuple[Tensor, Tensor]:
     rows = torch.full((len(prompts), lm.LENGTH), pad, dtype=torch.int16)
     spans = torch.zeros(len(prompts), 2, dtype=torch.int16)
     torch.manual_seed(run.seed)
-    for number, first in enumerate(range(0, len(prompts), _CHUNK)):
-        chunk = prompts[first : first + _CHUNK]
+    size = _CHUNK[run.on_gpu]
+    for number, first in enumerate(range(0, len(prompts), size)):
+        chunk = prompts[first : first + size]
         width = max(map(len, chunk))
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in chunk], device=run.device)
         sampled = (number * _SAMPLED) % 1 >= _SAMPLED
@@ -154,7 +155,8 @@ def train(run: TrainingRun) -> loop.StageOutcome:
         model.norm.load_state_dict(teacher.model.norm.state_dict())
         for layer, other in zip(model.layers[::-1], teacher.model.layers[::-1], strict=False):
             layer.load_state_dict(other.state_dict(), strict=False)
-    block, batch = run.shapes.draft_block, run.batch or 32
+    block, batch = run.shapes.draft_block, run.batch or (256 if run.on_gpu else 32)
+    forward = run.compiled(blocks)
     offsets = torch.arange(block, device=run.device)
     weights = torch.exp(-(offsets[1:] - 1) / _FADE)
     head, mask = teacher.get_output_embeddings(), tokens.lm_tokenizer(run).pad_token_id
@@ -163,14 +165,14 @@ def train(run: TrainingRun) -> loop.StageOutcome:
         factory = loop.factory(generator)
         drawn = torch.randint(len(rows), (batch,), **factory)
         first, length = spans[drawn].unbind(1)
-        ids = rows[drawn, : int(length.max())]
+        ids = rows[drawn] if run.compile else rows[drawn, : int(length.max())]
         share = torch.rand(batch, ANCHORS, **factory)
         anchors = first[:, None] + (share * (length - 1 - first)[:, None]).long()
         positions = anchors[..., None] + offsets[1:]  # [B, anchors, block - 1]
         known = positions < length[:, None, None]
         truth = ids.gather(1, positions.clamp(max=ids.shape[1] - 1).flatten(1)).view(positions.shape)[known]
         with run.autocast():
-            scores = head(blocks(model, teacher, ids, anchors, block, mask)[:, :, 1:][known]).float()
+            scores = head(forward(model, teacher, ids, anchors, block, mask)[:, :, 1:][known]).float()
         losses = F.cross_entropy(scores, truth, reduction="none")
         weight = weights.expand(batch, ANCHORS, -1)[known]
         right = torch.zeros(known.shape, device=run.device)

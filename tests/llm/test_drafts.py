@@ -21,7 +21,8 @@ LAYERS = (1, 0, 1)
 class Witness:
     """Guesses the model's own next tokens, one of them wrong, and keeps the features of all that it reads."""
 
-    name, features, lookahead, reads, at_once, cost, size_bytes = "witness", LAYERS, 1, True, False, 0.1, 0
+    name, features, lookahead, size_bytes = "witness", LAYERS, 1, 0
+    reads, at_once, most, cost = True, False, 15, 0.1
 
     def __init__(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._known = known  # answers by prompt

@@ -18,7 +18,7 @@ from llm.speculate import (
     AcceptanceRate,
     DraftLengths,
     DraftTokens,
-    LinearCost,
+    ForwardTimes,
     PromptLookup,
     accepted,
     agreed,
@@ -145,28 +145,19 @@ def test_pace_comes_to_the_true_rate() -> None:
         assert np.mean(seen[200:]) == pytest.approx(rate, abs=0.06)
 
 
-def test_a_line_is_found_and_follows_what_changes() -> None:
-    line, draw = LinearCost(), np.random.default_rng(1)
-    assert line(5) == (0.0, 0.0)
-    for fixed, each in ((0.002, 0.0003), (0.001, 0.0)):
-        for _ in range(400):
-            rows = int(draw.integers(1, 60))
-            line.observe(rows, (fixed + each * rows) * (1 + 0.05 * draw.standard_normal()))
-        seconds, slope = line(30)
-        assert seconds == pytest.approx(fixed + 30 * each, rel=0.1)
-        assert slope == pytest.approx(each, rel=0.1, abs=2e-6)
-
-
-def test_a_line_of_one_width_has_a_usual_slope() -> None:
-    line = LinearCost()
-    for _ in range(50):
-        line.observe(64, 0.007)
-    assert line(64) == (pytest.approx(0.007), pytest.approx(0.0001))
+def test_times_are_those_measured_and_lines_between_and_behind_them() -> None:
+    times = ForwardTimes()
+    for rows, seconds in ((1, 5.0), (1, 1.0), (3, 2.0), (8, 1.5), (12, 4.0)):
+        times.observe(rows, seconds)
+    assert times(np.array([1.0, 2, 3, 8, 10, 12, 16])) == pytest.approx([1, 1.5, 2, 2, 3, 4, 4 + 12 / 11])
 
 
 def test_lengths_bring_the_most_tokens_a_second() -> None:
+    def of(forward_s: float, guess_s: float) -> DraftLengths:
+        return DraftLengths(forward_s + guess_s * np.arange(MOST_AT_ONCE + 1))
+
     for forward_s, guess_s in ((1, 0.01), (1, 0.2), (0.3, 1)):
-        lengths = DraftLengths(forward_s, guess_s)
+        lengths = of(forward_s, guess_s)
         for acceptance in (0.0, 0.3, 0.6, 0.9, 0.99):
             level = round(acceptance / 0.99 * 31) / 31 * 0.99
 
@@ -174,6 +165,6 @@ def test_lengths_bring_the_most_tokens_a_second() -> None:
                 return sum(a**j for j in range(k + 1)) / (f + k * g)
 
             assert rate(lengths(acceptance)) == pytest.approx(max(rate(k) for k in range(MOST_AT_ONCE + 1)))
-    for one, two in itertools.pairwise(DraftLengths(1, 0.1)(a / 100) for a in range(100)):
+    for one, two in itertools.pairwise(of(1, 0.1)(a / 100) for a in range(100)):
         assert one <= two
-    assert DraftLengths(1, 5)(0.9) == 0 and DraftLengths(1, 0.05)(0.9) > DraftLengths(1, 0.12)(0.5) > 0
+    assert of(1, 5)(0.9) == 0 and of(1, 0.05)(0.9) > of(1, 0.12)(0.5) > 0

@@ -13,7 +13,7 @@ from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
-from llm.speculate import MOST, DraftTokens
+from llm.speculate import MOST, USUAL, AcceptanceRate, DraftTokens
 from llm.speculator import Speculator
 from tests.llm import stage
 
@@ -42,7 +42,7 @@ def test_guesses_end_before_the_answer_does(left: int, decoding: int, acceptance
     guessing = Speculator(LookupDrafter())
     guessing.observe(8, 0.010)
     one = work(max_tokens=left)
-    one.pace.acceptance = acceptance
+    one.pace = AcceptanceRate(acceptance)
     guessing.plan(one, guessing.lengths(decoding))
     assert one.guesses <= min(MOST, left - 1)
     part = ScheduledTokens(one, 15, 1, True)
@@ -58,10 +58,10 @@ def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
     dear = guessing.lengths(64)
     seeded, free = work(temperature=1.0, seed=5), work()
     for one in (seeded, free):
-        one.pace.acceptance = 0.5
+        one.pace = AcceptanceRate(0.5)
         guessing.plan(one, dear)
     alone = work(temperature=1.0, seed=5)
-    alone.pace.acceptance = 0.5
+    alone.pace = AcceptanceRate(0.5)
     guessing.plan(alone)
     assert seeded.guesses == alone.guesses != 0 and free.guesses == 0
 
@@ -69,6 +69,8 @@ def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_what_came_of_guesses_is_counted(kept: int) -> None:
     guessing, one = Speculator(LookupDrafter()), work()
+    guessing.plan(one)
+    assert one.pace is not None
     before = one.pace.acceptance
     guessing.settle(ScheduledTokens(one, 15, 1, True, DraftTokens([7, 8, 9])), kept)
     assert (guessing.guessed, guessing.accepted) == (3, kept)
@@ -97,3 +99,34 @@ def test_a_drafter_is_timed_before_requests_come(beside_lane: bool) -> None:
         assert guessing.drafter is not None and runner.held() == 0
     finally:
         runner.close()
+
+
+def test_what_is_usual_is_learnt_from_all_but_seeded_texts() -> None:
+    """Texts that nobody foresees soon get no guesses from their first token on, and sometimes one is tried again."""
+    guessing = Speculator(LookupDrafter())
+    guessing.observe(1, 0.010)
+    guessing.observe(16, 0.100)
+    tried = []
+    for _ in range(300):
+        one = work()
+        guessing.plan(one, guessing.lengths(1))
+        tried.append(one.guesses > 0)
+        if one.guesses:
+            guessing.settle(ScheduledTokens(one, 15, 1, True, DraftTokens([7] * one.guesses)), 0)
+    assert tried[0] and 1 <= sum(tried[200:]) < 25
+    seeded = work(temperature=1.0, seed=5)
+    guessing.plan(seeded)
+    assert seeded.pace is not None and seeded.pace.acceptance == USUAL
+
+
+def test_guesses_end_where_tiles_do() -> None:
+    """By costs that rise in steps, and not where they are dear."""
+    guessing = Speculator(LookupDrafter())
+    for rows in range(1, 17):
+        guessing.observe(rows, 0.001 * -(-rows // 4))
+    one = work()
+    one.pace = AcceptanceRate(0.6)
+    guessing.plan(one, guessing.lengths(1))
+    assert one.guesses == 3
+    guessing.plan(one, guessing.lengths(64))
+    assert one.guesses == 0

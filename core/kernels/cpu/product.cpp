@@ -157,13 +157,11 @@ int side_by_side(int64_t n16, bool geglu) {
   return n16 % 2 == 0 ? 2 : 1;
 }
 
-template <class Kind, int NV>
-void run(const Product& p, int64_t n16) {
+template <class Kind, int NV, int MR>
+void run(const Product& p, const Geometry& g, int64_t n16) {
   using Stored = typename Kind::Stored;
   using Element = typename Kind::Element;
-  constexpr int MR = tile_rows(NV);
   constexpr bool WIDENED = sizeof(Stored) < sizeof(Element);
-  const Geometry g(p);
   const int together = APART<NV> && p.geglu ? 2 : 1;  // blocks per tile
   const int64_t tiles = (g.rows + MR - 1) / MR, blocks = n16 / (NV * together);
   const int64_t depth = p.taps * (p.channels / Kind::DEPTH) * NV * Kind::BYTES;
@@ -198,6 +196,17 @@ void run(const Product& p, int64_t n16) {
       tile<Kind, MR, NV>(p, g, a, by, branches, first, count, block * NV * LANES, w, depth);
     }
   }
+}
+
+// Takes tiles that compute the fewest rows too many where there are few, as in decoding. A tile's height changes no bits.
+template <class Kind, int NV>
+void run(const Product& p, int64_t n16) {
+  const Geometry g(p);
+  if constexpr (NV == WIDEST) {
+    if (g.rows <= 2) return run<Kind, NV, 2>(p, g, n16);
+    if (g.rows <= 4 || g.rows == 7 || g.rows == 8) return run<Kind, NV, 4>(p, g, n16);
+  }
+  run<Kind, NV, tile_rows(NV)>(p, g, n16);
 }
 
 template <class Kind>

@@ -228,14 +228,16 @@ def test_a_rows_bits_depend_neither_on_its_companions_nor_its_place_nor_threads(
     pixels = case.height * case.width
     scales = normal(7, len(a)).exp() if by_row else None
 
-    def run(rows: slice, images: int) -> Tensor:
-        own, grid = None if scales is None else scales[rows].contiguous(), (images, case.height, case.width)
+    def run(rows: slice, images: int, height: int = case.height, width: int = case.width) -> Tensor:
+        own, grid = None if scales is None else scales[rows].contiguous(), (images, height, width)
         return called(lambda p: p.product(a[rows].contiguous(), weights, grid=grid, a_scale=own, act="silu"))
 
     together = run(slice(None), 5)
     for image in range(5):
         rows = slice(image * pixels, (image + 1) * pixels)
         assert torch.equal(run(rows, 1), together[rows])
+    for count in range(1, 10) if taps == 1 else ():  # in tiles of every height
+        assert torch.equal(run(slice(count), count, 1, 1), together[:count])
     with threads(2):
         assert torch.equal(run(slice(None), 5), together)
 
