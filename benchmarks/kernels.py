@@ -34,6 +34,7 @@ from benchmarks.kernel_shapes import ATTENTION, DECODE, MEMORY, PRODUCTS, SMALL,
 from core.kernels.cuda import (
     attention_source,
     conv,
+    decode_hopper,
     decode_kernel,
     driver,
     flash_attention,
@@ -209,7 +210,7 @@ def _torch_attention(backend: SDPBackend, *qkv: Tensor) -> Tensor:
 
 
 def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
-    """One layer's attention of decoding rows, by block, warps and stages of `decode_kernel.shapes_in_8_bits`."""
+    """One layer's attention of decoding rows over 8-bit pages, by warps and blocks of a multiprocessor."""
     for batch, context in ((2, 40),) if small else DECODE if model == "llama" else ():
         pages = -(-context // 16)
         heads, size = (4, 16) if small else (32, 128)
@@ -225,10 +226,10 @@ def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
         def call(i: int, shape: Any, cache: KVCache = cache, q: Tensor = q, rows: Any = rows, n: int = context) -> Any:
             if not q.is_cuda:
                 return decode_kernel.decode_reference(q, *cache.layer(i % 2), cache.table, *rows)
-            decode_kernel.shapes_in_8_bits[128] = shape
+            decode_hopper.shape = shape
             return decode_kernel.decode(q, *cache.layer(i % 2), cache.table, *rows, parts=decode_kernel.part_count(n))
 
-        shapes = [decode_kernel.shapes_in_8_bits[128], *itertools.product((64, 128), (4, 8), (2, 3, 5))]
+        shapes = [decode_hopper.shape, (4, 1), (4, 2), (4, 3), (8, 1)]
         runs: dict[str, Run] = {
             "default" if not i else str(shape): partial(call, shape=shape) for i, shape in enumerate(shapes)
         }

@@ -6,7 +6,6 @@ What the files declare of layers in 4 bits is compared with the model's own shap
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,19 +15,13 @@ from core.quant.fp4 import SCALED
 from core.quant.fp4_layouts import Fp4Layout
 from core.quant.int4 import GROUP, FourBitLinear
 from core.quant.int4_layouts import Layout
+from llm.weight_files import CheckpointError, WeightFiles
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-_CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_GENERATION, _MODELOPT = "generation_config.json", "hf_quant_config.json"
-_MOST_FILES, _NAME_LENGTH = 1_000, 255
+_CONFIG, _GENERATION, _MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 _KEY, _NVFP4 = "quantization_config", "nvfp4-pack-quantized"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint in 4 bits that cannot be read. The message names the file, and the key or field."""
 
 
 class Published(NamedTuple):
@@ -153,19 +146,18 @@ def read(folder: Path, dtype: torch.dtype, attention: str) -> tuple[Any, dict[st
         del config.quantization_config
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    with ExitStack() as stack:
-        files = _Files(folder, stack)
-        sides = {
-            name: (module.out_features, module.in_features)
-            for name, module in skeleton.named_modules()
-            if isinstance(module, torch.nn.Linear) and f"{name}.{form.weight_key}" in files.places
-        }
-        if not sides:
-            raise CheckpointError(f"{folder}: no layer has a {form.weight_key}, but {_CONFIG} says {form.method}")
-        parts = {name: _checked(files, form, name, *side) for name, side in sides.items()}
-        layers = {name: _layer(files, form, name, side, parts[name]) for name, side in sides.items()}
-        taken = {f"{name}.{part}" for name in sides for part in parts[name]}
-        tensors = {key: files.tensor(key) for key in files.places if key not in taken}
+    files = WeightFiles(folder)
+    sides = {
+        name: (module.out_features, module.in_features)
+        for name, module in skeleton.named_modules()
+        if isinstance(module, torch.nn.Linear) and f"{name}.{form.weight_key}" in files.places
+    }
+    if not sides:
+        raise CheckpointError(f"{folder}: no layer has a {form.weight_key}, but {_CONFIG} says {form.method}")
+    parts = {name: _checked(files, form, name, *side) for name, side in sides.items()}
+    layers = {name: _layer(files, form, name, side, parts[name]) for name, side in sides.items()}
+    taken = {f"{name}.{part}" for name in sides for part in parts[name]}
+    tensors = files.tensors(key for key in files.places if key not in taken)
     # Stand-ins without memory, which the layers replace.
     tensors |= {f"{name}.weight": torch.empty(1, 1, dtype=dtype).expand(side) for name, side in sides.items()}
     network, info = type(skeleton).from_pretrained(
@@ -177,7 +169,7 @@ def read(folder: Path, dtype: torch.dtype, attention: str) -> tuple[Any, dict[st
     return network, info
 
 
-def _checked(files: _Files, form: Layout | Fp4Layout, name: str, n: int, k: int) -> list[str]:
+def _checked(files: WeightFiles, form: Layout | Fp4Layout, name: str, n: int, k: int) -> list[str]:
     """The parts of a layer that there are, all of the declared types and shapes."""
     try:
         expected = form.parts(n, k)
@@ -194,67 +186,13 @@ def _checked(files: _Files, form: Layout | Fp4Layout, name: str, n: int, k: int)
 
 
 def _layer(
-    files: _Files, form: Layout | Fp4Layout, name: str, side: tuple[int, int], parts: list[str]
+    files: WeightFiles, form: Layout | Fp4Layout, name: str, side: tuple[int, int], parts: list[str]
 ) -> FourBitLinear:
     bias = f"{name}.bias"
     if bias in files.places:
         files.check(bias, ("F16", "BF16", "F32"), side[:1])
-    tensors = {part: files.tensor(f"{name}.{part}") for part in parts}
+    stored = files.tensors([f"{name}.{part}" for part in parts] + ([bias] if bias in files.places else []))
     try:
-        return form.layer(*side, tensors, files.tensor(bias) if bias in files.places else None)
+        return form.layer(*side, {part: stored[f"{name}.{part}"] for part in parts}, stored.get(bias))
     except ValueError as error:
         raise CheckpointError(f"{files.places[f'{name}.{parts[0]}']}: {name}: {error}") from error
-
-
-class _Files:
-    """The safetensors files of a folder, open while `stack` is. `places` are the file names of all keys."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.folder = folder
-        declared = self._declared()
-        names = sorted(set(declared.values())) if declared else [_SINGLE]
-        if len(names) > _MOST_FILES:
-            raise CheckpointError(f"{folder / _INDEX}: names {len(names)} files, more than {_MOST_FILES}")
-        self._files: dict[str, Any] = {}
-        self.places: dict[str, str] = {}
-        for name in names:
-            try:
-                file = stack.enter_context(safe_open(folder / name, "pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
-            self._files[name] = file
-            self.places |= dict.fromkeys(file.keys(), name)
-        for key, name in declared.items():
-            if self.places.get(key) != name:
-                raise CheckpointError(f"{folder / _INDEX}: says that {name} has {key[:100]}, which it has not")
-
-    def _declared(self) -> dict[str, str]:
-        """The index's file of each key; empty without an index."""
-        path = self.folder / _INDEX
-        if not path.is_file():
-            return {}
-        places = read_object(path, CheckpointError).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise CheckpointError(f"{path}: weight_map: must be an object of file names")
-        for name in places.values():
-            if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _NAME_LENGTH:
-                raise CheckpointError(f"{path}: weight_map: {name[:100]!r} is no .safetensors file of this folder")
-        return places
-
-    def check(self, key: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` if this key is missing, or of another type or shape."""
-        if key not in self.places:
-            raise CheckpointError(f"{self.folder}: has no {key}")
-        entry = self._files[self.places[key]].get_slice(key)
-        found = tuple(entry.get_shape())
-        if entry.get_dtype() not in dtypes or found not in (shape, () if shape == (1,) else shape):
-            expected = f"{' or '.join(dtypes)} {[*shape]}"
-            raise CheckpointError(
-                f"{self.folder / self.places[key]}: {key} is {entry.get_dtype()} {[*found]}, not {expected}"
-            )
-
-    def tensor(self, key: str) -> Tensor:
-        tensor: Tensor = self._files[self.places[key]].get_tensor(key)
-        return tensor

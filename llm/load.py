@@ -9,6 +9,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +23,14 @@ from llm.pooling import Pooling
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from llm.int4_checkpoint import Published
     from llm.shards import Rank
-
+    from llm.weight_files import WeightFiles
 
 _HEAD = "lm_head.weight"
+_CASTS = 4  # at a time: a layer has seven matrices
 
 
 def variant(scheme: str) -> str:
@@ -119,6 +122,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu", rank: Rank 
             network.set_attn_implementation(NAME)
             suffix = f"-{where.type}-{dtype}" if shape.large else ""
             folder, form, short, digest = None, None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
+            files = None
         else:
             folder = find(name)
             pooling, form = _pooling(folder), published(name)
@@ -127,35 +131,60 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu", rank: Rank 
                     f"{name}: is published in 4 bits ({form.method}), which {form.precision} reads, not {precision}"
                 )
             in_fp32 = is_quantized(precision) and form is None
-            network, tokenizer, generates = _read(folder, torch.float32 if in_fp32 else dtype)
+            network, tokenizer, generates, files = _read(folder, torch.float32 if in_fp32 else dtype)
             short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
             digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
         experts.adopt(network, family.MIXTURES)
         if is_quantized(precision) and form is None:
-            digest = _quantized(name, folder, network, digest, precision)
-        if rank is not None:
-            _split(name, network, rank)
-        network = _moved(network, where, dtype).eval().requires_grad_(False)
+            digest, files = _quantized(name, folder, network, files, digest, precision)
+        network = _part(name, network, files, rank, where, dtype).eval().requires_grad_(False)
     ends = _ends(network, tokenizer)
     return TextModel(short, digest, precision, where, dtype, network, tokenizer, ends, pooling, generates)
 
 
-def _split(name: str, network: Any, rank: Rank) -> None:
+def _part(
+    name: str, network: Any, files: WeightFiles | None, rank: Rank | None, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """The network, or a rank's part of it, on a device; of one on meta the layers are read there, one by one."""
+    from llm.family import body
     from llm.shards import shard_
+    from llm.weight_files import CheckpointError, DeferredWeights
+
+    weights = None if files is None else DeferredWeights(network, files)
+
+    def fill(module: nn.Module) -> None:
+        if weights is not None:
+            weights.fill_(module)
+
+    def place(module: nn.Module) -> None:
+        _place_(module, device, dtype)
 
     try:
-        shard_(network, rank)
+        if rank is not None:
+            shard_(network, rank, fill=fill, place=place)
+        else:
+            for module in [*getattr(body(network), "layers", ()), network]:
+                fill(module)
+                place(module)
+    except CheckpointError as error:
+        raise TextModelError(str(error)) from error
     except ValueError as error:
         raise TextModelError(f"{name}: {error}") from error
-
-
-def _moved(network: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The network on a device, its parameters cast; rotary frequencies stay fp32, as transformers loads them."""
-    network = network.to(device)
-    for parameter in network.parameters():
-        parameter.data = parameter.data.to(dtype)
+    place(network)
     return network
+
+
+def _place_(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a module, its parameters cast; rotary frequencies stay fp32, as transformers loads them."""
+
+    def cast(parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(dtype)
+
+    if uncast := [parameter for parameter in module.parameters() if parameter.dtype != dtype]:
+        with ThreadPoolExecutor(_CASTS) as pool:  # each reads pages of its own, and none waits for torch's threads
+            list(pool.map(cast, uncast))
+    module.to(device)
 
 
 def _device(name: str) -> torch.device:
@@ -222,25 +251,32 @@ def _pooling(folder: Path) -> Pooling:
         raise TextModelError(str(error)) from error
 
 
-def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
-    """The network, its tokenizer, and whether it has a head: those that only embed are published without."""
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool, WeightFiles | None]:
+    """The network, its tokenizer, whether it has a head (those that only embed are published without), and files.
+
+    With files the network is on meta, and they have its tensors; without, it is in memory.
+    """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     from llm import int4_checkpoint
     from llm.attention import NAME
+    from llm.weight_files import CheckpointError, hollow
 
+    files = None
     try:
         if int4_checkpoint.published(folder) is not None:
             network, info = int4_checkpoint.read(folder, dtype, NAME)
+        elif (on_meta := hollow(folder, dtype, NAME)) is not None:
+            network, info, files = on_meta
         else:
             network, info = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True,
                 output_loading_info=True,
             )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except int4_checkpoint.CheckpointError as error:
-        raise TextModelError(str(error)) from error
+    except CheckpointError as error:
+        raise TextModelError(f"{folder}: does not load ({error})") from error
     except Exception as error:  # many libraries, many exceptions: the model does not load
         raise TextModelError(f"{folder}: does not load ({type(error).__name__}: {_first_line(error)})") from error
     generates = _HEAD not in (info.get("missing_keys") or ()) or not (folder / "modules.json").is_file()
@@ -252,7 +288,7 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
             )
     if not generates:
         network.lm_head.weight = network.get_input_embeddings().weight
-    return network, tokenizer, generates
+    return network, tokenizer, generates, files
 
 
 def _check(name: str, network: Any, tokenizer: Any) -> None:
@@ -292,26 +328,38 @@ def variants(name: str) -> set[str]:
 def published(name: str) -> Published | None:
     """How a model is published in 4 bits, if it is. Raises `TextModelError` if there is no model."""
     from llm import int4_checkpoint
+    from llm.weight_files import CheckpointError
 
     if name in tiny.SHAPES:
         return None
     try:
         return int4_checkpoint.published(find(name))
-    except int4_checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         raise TextModelError(str(error)) from error
 
 
-def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme: str) -> str:
+def _quantized(
+    name: str, folder: Path | None, network: Any, files: WeightFiles | None, digest: str, scheme: str
+) -> tuple[str, WeightFiles | None]:
+    """Turn a network into its quantized variant; the digest, and the variant's files if the network is on meta."""
+    import torch
+
     from core.quant import store
+    from llm.weight_files import DeferredWeights, WeightFiles
 
     where = (folder or Path(name)) / variant(scheme)
     if folder is None or not (where / store.MANIFEST).is_file():
         raise TextModelError(f"precision {scheme}: there is no quantized model in {where}")
     try:
+        if files is not None and not store.read_manifest(where).weights:  # they are quantized from the model's own
+            DeferredWeights(network, files).fill_(network)
+            _place_(network, torch.device("cpu"), torch.float32)
+            files = None
         manifest = store.load_(network, where, source=digest)
-    except store.QuantizedStoreError as error:
+        files = files and WeightFiles(where)
+    except ValueError as error:
         raise TextModelError(str(error)) from error
-    return hashlib.sha256(f"{digest}:{manifest.recipe}:{manifest.sha256}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{digest}:{manifest.recipe}:{manifest.sha256}".encode()).hexdigest()[:16], files
 
 
 def _ends(network: Any, tokenizer: Any) -> frozenset[int]:

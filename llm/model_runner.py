@@ -96,11 +96,6 @@ class ModelRunner:
         # Starts its thread now, not when memory may be short.
         self._masks.submit(_compute, (), threading.Event()).result()
 
-    @property
-    def later_bytes(self) -> int:
-        """The memory that requests may come to take beside the cache: counts of their tokens, for penalties."""
-        return self._counts.most_bytes
-
     def close(self) -> None:
         """End the thread that computes masks, and wait for what still runs: it writes to memory that is freed next."""
         self._masks.shutdown()

@@ -411,11 +411,6 @@ class TextRunner:
         for each in self._executions:
             each.release()
 
-    @property
-    def later_bytes(self) -> int:
-        """The memory that requests may come to take beside the cache and adapters."""
-        return sum(model_runner.later_bytes for _, model_runner in self._lanes.values())
-
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows."""
         return self._costs.measured()

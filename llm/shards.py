@@ -9,8 +9,10 @@ transformers, of fewer heads and layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from contract.parallel import Parallel
@@ -83,8 +85,18 @@ def check(network: Any, parallel: Parallel) -> None:
         raise ValueError(f"text_parallel: its {kv_heads} heads of keys and values are not divided by {tensor} ranks")
 
 
-def shard_(network: Any, rank: Rank) -> None:
-    """Reduce a network to a rank's part, in place. Raises ValueError as `check`, and for layers that are not split."""
+def _keep(module: nn.Module) -> None:
+    """Leave a module of a network that is in memory as it is."""
+
+
+def shard_(
+    network: Any, rank: Rank, *, fill: Callable[[nn.Module], None] = _keep, place: Callable[[nn.Module], None] = _keep
+) -> None:
+    """Reduce a network to a rank's part, in place. Raises ValueError as `check`, and for layers that are not split.
+
+    Of a network on meta, `fill` gives a module that the rank needs its tensors before it is split, and `place` takes
+    its part to the rank's device before the next layer is filled.
+    """
     parallel = rank.parallel
     check(network, parallel)
     config, model = network.config, network.model
@@ -94,10 +106,12 @@ def shard_(network: Any, rank: Rank) -> None:
     model.layers = nn.ModuleList(model.layers[first : first + count])
     for index, layer in enumerate(model.layers):
         layer.self_attn.layer_idx = index
+        fill(layer)
         try:
             _shard_layer_(layer, config, rank)
         except ValueError as error:
             raise ValueError(f"text_parallel: {error}") from error
+        place(layer)
     if (kinds := getattr(config, "layer_types", None)) is not None:
         config.layer_types = kinds[first : first + count]
     config.num_hidden_layers = count
@@ -105,15 +119,22 @@ def shard_(network: Any, rank: Rank) -> None:
     config.num_key_value_heads = max(1, config.num_key_value_heads // parallel.tensor)
     config.intermediate_size //= parallel.tensor
     config.tie_word_embeddings = False
+    if rank.first:
+        fill(model.embed_tokens)
     if rank.last:
+        fill(model.norm)
+        fill(network.lm_head)
         tokens = vocabulary_slice(config.vocab_size, rank)
         each = -(-config.vocab_size // parallel.tensor)
         network.lm_head = output_slice(network.lm_head, tokens.start, tokens.stop, size=each)
     else:
-        network.lm_head = output_slice(network.lm_head, 0, 0)
+        head = output_slice(network.lm_head, 0, 0)
+        network.lm_head = head.to_empty(device="cpu") if network.lm_head.weight.is_meta else head
         model.norm = nn.Identity()
     if not rank.first:
-        model.embed_tokens.weight = nn.Parameter(model.embed_tokens.weight.detach()[:0].clone(), requires_grad=False)
+        weight = model.embed_tokens.weight.detach()[:0]
+        weight = torch.empty_like(weight, device="cpu") if weight.is_meta else weight.clone()
+        model.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _shard_layer_(layer: Any, config: Any, rank: Rank) -> None:

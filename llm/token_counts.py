@@ -28,11 +28,6 @@ class TokenCounts:
         # By row: whose tokens, and how many of them. An answer that has ended leaves memory.
         self._counted: dict[int, tuple[weakref.ref[SequenceState], int]] = {}
 
-    @property
-    def most_bytes(self) -> int:
-        """The memory that the table may take."""
-        return self._rows_at_most * self._vocabulary * self._table.itemsize
-
     def seen(self, parts: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
         """The tokens in prompt and answer, bool [n, V], and their occurrences in the answer, int32 [n, V], for each
         part's next token: its pending one counts too.
@@ -83,6 +78,11 @@ class TokenCounts:
 
     def _rows(self, values: Sequence[int]) -> Tensor:
         return on_device(torch.tensor(values), self._table.device)
+
+
+def table_bytes(rows: int, vocabulary: int) -> int:
+    """The memory that a table of so many rows comes to take."""
+    return 4 * rows * vocabulary
 
 
 def _add_(table: Tensor, places: Tensor, amount: int) -> None:

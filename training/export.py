@@ -24,7 +24,6 @@ from training import (
     stream,
     tiny_vae,
     tokens,
-    turbo,
     unet,
 )
 from training.run import TrainingRun, from_options, parser
@@ -57,26 +56,6 @@ def export_pictures(run: TrainingRun) -> Path:
     with contextlib.suppress(FileNotFoundError):
         tiny_vae.load(run).half().save_pretrained(folder / "vae-tiny")
     sizes.write(folder, stream.buckets(run))
-    return folder
-
-
-_SHARED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae", "vae-tiny")
-
-
-def export_turbo(run: TrainingRun) -> Path:
-    """`emoji-xl-turbo`: the student's UNet and sampler; links to emoji-xl's other parts, beside which it lies."""
-    from diffusers import LCMScheduler
-
-    base_folder = run.models / "emoji-xl"
-    folder = _fresh(run, "emoji-xl-turbo")
-    turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size=SHARD)
-    sampling = {key: value for key, value in run.turbo.sampling().items() if key != "_class_name"}
-    LCMScheduler(**sampling).save_pretrained(folder / "scheduler")
-    for name in _SHARED:
-        (folder / name).symlink_to(Path("..") / "emoji-xl" / name)
-    index = json.loads((base_folder / "model_index.json").read_text(encoding="utf-8"))
-    index["scheduler"] = ["diffusers", "LCMScheduler"]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
@@ -134,7 +113,6 @@ def export_draft(run: TrainingRun) -> Path:
 
 MODELS: dict[str, Callable[[TrainingRun], Path]] = {
     "emoji-xl": export_pictures,
-    "emoji-xl-turbo": export_turbo,
     "emoji-clip": export_clip,
     "emoji-lm": export_lm,
     "emoji-lm-draft": export_draft,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What scenes.sh and students.sh share; they source it. Each has functions `setup`; `train`, which runs in the
+# What plans such as scenes.sh share; they source it. Each has functions `setup`; `train`, which runs in the
 # background; and `collect`, which writes what is trained so far into OUT. All run in the repository's root, with a Python
 # that has torch for CUDA, transformers and diffusers. DATA has emoji/ and coco/; MODELS are the models to begin with.
 #

@@ -50,11 +50,6 @@ class TrainingRun:
         """The picture model's shape, at this run's size."""
         return dataclasses.replace(self.shapes.picture, native=self.size)
 
-    @property
-    def turbo(self) -> SDXLShape:
-        """The shape of the picture model's student, at this run's size."""
-        return dataclasses.replace(self.shapes.turbo, native=self.size)
-
     def rate(self, fresh: float, stage: str) -> float:
         """A stage's learning rate: `fresh`, or 0.6 of it for what is trained already and would forget."""
         return 0.6 * fresh if (self.work / "start" / f"{stage}.pt").exists() else fresh

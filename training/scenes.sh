@@ -8,8 +8,7 @@
 # Seconds:    0      30                      270                                          TRAIN_S
 #   GPU 0     setup | clip, rehearsal of unet |  unet, data-parallel                       |
 #   GPU 1           | vae                     |  (first minutes beside it: tiny_vae)       |
-# With one GPU all lanes share it. The rehearsal takes three steps of the unet: what would fail late fails early. Processes
-# beside one another use a GPU better than one: students.sh may run at the same time.
+# With one GPU all lanes share it. The rehearsal takes three steps of the unet: what would fail late fails early.
 set -euo pipefail
 
 VAE_MIN=${VAE_MIN:-3.8} CLIP_MIN=${CLIP_MIN:-3.8} TINY_MIN=${TINY_MIN:-1.8}

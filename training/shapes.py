@@ -6,7 +6,6 @@ are in pipeline.checkpoints.tiny.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,6 @@ class Shapes:
 
     vocab: int
     picture: tiny.SDXLShape
-    turbo: tiny.SDXLShape
     vision_width: int
     vision_layers: int
     vision_heads: int
@@ -76,7 +74,6 @@ class Shapes:
 EMOJI = Shapes(
     vocab=3072,
     picture=tiny.EMOJI,
-    turbo=tiny.EMOJI_TURBO,
     vision_width=192,
     vision_layers=6,
     vision_heads=6,
@@ -104,7 +101,6 @@ _SMOKE = tiny.SDXLShape(
 SMOKE = Shapes(
     vocab=640,
     picture=_SMOKE,
-    turbo=dataclasses.replace(_SMOKE, transformers=(1, 1, 1), **tiny.STUDENT),
     vision_width=32,
     vision_layers=2,
     vision_heads=2,

@@ -334,12 +334,7 @@ def _text_loras(settings: Settings, runner: TextRunner) -> AdapterSource | None:
         return None
     folder = Path(settings.text_loras).expanduser()
     own = folder / runner.model.name
-    return TextLoraFolder(own if own.is_dir() else folder, runner.execution, _text_loras_bytes(settings))
-
-
-def _text_loras_bytes(settings: Settings) -> int:
-    """The memory that a text model's LoRAs may take."""
-    return settings.text_loras_mib * 2**20 if settings.text_loras else 0
+    return TextLoraFolder(own if own.is_dir() else folder, runner.execution, settings.text_loras_mib * 2**20)
 
 
 def _load_text(
@@ -448,8 +443,6 @@ def build(
     pool = None if shared is None else _pool(settings, names, images, decisions, lane, shared)
     others_bytes = 0 if pool is None else _others_bytes(settings, images)
     if texts is not None:
-        others_bytes += len(text_settings) * (texts.later_bytes + _text_loras_bytes(settings))
-    if texts is not None and text_pool is not None:
         others_bytes += _text_others_bytes(text_settings, texts)
     if not settings.memory_mib:
         memory = images.capacity.memory
@@ -559,9 +552,9 @@ def _others_bytes(settings: Settings, first: Pooled) -> int:
 
 
 def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
-    """The memory that the other text models than the first may take, with their keys and values, as `_others_bytes`."""
+    """The memory that all may take later, and others than the first, with their caches, as `_others_bytes`."""
     from llm.load import TextModelError, file_bytes
-    from workers.text_pool import size_bytes
+    from workers.text_pool import later_bytes, size_bytes
 
     files, own = [0] * len(text_settings), size_bytes(first)
     for at, each in enumerate(text_settings):
@@ -571,7 +564,8 @@ def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> 
     most = int(sum(files[1:]) * min(1.0, weights / files[0] if files[0] else 1.0))
     most += len(files[1:]) * first.execution.cache.size_bytes
     allowed = text_settings[0].text_models_mib * 2**20
-    return min(most, max(0, allowed - own)) if allowed else most
+    most = min(most, max(0, allowed - own)) if allowed else most
+    return most + len(files) * later_bytes(text_settings[0], first)
 
 
 def _pool(

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from core.batching.request import Request
 from core.batching.runner import NotYet
+from core.config import Settings
+from llm.micro_batches import MicroBatches
 from llm.runner import TextRunner
+from llm.token_counts import table_bytes
 from pipeline.model_pool import Checked, ModelPool
 
 
@@ -56,3 +59,10 @@ class TextPool(ModelPool[TextRunner]):
 def size_bytes(runner: TextRunner) -> int:
     """Return the memory of a model and its draft: weights, packed ones included, keys and values."""
     return runner.execution.size_bytes + runner.guessing.size_bytes
+
+
+def later_bytes(settings: Settings, runner: TextRunner) -> int:
+    """Return the memory that requests of a model may come to take: LoRAs, and counts of tokens for penalties."""
+    loras = settings.text_loras_mib * 2**20 if settings.text_loras else 0
+    rows, batches = len(runner.execution.cache.table), MicroBatches.count(runner.pipeline)
+    return loras + batches * table_bytes(rows, runner.model.vocabulary)

@@ -114,13 +114,18 @@ class SparseInt8Linear(Int8Linear):
 
     @classmethod
     def restored(cls, layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:
-        """The stored layer with these tensors. Raises ValueError without a weight, and for metadata that is none."""
+        """The stored layer with these tensors. Raises ValueError without a weight, and as `check`."""
         if "weight" not in tensors:
             raise ValueError("a sparse layer is stored with its weights")
-        metadata = tensors["metadata"]
-        if metadata.dtype != torch.uint8 or bool((_places(metadata).diff(dim=-1) <= 0).any()):
+        restored = cls(*(tensors.get(part) for part in _PARTS), metadata=tensors["metadata"])  # type: ignore[arg-type]
+        restored.check()
+        return restored
+
+    def check(self) -> None:
+        """Reject metadata that no layer has, unless it is on meta. Raises ValueError."""
+        metadata = self.metadata
+        if metadata.dtype != torch.uint8 or not (metadata.is_meta or bool((_places(metadata).diff(dim=-1) > 0).all())):
             raise ValueError("metadata does not name two places of each group, in their order")
-        return cls(*(tensors.get(part) for part in _PARTS), metadata=metadata)  # type: ignore[arg-type]
 
     @property
     def levels(self) -> Tensor:

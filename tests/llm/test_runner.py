@@ -321,7 +321,7 @@ def test_an_abort_frees_pages_within_an_iteration() -> None:
 
 @pytest.mark.parametrize(
     ("count", "options"),
-    [(3_000, {"draft": "lookup"}), (1_500, {"ahead": True}),
+    [(1_200, {"draft": "lookup"}), (800, {"ahead": True}),
      pytest.param(10_000, {"draft": "lookup"}, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_thousands_of_admissions_aborts_and_preemptions_leave_every_page_free(

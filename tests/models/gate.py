@@ -1,9 +1,9 @@
 """Quality of the embedded models' 8-bit and cached ways to draw, beside stored figures: `python -m tests.models.gate`.
 
 64 pictures, chosen by rule: the animals of Unicode, U+1F400 to U+1F43F, by their names. Each is drawn in fp32 and in
-another way from the same seed. Figures are of the first 6, which `make test` draws, of 12, and of all. `--write` stores them,
-after a change that is meant to change them. `--linears` tries a scheme of 4 bits on the INT8 denoiser's linear layers,
-and says which of INT8's figures it falls below.
+another way from the same seed. Figures are of the first 6, which `make test` draws, of 12, and of all. `--write` stores
+them, after a change that is meant to change them. `--linears` tries a scheme of 4 bits on the INT8 denoiser's linear
+layers, and says which of INT8's figures it falls below.
 """
 
 from __future__ import annotations

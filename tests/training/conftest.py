@@ -11,7 +11,7 @@ import pytest
 from tests.shared import shared_folder
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
-from training import export, judge, tokens
+from training import export, judge, tiny_vae, tokens
 from training.run import TrainingRun
 
 # Iterations and rows of the stages, so few that their losses only just fall.
@@ -66,6 +66,7 @@ def _train(run: TrainingRun) -> None:
         stages.train(
             dataclasses.replace(run, iterations=LENGTHS.get(name, 1), batch=BATCHES.get(name, 16)), only=[name]
         )
+    tiny_vae.train(dataclasses.replace(run, iterations=60, batch=8))
     export.export(run)
     judge.judge(run, 24)
     export.rewrite_cards(run)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from training import adopt
 from training.run import TrainingRun
 from training.shapes import SMOKE
 
@@ -87,13 +85,3 @@ class Trained:
 
     run: TrainingRun
     figures: dict[str, Any]
-
-
-def adopted(trained: Trained, folder: Path, iterations: int, *, batch: int) -> TrainingRun:
-    """A run of its own on the emoji-xl that was exported."""
-    shutil.copytree(trained.run.models / "emoji-xl", folder / "models" / "emoji-xl")
-    run = dataclasses.replace(
-        trained.run, work=folder / "work", models=folder / "models", iterations=iterations, batch=batch
-    )
-    adopt.train(run)
-    return run

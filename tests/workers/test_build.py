@@ -41,6 +41,7 @@ from workers import app, backends, variants
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision, text_runner
 from workers.serving_runtime import ModelRuntime, build_serving_runtime
+from workers.text_pool import later_bytes
 
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
@@ -372,9 +373,9 @@ def test_requests_get_the_memory_that_text_may_take_later(monkeypatch: pytest.Mo
     )  # fmt: skip
     with build(settings, text=True) as runtime:
         assert runtime.texts is not None and runtime.text_pool is not None
-        counts = 8 * 4 * runtime.texts.model.vocabulary
-        assert runtime.texts.later_bytes == counts
-        assert 2**30 - runtime.image_runner.capacity.memory.capacity > 2 * (2**26 + counts)
+        later = later_bytes(settings, runtime.texts)
+        assert later == 2**26 + 8 * 4 * runtime.texts.model.vocabulary
+        assert 2**30 - runtime.image_runner.capacity.memory.capacity > 2 * later
         closed: list[object] = []
         close = TextRunner.close
 

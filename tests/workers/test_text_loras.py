@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from contract.errors import Invalid
+from core.batching.engine import Aborted
 from core.batching.request import Request
 from core.kernels.kv_cache import Kind
 from llm import tiny
@@ -112,6 +113,35 @@ def test_answers_after_preemption_and_beams(folder: Path) -> None:
         assert stage.preempted(runner, beams, 2, 5).tokens == stage.preempted(runner, beams).tokens
     assert not held.cache.known("critic").pins
     runner.close()
+
+
+KINDS: list[dict[str, Any]] = [
+    {}, {"beams": 3}, {"beams": 2, "adapter": "poet"}, {"adapter": "clerk", "logprobs": 2}, {"stop": ("e", "th")},
+    {"frequency_penalty": 0.5, "adapter": "critic"}, {"logit_bias": ((5, 3.0),)}, {"json_schema": "{}"}, {"beams": 1},
+]  # fmt: skip
+
+
+def test_requests_of_all_kinds_ahead_of_the_host_while_others_are_aborted(folder: Path) -> None:
+    """With pages for a few and room for two adapters: each is what it is alone, and nothing stays held."""
+    pytest.importorskip("llguidance")
+    prompts, model = stage.prompts(stage.small(), 4), stage.small()
+    wanted = [stage.greedy(prompt, most, **kind) for prompt in prompts for kind in KINDS for most in (1, 14)]
+    options: dict[str, Any] = {"kernels": stage.kernels(), "max_requests": 8, "chunk": 16, "context": 128}
+    with stage.serving(model, **options, pages=64) as (engine, runner):
+        adapters(runner, folder)
+        alone = [stage.answers(engine, [one])[0] for one in wanted]
+    with stage.serving(model, **options, pages=30, ahead=True) as (engine, runner):
+        held = adapters(runner, folder, 64_000)
+        futures = [engine.submit(Request(f"{i}", "text", one, tenant="ab"[i % 2])) for i, one in enumerate(wanted)]
+        for i in range(3, len(wanted), 7):
+            futures[i - 3].exception(60)
+            engine.abort(f"{i}")
+        for future, expected in zip(futures, alone, strict=True):
+            assert (
+                isinstance(future.exception(60), Aborted)
+                or replace(future.result(), cached=expected.cached) == expected
+            )
+    assert all(not asset.pins for asset in map(held.cache.known, OPTIONS))
 
 
 def test_pages_are_shared_among_requests_of_one_lora_only(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.kernels.cuda import language
+from core.kernels.cuda import decode_hopper, language
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import enter, kernel, options
 from core.kernels.cuda.quantize import rounded, to_type
@@ -21,12 +21,9 @@ PARTS = 16  # parts of a sequence, at most
 _UNIT = 128  # a part's tokens are a multiple of it, and a block has no more
 _LEAST = 16  # minimum tile rows of the tensor cores
 
-# Keys at a time, warps, and blocks in flight, by bytes per number, of kernels that convert keys and values: the fastest
-# of those tried on an H200 (`benchmarks/kernels.py`).
+# Keys at a time, warps, and blocks in flight, by bytes per number: the fastest of those tried on an H200
+# (`benchmarks/kernels.py`).
 shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
-# Of the kernel that multiplies them in 8 bits, by the width of a head up to which they are used.
-shapes_in_8_bits = {128: (128, 4, 3), 512: (64, 4, 3)}
-_NARROWEST = 32  # head of that kernel: 8-bit products are of 32 numbers at least
 
 
 def unsupported_reason(cache: KVCache) -> str | None:
@@ -75,11 +72,50 @@ def _store_whole(  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def limit(s, visible, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _limit(s, visible, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Visible scores, which are times log2(e); with CAP a score x is CAP · tanh(x / CAP)."""
     if CAP != 0:
         s = CAP * 1.4426950408889634 * (1 - 2 / (tl.exp2(s * (2 / CAP)) + 1))
     return tl.where(visible, s, float("-inf"))
+
+
+@kernel()
+def blocks(  # type: ignore[no-untyped-def]
+    x, scale, keys, values, key_scales, value_scales, pages, head, position, top, total, acc, start, end, count,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum and result of rows x [M, D] at `position` after the keys from `start` to `end`, of
+    `count`; of WHOLE blocks none is masked. `scale` is that of scores for powers of two.
+    """
+    channel = tl.arange(0, D)
+    for first in range(start, end, BLOCK):
+        seen = first + tl.arange(0, BLOCK)
+        # By whole pages, so that loads stay wide: values beyond the sequence's end in its last page are finite.
+        valid = (seen >= 0) if WHOLE else seen // SIZE * SIZE < count
+        page = tl.load(pages + seen // SIZE, mask=valid, other=0).to(tl.int64) * KV + head
+        within = seen % SIZE
+        k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=valid[:, None], other=0.0)
+        # [D, BLOCK]; a page stores a channel's tokens contiguously
+        at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
+        v = tl.load(values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=valid[None], other=0.0)
+        s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale
+        if key_scales is not None:
+            s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
+        if CAP != 0 or not WHOLE:
+            visible = seen[None] <= position[:, None]
+            if WINDOW:
+                visible &= seen[None] > position[:, None] - WINDOW
+            s = _limit(s, visible, CAP)
+        above = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - above[:, None])
+        fade = tl.exp2(top - above)
+        total = total * fade + tl.sum(p, 1)
+        if value_scales is not None:
+            p *= tl.load(value_scales + page * SIZE + within, mask=valid, other=0.0)[None]
+        acc = acc * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
+        top = above
+    return top, total, acc
 
 
 @kernel("table_stride")
@@ -100,35 +136,13 @@ def _parts(  # type: ignore[no-untyped-def]
         group, channel = tl.arange(0, M), tl.arange(0, D)
         heads = head * G + group  # [M]: query heads that share this key head
         x = tl.load(q + (row * H + heads)[:, None] * D + channel[None], mask=(group < G)[:, None], other=0.0)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, D], tl.float32)
         end = tl.minimum(start + part, count)
         begin = tl.maximum(count - WINDOW, 0) if WINDOW else 0  # each block has a token from here on
-        for first in range(tl.maximum(start, begin // BLOCK * BLOCK), end, BLOCK):
-            token = first + tl.arange(0, BLOCK)
-            # By whole pages, so that loads stay wide: values beyond the sequence's end in its last page are finite.
-            valid = token // SIZE * SIZE < end
-            page = tl.load(pages + token // SIZE, mask=valid, other=0).to(tl.int64) * KV + head
-            within = token % SIZE
-            k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=valid[:, None], other=0.0)
-            # [D, BLOCK]; a page stores a channel's tokens contiguously
-            at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
-            v = tl.load(
-                values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=valid[None], other=0.0
-            )
-            s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]
-            if key_scales is not None:
-                s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
-            s = limit(s, ((token < end) & (token >= begin))[None], CAP)
-            above = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - above[:, None])
-            fade = tl.exp2(top - above)
-            total = total * fade + tl.sum(p, 1)
-            if value_scales is not None:
-                p *= tl.load(value_scales + page * SIZE + within, mask=valid, other=0.0)[None]
-            acc = acc * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
-            top = above
+        top, total, acc = blocks(
+            x, scale, keys, values, key_scales, value_scales, pages, head, tl.zeros([M], tl.int32) + count - 1,
+            tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32),
+            tl.maximum(start, begin // BLOCK * BLOCK), end, count, KV, D, BLOCK, SIZE, WINDOW, CAP, False,
+        )  # fmt: skip
         real = (group < G) & stored
         if REACH == 1:
             _store_whole(out, inverse, acc, total, row * H + heads, heads, channel, real, D)
@@ -137,128 +151,6 @@ def _parts(  # type: ignore[no-untyped-def]
             tl.store(made_parts + at[:, None] * D + channel[None], acc, real[:, None])
             tl.store(largest + at, top, real)
             tl.store(sums + at, total, real)
-
-
-@kernel()
-def _pair(x, second, STEPS: tl.constexpr, INT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x, within the levels of 8 bits, as the nearest one; where `second` what that leaves, in STEPS of a level."""
-    if INT8:  # the sum with 1.5 · 2^23 has no fraction bits, and its last bits are the level's
-        sum = x + 12582912.0
-        sum = tl.where(second, (x - (sum - 12582912.0)) * STEPS + 12582912.0, sum)
-        return sum.to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        level = x.to(tl.float8e4nv)
-        return tl.where(second, (x - level.to(tl.float32)).to(tl.float8e4nv), level)
-
-
-@kernel()
-def exp2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2^x; FAST flushes what is below fp32's normal numbers to zero, and spares their scaling."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
-
-
-@kernel()
-def log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The logarithm of a normal number, by FAST to within 2^-22 in a single instruction."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(x)
-
-
-@kernel()
-def _sum(x, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products [N, 2 · M] with first and second numbers as those with their sums, [N, M], times STEPS, in fp32."""
-    N: tl.constexpr = x.shape[0]
-    M: tl.constexpr = x.shape[1] // 2
-    x = tl.reshape(x, (N, 2, M))
-    if STEPS != 1:
-        x = x * tl.where(tl.arange(0, 2) == 0, int(STEPS), 1)[None, :, None]
-    return tl.sum(x, 1).to(tl.float32)
-
-
-@kernel("table_stride")
-def _parts_in_8_bits(  # type: ignore[no-untyped-def]  # noqa: PLR0915
-    q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
-    sums, scale, table_stride, H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, FAST: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """`_parts` of keys and values in 8 bits, which are multiplied as they are and never converted.
-
-    They are the left operands, of which tensor cores take 64 rows, and heads the columns: M of them, as queries and
-    weights are each the sum of two numbers in 8 bits, the second of what the first leaves. The running maximum is of
-    scores plus the logarithm of the value's scale, so that the largest weight of a value's level is 1.
-    """
-    TOP: tl.constexpr = 127.0 if INT8 else 448.0
-    STEPS: tl.constexpr = 254.0 if INT8 else 1.0  # of the second number in one of the first
-    enter(EARLY)
-    place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, stored, count = _row(index, positions, place)
-    part = _part(count, PART, PARTS, UNIT)
-    start = split * part
-    if (start < count) | (split == 0):
-        pages = table + tl.load(sequences + row) * table_stride
-        both, channel = tl.arange(0, 2 * M), tl.arange(0, D)
-        x = tl.load(
-            q + (row * H + head * G + both % M)[:, None] * D + channel[None], (both % M < G)[:, None], other=0.0
-        ).to(tl.float32)
-        unit = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / TOP
-        x = _pair(x / unit[:, None], (both >= M)[:, None], STEPS, INT8)
-        factor = tl.max(tl.reshape(unit, (2, M)), 0) * (scale / STEPS)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK, M], tl.float32)
-        acc = tl.zeros([D, M], tl.float32)
-        end = tl.minimum(start + part, count)
-        begin = tl.maximum(count - WINDOW, 0) if WINDOW else 0  # each block has a token from here on
-        for first in range(tl.maximum(start, begin // BLOCK * BLOCK), end, BLOCK):
-            token = first + tl.arange(0, BLOCK)
-            # Behind the sequence's end page 0 is read, or what earlier sequences left: any levels, and any scales.
-            page = tl.load(pages + token // SIZE, token < end, other=0).to(tl.int64) * KV + head
-            within = token % SIZE
-            k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None])
-            at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]  # [D, BLOCK]
-            v = tl.load(values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)))
-            visible = (token < end) & (token >= begin)
-            key_scale = tl.where(visible, tl.load(key_scales + page * SIZE + within), 0.0)
-            value_scale = tl.where(visible, log2(tl.load(value_scales + page * SIZE + within), FAST), 0.0)
-            s = _sum(tl.dot(k, tl.trans(x), out_dtype=tl.int32 if INT8 else tl.float32), STEPS) * key_scale[:, None]
-            if CAP != 0:
-                s = limit(s * factor[None], True, CAP)
-            else:
-                s *= factor[None]
-            s += tl.where(visible, value_scale, float("-inf"))[:, None]
-            above = tl.maximum(top, tl.max(s, 0))
-            p = exp2(s - above[None], FAST)
-            fade = exp2(top - above, FAST)
-            total = total * fade[None] + p * exp2(-value_scale, FAST)[:, None]
-            p = tl.reshape(tl.broadcast_to((p * TOP)[:, None], (BLOCK, 2, M)), (BLOCK, 2 * M))
-            p = _pair(p, (both >= M)[None], STEPS, INT8)
-            acc = acc * fade[None] + _sum(tl.dot(v, p, out_dtype=tl.int32 if INT8 else tl.float32), STEPS)
-            top = above
-        weights = tl.sum(total, 0)
-        group = tl.arange(0, M)
-        real = (group < G) & stored
-        acc *= 1 / (TOP * STEPS)
-        if REACH == 1:
-            y = acc / tl.maximum(weights, 1e-30)[None]
-            if inverse is not None:
-                y *= tl.load(inverse + (head * G + group)[None] * D + channel[:, None], real[None], other=0.0)
-            to = out + (row * H + head * G + group)[None] * D + channel[:, None]
-            tl.store(to, rounded(y, out.dtype.element_ty), real[None])
-        else:
-            at = (place * H + head * G + group) * REACH + split
-            tl.store(made_parts + at[None] * D + channel[:, None], acc, real[None])
-            tl.store(largest + at, top, real)
-            tl.store(sums + at, weights, real)
 
 
 @kernel()
@@ -324,27 +216,26 @@ def decode(
         partials = torch.empty(rows, heads, parts, d, device=q.device, dtype=torch.float32)
         largest = torch.empty(rows, heads, parts, device=q.device, dtype=torch.float32)
         sums = torch.empty_like(largest)
-    in_8_bits = key_scales is not None and d >= _NARROWEST
-    least = _LEAST // 2 if in_8_bits else _LEAST
-    arguments = (
-        q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
-        partials, largest, sums, scale * 1.4426950408889634, table.stride(0),
-        heads, kv_heads, group, max(least, power(group)), d, parts, PART, PARTS, _UNIT,
-    )  # fmt: skip
-    grid = (rows, kv_heads, parts)
-    if in_8_bits:
-        block, warps, stages = next(shape for width, shape in shapes_in_8_bits.items() if d <= width)
-        _parts_in_8_bits[grid](
-            *arguments, block, PAGE, window, cap, keys.dtype == torch.int8, q.is_cuda, early,
-            num_warps=warps, num_stages=stages, **options(early),
+    q, scale, part = q.contiguous(), scale * 1.4426950408889634, PART
+    if decode_hopper.unsupported_reason(q, keys, out) is None:
+        assert key_scales is not None and value_scales is not None
+        to = None if partials is None or largest is None or sums is None else (partials, largest, sums)
+        part = decode_hopper.PART
+        decode_hopper.parts(
+            q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, to, scale,
+            reach=parts, window=window, cap=cap, early=bool(early),
         )  # fmt: skip
     else:
         block, warps, stages = shapes[keys.element_size()]
-        _parts[grid](*arguments, block, PAGE, window, cap, early, num_warps=warps, num_stages=stages, **options(early))
+        _parts[(rows, kv_heads, parts)](
+            q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, partials,
+            largest, sums, scale, table.stride(0), heads, kv_heads, group, max(_LEAST, power(group)), d, parts,
+            PART, PARTS, _UNIT, block, PAGE, window, cap, early, num_warps=warps, num_stages=stages, **options(early),
+        )  # fmt: skip
     if parts > 1:
         _together[(rows, heads)](
-            partials, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, early,
-            num_warps=4, **options(early),
+            partials, largest, sums, positions, index, inverse, out, heads, d, parts, part, PARTS, _UNIT, early,
+            num_warps=max(1, d // 128), **options(early),
         )  # fmt: skip
     return out
 
@@ -365,13 +256,13 @@ def decode_reference(
     window: int = 0,
     cap: float = 0.0,
 ) -> Tensor:
-    """The reference of `decode`: row by row in fp32, as `dtype` or q's."""
-    keys, values = keys.float(), values.float()
+    """The reference of `decode`: row by row in fp64, as `dtype` or q's."""
+    keys, values = keys.double(), values.double()
     if key_scales is not None and value_scales is not None:
         keys, values = keys * key_scales[..., None], values * value_scales[:, :, None]
     group = q.shape[1] // keys.shape[1]
     outputs = []
-    for x, position, sequence in zip(q.float(), positions.tolist(), sequences.tolist(), strict=True):
+    for x, position, sequence in zip(q.double(), positions.tolist(), sequences.tolist(), strict=True):
         at = table[sequence, : position // PAGE + 1].long()
         k = keys[at].transpose(0, 1).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         v = values[at].permute(1, 0, 3, 2).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)

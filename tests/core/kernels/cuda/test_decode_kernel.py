@@ -26,6 +26,7 @@ def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: 
     order = torch.randperm(each * len(lengths), generator=draw, device=DEVICE).tolist()
     for s, length in enumerate(lengths):
         cache.place(s, order[s * each : (s + 1) * each])
+        cache.settle()
         positions = torch.arange(length, dtype=torch.int32, device=DEVICE)
         step = TokenBatch(positions, positions, torch.full_like(positions, s), positions[:0])
         keys, values = (torch.randn(length, kv_heads, d, generator=draw, device=DEVICE).to(dtype) for _ in range(2))
@@ -52,8 +53,7 @@ def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
     sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
     found = decode(q, *layer, positions, sequences, d**-0.5)
     wanted = decode_reference(q, *layer, positions, sequences, d**-0.5)
-    # Queries and weights in two numbers of 8 bits have 15.
-    slack = 2e-2 if dtype == torch.bfloat16 else 2e-4 if kind == "int8" else 2e-5
+    slack = 2e-2 if dtype == torch.bfloat16 else 2e-5
     torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
     # Whatever the most that any row may come to, and whoever is beside it: the same bits.
     assert torch.equal(decode(q, *layer, positions, sequences, d**-0.5, parts=16 if CUDA else 5), found)
@@ -120,23 +120,16 @@ for kind in ("bf16", "i8", "fp8e4nv"):
     types = {"q": "*bf16", "keys": f"*{kind}", "values": f"*{kind}", "table": "*i32", "positions": "*i32",
              "sequences": "*i32", "inverse": "*fp32", "out": "*i8", "scale": "fp32", "table_stride": "i32"}
     types |= {} if kind == "bf16" else {"key_scales": "*fp32", "value_scales": "*fp32"}
-    shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0,
+    shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=32, SIZE=16, WINDOW=0, CAP=0.0,
                  EARLY=0)
     more = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32"}
     limits = {"WINDOW": 4096, "CAP": 50.0} if kind == "bf16" else {}
     if kind == "bf16":
-        made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=4, num_stages=3)
-        made(decode_kernel._parts, types | more, shape | limits | {"REACH": 16}, num_warps=4, num_stages=3)
-    else:
-        block, warps, stages = decode_kernel.shapes_in_8_bits[128]
-        made(decode_kernel._parts_in_8_bits, types | more, shape | dict(M=8, REACH=16, BLOCK=block, INT8=kind == "i8",
-             FAST=True), "wgmma.mma_async", num_warps=warps, num_stages=stages)
+        made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=2, num_stages=2)
+    made(decode_kernel._parts, types | more, shape | limits | {"REACH": 16}, num_warps=2, num_stages=2)
     types = {name: kind for name, kind in types.items() if name != "sequences"} | {"tiles": "*i32"}
-    fp8 = kind == "fp8e4nv"
-    block, warps, stages, parts = chunk_kernel._IN_8_BITS if fp8 else (64, 8, 3, 1)
-    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128 // parts, D=128, BLOCK=block, SIZE=16, WINDOW=0, CAP=0.0, FP8=fp8,
-                 FAST=True, PARTS=parts)
-    made(chunk_kernel._chunks, types, shape | limits, "wgmma.mma_async", num_warps=warps, num_stages=stages)
+    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, WINDOW=0, CAP=0.0)
+    made(chunk_kernel._chunks, types, shape | limits, "wgmma.mma_async", num_warps=8, num_stages=3)
 for kind, assignments, gated in (("i8", 4096, True), ("fp8e4nv", 2, False)):
     t = grouped_kernel.choose(assignments, 8, 4096, 1, gated=gated)
     types = {"x": f"*{kind}", "weight": f"*{kind}", "order": "*i32", "blocks": "*i32", "count": "i32", "scale": "*fp32"}
