@@ -274,6 +274,7 @@ class TextRunner:
             for rows, seconds, masks_s in timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
+                self.guessing.observe(rows, seconds - masks_s)
             return outcomes | waiting
 
         return lane.start(lambda: model_runner(parts), commit)

@@ -70,23 +70,25 @@ class AcceptanceRate:
 
 
 class ForwardTimes:
-    """Seconds of a forward by its rows, as measured before requests come: the shape of the cost, whatever the machine's
-    load is later. Linear between measured numbers of rows, and beyond them.
+    """The shortest measured seconds of a forward by its rows: the shape of the cost, whatever the machine's load is.
+    Linear between measured numbers of rows, and beyond them. No forward takes longer than one of more rows.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Record a measurement, of which the shortest counts: noise only adds."""
-        self._seconds[rows] = min(seconds, self._seconds.get(rows, seconds))
+    def observe(self, rows: int, seconds: float) -> bool:
+        """Record a measurement; returns whether it is the shortest, which alone counts: noise only adds."""
+        if shortest := seconds < self._seconds.get(rows, np.inf):
+            self._seconds[rows] = seconds
+        return shortest
 
     def __len__(self) -> int:
         return len(self._seconds)
 
     def __call__(self, rows: Floats) -> Floats:
         known = sorted(self._seconds)
-        seconds = np.maximum.accumulate([self._seconds[count] for count in known])
+        seconds = np.minimum.accumulate([self._seconds[count] for count in known[::-1]])[::-1]
         slope = (seconds[-1] - seconds[0]) / max(1, known[-1] - known[0])  # of all, since costs rise in steps
         result: Floats = np.interp(rows, known, seconds) + slope * np.maximum(0, rows - known[-1])
         return result

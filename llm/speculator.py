@@ -51,8 +51,12 @@ class Speculator:
         if self.drafter is None or not asking:
             return
         requests = [_request(part.work, part.start, part.work.guesses) for part in asking]
+        started = time.perf_counter()
         for part, guess in zip(asking, self.drafter.guess(requests), strict=True):
             part.guess = guess
+        if len(requests) == 1:
+            seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else requests[0].count)
+            self._draft_s = min(self._draft_s or seconds, seconds)
 
     def read(self, parts: Sequence[ScheduledTokens], features: Tensor | None) -> None:
         """Have the drafter read the chunks of prompts that the model has just read; `features` are those of the
@@ -129,17 +133,18 @@ class Speculator:
             if layers
             else None
         )
-        for count in (MOST, *[_TIMED] * _TIMED):
+        timed = self.drafter.most if self.drafter.at_once else _TIMED
+        for turn, count in enumerate((MOST, *[timed] * _TIMED)):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
-            self._draft_s = seconds if count == MOST else min(self._draft_s, seconds)
+            self._draft_s = min(self._draft_s, seconds) if turn > 1 else seconds
         self._lengths.clear()
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Record the time of a forward of the model while it has the device to itself."""
-        self._times.observe(rows, seconds)
-        self._lengths.clear()
+        """Record the time of a forward of the model alone."""
+        if self._times.observe(rows, seconds):
+            self._lengths.clear()
 
     def lengths(self, decoding: int) -> DraftLengths | None:
         """The model of how many guesses pay off with so many requests; None if speculation is off."""

@@ -149,7 +149,7 @@ def test_times_are_those_measured_and_lines_between_and_behind_them() -> None:
     times = ForwardTimes()
     for rows, seconds in ((1, 5.0), (1, 1.0), (3, 2.0), (8, 1.5), (12, 4.0)):
         times.observe(rows, seconds)
-    assert times(np.array([1.0, 2, 3, 8, 10, 12, 16])) == pytest.approx([1, 1.5, 2, 2, 3, 4, 4 + 12 / 11])
+    assert times(np.array([1.0, 2, 3, 8, 10, 12, 16])) == pytest.approx([1, 1.25, 1.5, 1.5, 2.75, 4, 4 + 12 / 11])
 
 
 def test_lengths_bring_the_most_tokens_a_second() -> None:
