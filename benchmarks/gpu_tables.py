@@ -142,6 +142,10 @@ TABLES: dict[str, Table | Text] = {
         ("in flight × prompt/answer tokens", "{name}"), ("tokens/s", "{tokens_s:,.0f}"),
         ("a step", "{step_ms:.2f} ms"), ("first token p50, p99", "{first_p50_s:.3f} s, {first_p99_s:.3f} s"),
         ("requests", "{requests}")), _text_load, "{model} in {precision}, keys and values in {kv}."),
+    "h200-text-load-server": Table(("h200/text-load-server",), (
+        ("in flight × prompt/answer tokens @ arrivals", "{name}"), ("tokens/s", "{tokens_s:,.0f}"),
+        ("first token p50, p99", "{first_p50_s:.3f} s, {first_p99_s:.3f} s"), ("later tokens p99", "{token_p99_ms} ms"),
+        ("requests", "{requests}")), _text_load, "{model} in {precision}, keys and values in {kv}; random arrivals."),
     "h200-before": Table(("h200/phases",), (
         ("graph, phase and rows", "{name}"), ("now", "{ms:.3f} ms"), ("before", "{before}"), ("ratio", "{ratio}")),
         _before, "Before: {before}."),
