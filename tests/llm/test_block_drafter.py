@@ -101,6 +101,7 @@ def test_blocks_are_those_of_the_published_architecture(kind: str, monkeypatch: 
     cache = KVCache(layers=2, kv_heads=2, head_dim=32, dtype=dtype, device=device, turned=kind == "graphs", **SIZE)
     cache.place(0, [3, 9, 4])
     cache.place(1, [8, 2])
+    cache.settle()
     decoder = BlockDecoder.of(made.to(device, dtype), target.get_input_embeddings(), target.get_output_embeddings())
     logits: list[Any] = []
     drafted = dflash.draft
