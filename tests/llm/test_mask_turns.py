@@ -127,7 +127,7 @@ def test_masks_that_are_late_are_left_to_the_next_step(
 ) -> None:
     engine, runner, alone = served
     late = []
-    commit, compute = runner._commit, model_runner._compute
+    commit, compute = runner._commit_part, model_runner._compute
 
     def noted(part: ScheduledTokens) -> Outcome:
         if part.tokens == ():
@@ -135,6 +135,6 @@ def test_masks_that_are_late_are_left_to_the_next_step(
         return commit(part)
 
     monkeypatch.setattr(model_runner, "_compute", lambda matchers, enough: compute(matchers[:1], enough))
-    monkeypatch.setattr(runner, "_commit", noted)
+    monkeypatch.setattr(runner, "_commit_part", noted)
     assert [text.tokens for text in stage.answers(engine, [*HELD, FREE])] == alone
     assert len(late) >= 12

@@ -110,6 +110,7 @@ def test_the_rows_of_a_large_vocabulary_are_few() -> None:
     class Execution:
         def __init__(self, vocabulary: int) -> None:
             self.model = type("Model", (), {"vocabulary": vocabulary, "device": torch.device("cpu")})
+            self.cache = type("Cache", (), {"table": torch.zeros(1, 1)})
 
     class Guessing:
         draft = None

@@ -211,6 +211,7 @@ def test_impossible_numbers_of_a_variant_are_refused_by_layer(quantized: Path, t
 def peak_bytes(task: Callable[[], object]) -> int:
     """The most resident memory that a task takes beyond what the process has before it."""
     status = Path("/proc/self/status")
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again, uncounted, or count as the peak
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     except OSError:
@@ -219,7 +220,6 @@ def peak_bytes(task: Callable[[], object]) -> int:
     def read(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(field))
 
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again, uncounted
     before = read("VmRSS:")
     result = task()
     assert result is not None
