@@ -14,7 +14,7 @@ from core.kernels.kv_cache import Kind, KVCache
 from llm import block_runs, dflash
 from llm.block_runs import Blocks
 from llm.dflash import Checkpoint
-from llm.drafts import DraftRequest
+from llm.drafts import DraftRequest, companion_cache
 from llm.execution import TextExecution
 from llm.load import TextModel, TextModelError
 from llm.sequence import SequenceState
@@ -46,16 +46,10 @@ class BlockDraft:
         kernels: ctypes.CDLL | None,
     ) -> BlockDrafter:  # fmt: skip
         """Make the drafter; see `DrafterFactory`."""
-        network, model = self.checkpoint.network, execution.model
-        config = network.config
-        if config.max_position_embeddings < context:
-            raise TextModelError(
-                f"draft {self.name}: has a context of {config.max_position_embeddings}, and {model.name} of {context}"
-            )
-        cache = KVCache(
-            layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-            pages=pages, sequences=sequences, context=context, dtype=execution.cache.dtype, device=model.device,
-            kind=kv, companion=execution.cache,
+        config = self.checkpoint.network.config
+        cache = companion_cache(
+            self.name, execution, config, layers=config.num_hidden_layers, head_dim=config.head_dim, pages=pages,
+            sequences=sequences, context=context, kv=kv,
         )  # fmt: skip
         try:
             blocks = block_runs.of(self.checkpoint, execution, cache, sequences)

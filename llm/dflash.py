@@ -8,16 +8,16 @@ of them. Embedding and head are the target's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from core.ops.ops import Layer, TokenOps
-from llm.load import TextModel, TextModelError
+from llm.draft_checkpoint import DraftCheckpoint
+from llm.load import TextModel
 from llm.network import DecoderLayer, decoder_layer
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -110,15 +110,11 @@ class Checkpoint(NamedTuple):
 
 def load(folder: Path, model: TextModel) -> Checkpoint:
     """Load a drafter for a model. Raises `TextModelError` for one that does not fit it, or is of another kind."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     from transformers import Qwen3Config
 
-    def refuse(reason: str) -> TextModelError:
-        return TextModelError(f"draft {folder}: {reason}")
-
+    checkpoint = DraftCheckpoint(folder)
+    fields, refuse = checkpoint.fields, checkpoint.refuse
     try:
-        fields: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         own = fields.pop("dflash_config", None) or {}
         if not isinstance(own, dict):
             raise ValueError(f"dflash_config must be an object, not {str(own)[:40]}")
@@ -127,8 +123,8 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
         sources = own.get("target_layer_ids") or target_layers(model.layers, config.num_hidden_layers)
     except Exception as error:  # transformers checks fields in ways of its own
         raise refuse(f"config.json: {error}") from error
-    if (kind := fields.get("architectures")) != [ARCHITECTURE]:
-        raise refuse(f"config.json: architectures must be {[ARCHITECTURE]}, not {kind}")
+    if checkpoint.architectures != [ARCHITECTURE]:
+        raise refuse(f"config.json: architectures must be {[ARCHITECTURE]}, not {checkpoint.architectures}")
     for key, value, most in (("block_size", block, 64), ("mask_token_id", mask, model.vocabulary - 1)):
         if not isinstance(value, int) or not 2 * (key == "block_size") <= value <= most:
             raise refuse(f"config.json: {key} must be a whole number up to {most}, not {value!r}")
@@ -143,18 +139,7 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
             f"{model.name} has {width}, {model.vocabulary} and {model.layers}"
         )
     network = DFlashNetwork(config, tuple(sources))
-    weights: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            weights |= load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise refuse(f"{path.name}: {error}") from error
-    expected = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
-    actual = {key: tuple(tensor.shape) for key, tensor in weights.items()}
-    for key in sorted(expected.keys() | actual.keys()):
-        if expected.get(key) != actual.get(key):
-            raise refuse(f"{key} is {actual.get(key, 'missing')}, where config.json wants {expected.get(key, 'none')}")
-    network.load_state_dict(weights)
+    checkpoint.fill_(network)
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
     assert isinstance(block, int) and isinstance(mask, int)
     return Checkpoint(network, block, mask)

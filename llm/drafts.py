@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.kernels.kv_cache import Kind, TokenBatch
+from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm import sample
 from llm.execution import TextExecution
+from llm.load import TextModelError
 from llm.sequence import SequenceState
 from llm.speculate import MOST, NO_GUESS, DraftTokens, PromptLookup
 
@@ -127,6 +128,24 @@ class DrafterFactory(Protocol):
         model that it does not fit.
         """
         ...
+
+
+def companion_cache(
+    name: str, execution: TextExecution, config: Any, *, layers: int, head_dim: int, pages: int, sequences: int,
+    context: int, kv: Kind,
+) -> KVCache:  # fmt: skip
+    """Make the cache of a drafter's own layers, whose table is the model's. Raises `TextModelError`, naming the draft,
+    for one whose `config` has a shorter context.
+    """
+    model = execution.model
+    if config.max_position_embeddings < context:
+        raise TextModelError(
+            f"draft {name}: has a context of {config.max_position_embeddings}, and {model.name} of {context}"
+        )
+    return KVCache(
+        layers=layers, kv_heads=config.num_key_value_heads, head_dim=head_dim, pages=pages, sequences=sequences,
+        context=context, dtype=execution.cache.dtype, device=model.device, kind=kv, companion=execution.cache,
+    )  # fmt: skip
 
 
 class LookupDrafter:

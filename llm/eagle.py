@@ -8,7 +8,6 @@ tokens to the target's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from core.ops.ops import Layer, TokenOps
-from llm.load import TextModel, TextModelError
+from llm.draft_checkpoint import DraftCheckpoint
+from llm.load import TextModel
 from llm.network import DecoderLayer
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -106,15 +106,16 @@ def load(folder: Path, model: TextModel) -> EagleNetwork:
     """Load a head for a model. Raises `TextModelError` for one that does not fit it, or is of another kind."""
     from transformers import LlamaConfig
 
-    def refuse(reason: str) -> TextModelError:
-        return TextModelError(f"draft {folder}: {reason}")
-
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if (kind := fields.get("architectures")) not in [[name] for name in ARCHITECTURES]:
-        raise refuse(f"config.json: architectures must be one of {', '.join(ARCHITECTURES)}, not {kind}")
+    checkpoint = DraftCheckpoint(folder)
+    fields, refuse = checkpoint.fields, checkpoint.refuse
+    if checkpoint.architectures not in [[name] for name in ARCHITECTURES]:
+        names = ", ".join(ARCHITECTURES)
+        raise refuse(f"config.json: architectures must be one of {names}, not {checkpoint.architectures}")
     words = fields.setdefault("draft_vocab_size", fields.get("vocab_size"))
-    config = LlamaConfig(**fields)
-    sources = sources_of(fields, model.layers)
+    try:
+        config, sources = LlamaConfig(**fields), sources_of(fields, model.layers)
+    except Exception as error:  # transformers checks fields in ways of its own
+        raise refuse(f"config.json: {error}") from error
     if not all(isinstance(source, int) and 0 <= source < model.layers for source in sources):
         raise refuse(f"config.json: {LAYER_IDS} must be layers of {model.name}, not {[*sources]}")
     if not isinstance(words, int) or not 0 < words <= config.vocab_size:
@@ -126,27 +127,8 @@ def load(folder: Path, model: TextModel) -> EagleNetwork:
             f"{width} and {model.vocabulary}"
         )
     network = EagleNetwork(config, sources)
-    weights = _weights(folder)
-    weights.pop("embed_tokens.weight", None)  # a copy of the target's
-    expected = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
-    actual = {key: tuple(tensor.shape) for key, tensor in weights.items()}
-    for key in sorted(expected.keys() | actual.keys()):
-        if expected.get(key) != actual.get(key):
-            raise refuse(f"{key} is {actual.get(key, 'missing')}, where config.json wants {expected.get(key, 'none')}")
-    network.load_state_dict(weights)
+    checkpoint.fill_(network, ignored=("embed_tokens.weight",))  # a copy of the target's
     tokens = torch.arange(words) + network.d2t
     if bool(((tokens < 0) | (tokens >= model.vocabulary)).any()):
         raise refuse(f"d2t leads out of the {model.vocabulary} words of {model.name}")
     return network.to(model.device, model.dtype).eval().requires_grad_(False)
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    if files := sorted(folder.glob("*.safetensors")):
-        return {key: tensor for path in files for key, tensor in load_file(path).items()}
-    try:
-        state: dict[str, Tensor] = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged, or anything but tensors
-        raise TextModelError(f"draft {folder}: has no weights that can be read ({type(error).__name__})") from error
-    return state

@@ -25,7 +25,7 @@ from core.ops.packed import PackedLayers
 from core.ops.trace import TraceOps
 from core.quant.dynamic import Int8DynamicLinear
 from llm import eagle, family
-from llm.drafts import DraftRequest
+from llm.drafts import DraftRequest, companion_cache
 from llm.eagle import EagleDecoder, EagleNetwork
 from llm.execution import FUSED, TextExecution
 from llm.load import TextModel, TextModelError
@@ -63,17 +63,11 @@ class EagleDraft:
         kernels: ctypes.CDLL | None,
     ) -> EagleDrafter:  # fmt: skip
         """Make the drafter; see `DrafterFactory`."""
-        config, model = self.network.config, execution.model
-        if config.max_position_embeddings < context:
-            raise TextModelError(
-                f"draft {self.name}: has a context of {config.max_position_embeddings}, and {model.name} of {context}"
-            )
-        cache = KVCache(
-            layers=1, kv_heads=config.num_key_value_heads, head_dim=self.network.midlayer.self_attn.head_dim,
-            pages=pages, sequences=sequences, context=context, dtype=execution.cache.dtype, device=model.device,
-            kind=kv, companion=execution.cache,
+        cache = companion_cache(
+            self.name, execution, self.network.config, layers=1, head_dim=self.network.midlayer.self_attn.head_dim,
+            pages=pages, sequences=sequences, context=context, kv=kv,
         )  # fmt: skip
-        embedding = model.network.get_input_embeddings()
+        embedding = execution.model.network.get_input_embeddings()
         try:
             if execution.packed is not None:
                 steps: Steps = _Programs(self.network, embedding, cache, execution.packed)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from llm import precision, tiny
 from llm.block_drafter import BlockDraft
+from llm.draft_checkpoint import DraftCheckpoint
 from llm.drafts import DrafterFactory
 from llm.eagle import ARCHITECTURES
 from llm.eagle_drafter import EagleDraft
-from llm.load import TextModel, TextModelError, find
+from llm.load import TextModel, find
 
 
 def load(name: str, model: TextModel, *, lacks: str | None) -> TextModel | Literal["lookup"] | DrafterFactory:
@@ -22,12 +22,9 @@ def load(name: str, model: TextModel, *, lacks: str | None) -> TextModel | Liter
         return "lookup"
     if name not in tiny.SHAPES:
         folder = find(name)
-        try:
-            architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-        except (OSError, ValueError, AttributeError) as error:
-            raise TextModelError(f"{name}: config.json: {error}") from error
-        if any(str(architecture).startswith("DFlash") for architecture in architectures or ()):
+        architectures = DraftCheckpoint(folder).architectures
+        if any(str(architecture).startswith("DFlash") for architecture in architectures):
             return BlockDraft.read(folder, model)
-        if any(architecture in ARCHITECTURES for architecture in architectures or ()):
+        if any(architecture in ARCHITECTURES for architecture in architectures):
             return EagleDraft.read(folder, model)
     return precision.load(name, "auto", device=str(model.device), lacks=lacks)[0]

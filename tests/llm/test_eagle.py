@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ def chains(network: EagleNetwork, tokens: list[int], features: Tensor) -> tuple[
                 scores[end - 1, step] = network.lm_head(network.norm(states[-1][0, -1]))
                 ids.append(int(words[scores[end - 1, step].argmax()]))
     return scores, words[scores.argmax(-1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", b"{", r"config\.json: is not JSON"),
+        ("config.json", b'{"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": "two"}', r"config\.json"),
+        ("model.safetensors", b"no weights", r"model\.safetensors"),
+        ("model.safetensors", None, "no weights that can be read"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(
+    name: str, content: bytes | None, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(folder, tmp_path / "head") / name
+    damaged.unlink() if content is None else damaged.write_bytes(content)
+    with pytest.raises(TextModelError, match=f"draft .*{reason}"):
+        load_draft.load(str(damaged.parent), stage.small(), lacks=None)
 
 
 def test_chains_are_those_of_the_unrolled_network(folder: Path) -> None:
