@@ -30,6 +30,7 @@ RANK_LOST = 70  # exit code, of a device that is lost
 _LOAD_S = 3600.0  # for a rank to read its part of the model
 _BUILD_S = 300.0  # and to allocate its cache
 _END_S = 10.0
+_REPORT_S = 3.0  # for the end of a rank to be reported: its exit code is waited for
 
 
 class Process(Protocol):
@@ -88,6 +89,7 @@ class Followers:
         self._processes: dict[int, Process] = {}
         self._closed = False
         self._watching = threading.Event()
+        self._reported = threading.Event()
         self._started: Exception | bool | None = None
         begun = threading.Event()
         self._stop, self._stopped = os.pipe()
@@ -129,6 +131,12 @@ class Followers:
             with suppress(OSError):
                 connection.send_bytes(message)
 
+    def await_report(self) -> None:
+        """Give `on_lost` time to report a rank that has ended: a failed step may tell of that sooner, and without its
+        name.
+        """
+        self._reported.wait(_REPORT_S)
+
     def close(self) -> None:
         """End the processes. Idempotent."""
         if self._closed:
@@ -164,6 +172,7 @@ class Followers:
             for source in wait([self._stop, *numbers]):
                 if isinstance(source, Connection) and not self._closed:
                     self._on_lost(self._lost(numbers.pop(source), _last(source)))
+                    self._reported.set()
 
     def _start(self, number: int) -> None:
         ours, theirs = socket.socketpair()

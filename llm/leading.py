@@ -108,9 +108,11 @@ class LeadingExecution(TextExecution):
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
+        """Make any error one of all ranks."""
         try:
             yield
         except Exception as error:
+            self._followers.await_report()
             raise DeviceLost(f"{self._followers.parallel}: a step has failed ({error})") from error
 
     @contextmanager
