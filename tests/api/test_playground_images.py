@@ -817,6 +817,7 @@ def test_a_full_browser_is_told_of(page: Page) -> None:
     expect(page.locator("#notice")).to_contain_text("This browser has no room for more images")
     page.locator(".tile.done .leaf").last.click()
     page.click("#remove")
+    expect(page.locator("#told")).to_have_text("The image is deleted.")  # of the store too, not only of the page
     page.reload()
     expect(page.locator("#state")).to_have_attribute("data-is", "ready")
     expect(page.locator(".tile")).to_have_count(0)

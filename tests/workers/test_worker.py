@@ -13,7 +13,7 @@ from typing import Any
 import cli
 from core.jobs.record import JobState
 from pipeline.checkpoints.tiny import TINY
-from tests.core.quant.stage import CACHE
+from tests.core.quant.stage import warm
 from tests.workers.crew import Crew, Hired, eventually
 from tests.workers.stage import picture
 
@@ -55,8 +55,9 @@ def test_a_job_becomes_pictures(crew: Crew) -> None:
 def test_the_real_worker_draws_what_the_command_line_draws(crew: Crew, tmp_path: Path) -> None:
     """By way of `celery -A workers.app worker`: the same process that `diptych worker` is."""
     worker = crew.hire(
-        command=(sys.executable, "-m", "celery", "-A", "workers.app", "worker"), model=TINY, cache_dir=CACHE.parent
-    )
+        command=(sys.executable, "-m", "celery", "-A", "workers.app", "worker"), model=TINY,
+        cache_dir=warm(tmp_path / "cache"),
+    )  # fmt: skip
     id = crew.ask(model=TINY, n=2, deterministic=True, steps=2)
     out = tmp_path / "out"
     asked = f"generate|a pizza|-n|2|--seed|7|--steps|2|--deterministic|--model|{TINY}|--threads|1|-o|{out}"

@@ -22,7 +22,7 @@ from contract.image_request import ImageRequest
 from core.batching.request import Request
 from core.config import Settings
 from pipeline.checkpoints.folder import ModelError
-from tests.core.quant.stage import CACHE
+from tests.core.quant.stage import warm
 from tests.deployment.served import Served, wait_until
 from tests.pipeline.families.diffusers.conftest import Folders
 from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS, NEEDS_TORCHVISION, cached
@@ -67,9 +67,9 @@ def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_pa
             ImageRequest(prompt="a", pipeline_options={"cfg": 1}).complete(offers["random:tiny"])
 
 
-def test_settings_of_native_families_are_refused(folders: Folders) -> None:
+def test_settings_of_native_families_are_refused(folders: Folders, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    base = {"device": "cpu", "text_model": "off", "cache_dir": CACHE.parent, "threads": threads}
+    base = {"device": "cpu", "text_model": "off", "cache_dir": warm(tmp_path / "cache"), "threads": threads}
     for model, fields in (
         (str(folders("flux")), {"lora": "a"}),
         (str(folders("flux")), {"backend": "programs"}),
