@@ -229,7 +229,7 @@ def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
             decode_hopper.shape = shape
             return decode_kernel.decode(q, *cache.layer(i % 2), cache.table, *rows, parts=decode_kernel.part_count(n))
 
-        shapes = [decode_hopper.shape, (4, 1), (4, 2), (4, 3), (8, 1)]
+        shapes = [decode_hopper.shape, (4, 1), (8, 1)]
         runs: dict[str, Run] = {
             "default" if not i else str(shape): partial(call, shape=shape) for i, shape in enumerate(shapes)
         }
