@@ -241,10 +241,7 @@ TABLES: dict[str, Table | Text] = {
         ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
         lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
                             result["quality"][0])),
-    "sparse-quality": Table(("sparse",), (
-        ("model", "`{model}`"), ("weights", "{weights}"), ("perplexity", "{perplexity:.2f}"),
-        ("bytes of the layers", "{layer_bytes:,}")), items("quality"),
-        lambda result: cell("{texts:,} captions; a model in fp32 is listed as unquantized.", result["quality"][0])),
+    "sparse-quality": recorded("history/sparse", "sparse-quality"),
     "agreement": recorded("history/agreement", "agreement"),
     "arrivals": Table(("arrivals",), (
         ("batching", "{label}"), ("mean", "{mean_s:.2f} s"), ("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"),
