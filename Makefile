@@ -116,7 +116,7 @@ train: .venv/.installed  ## trains the embedded language models: DATA=folder wit
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
 
-pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes, and base images by digest; ARGS="--upgrade", ARGS="packages"
+pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes; ARGS="--upgrade"
 	$(TOOLS)/bin/python -m deployment.pins --uv $(TOOLS)/bin/uv $(ARGS)
 
 sbom: .venv/.installed $(TOOLS)/.installed  ## build/sbom.cdx.json: the packages of .venv in CycloneDX format
