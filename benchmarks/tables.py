@@ -201,7 +201,7 @@ def _simulated(*results: Result) -> Rows:
 def _point_columns(*columns: tuple[str, str]) -> Any:
     return lambda result, *_: [
         ("images", "{kind}"), *columns,
-        *((label, f"{{{name}}}") for name, label in simulate.policies(result["window_s"]).items()),
+        *((label, f"{{{name}}}") for name, label in simulate.policies(result).items()),
     ]  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _saturated(result: Result) -> Rows:
     point = max(result["points"], key=lambda point: float(point["load"]))
     rates = {name: policy["throughput_per_s"] for name, policy in point["policies"].items()}
     best = max(rate for name, rate in rates.items() if name != "step_level")
-    for name, label in simulate.policies(result["window_s"]).items():
+    for name, label in simulate.policies(result).items():
         yield {"label": label, "rate": rates[name], "ratio": rates[name] / best}
 
 
