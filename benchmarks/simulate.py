@@ -49,7 +49,8 @@ class Plan:
 def policies(result: Mapping[str, Any]) -> dict[str, str]:
     """How a person calls the ways of batching in a result. Older results have request-level batching beside ours."""
     labels = {"step_level": "step-level", "window_free": "no window"}
-    return {name: labels.get(name, f"{result.get('window_s', 0):g} s window") for name in result["points"][0]["policies"]}
+    window = f"{result.get('window_s', 0):g} s window"
+    return {name: labels.get(name, window) for name in result["points"][0]["policies"]}
 
 
 def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "simulate") -> dict[str, Any]:
