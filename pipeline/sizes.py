@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from contract.card import SizeRange
@@ -56,6 +58,12 @@ def trained(folder: Path | None, multiple: int) -> tuple[tuple[int, int], ...]:
             f"up to {_MOST_SIDE}"
         )
     return tuple(pairs)
+
+
+def write(folder: Path, trained_sizes: Iterable[tuple[int, int]]) -> None:
+    """Write `sizes.json` into a model's folder."""
+    document = {"version": _VERSION, "trained": [f"{width}x{height}" for width, height in sorted(trained_sizes)]}
+    (folder / FILE).write_text(json.dumps(document) + "\n", "utf-8")
 
 
 def size_range(native: int, multiple: int, max_pixels: int = 0) -> SizeRange:

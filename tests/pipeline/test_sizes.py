@@ -155,7 +155,7 @@ def test_sizes_that_a_model_was_trained_at_are_offered(tmp_path: Path) -> None:
     """Also those above the range of others, as far as the settings allow; its digest stays."""
     folder = tiny.save(tmp_path / "model", tiny.SDXLShape())
     plain = load(str(folder))
-    (folder / sizes.FILE).write_text('{"version": 1, "trained": ["32x32", "48x48"]}', "utf-8")
+    sizes.write(folder, [(32, 32), (48, 48)])
     one = load(str(folder))
     assert {*one.sizes} - {*plain.sizes} == {(48, 48)} and one.digest == plain.digest
     assert one.size_range == plain.size_range and (48, 48) not in one.size_range
