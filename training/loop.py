@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from training import checkpoint
+from training.muon import Muon
 from training.run import TrainingRun
 
 Logged = dict[str, Tensor]
@@ -124,8 +125,7 @@ class _Trainer:
             # Norms, biases and embeddings are not pulled to zero.
             plain_groups.append({"params": outer, "weight_decay": 0.0, "scale": 0.5})
         self.optimizers: dict[str, torch.optim.Optimizer] = {
-            # Updates have the size of AdamW's, so that learning rates of both mean the same.
-            "muon": torch.optim.Muon(matrices, lr=stage.rate, adjust_lr_fn="match_rms_adamw"),
+            "muon": Muon(matrices, lr=stage.rate),
             "adamw": torch.optim.AdamW(plain_groups, lr=stage.rate, betas=(0.9, 0.98), fused=True),
         }
         self.trained = [p for group in (*matrices, *plain_groups) for p in group["params"]]
