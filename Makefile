@@ -112,7 +112,7 @@ down:  ## stops the containers; volumes with jobs and images are kept
 test-compose: .venv/.installed  ## builds the images and tests the service in containers; needs a Docker engine
 	TEST_COMPOSE=1 $(BIN)/pytest tests/compose $(ARGS)
 
-train: .venv/.installed  ## trains the embedded language models: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
+train: .venv/.installed  ## trains the embedded models: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
 

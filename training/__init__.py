@@ -1,4 +1,4 @@
-"""Trains the embedded language models, and composes scenes for judges: data, stages, exports and evaluation.
+"""Trains the embedded models: data, stages, exports and evaluation.
 
 Nothing that serves a request imports this package.
 """

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from training import draft, export, lm, tokens
+from training import clip, draft, export, latents, lm, tokens, unet, vae
 from training.run import TrainingRun, from_options, parser
 
 STAGES: dict[str, tuple[Callable[[TrainingRun], object], float, str]] = {
     "tokens": (tokens.train, 0.0, "lm"),
-    "lm": (lm.train, 0.67, ""),
-    "draft": (draft.train, 0.33, ""),
+    "vae": (vae.train, 0.24, ""),
+    "latents": (latents.train, 0.0, "latents.pt"),
+    "clip": (clip.train, 0.11, ""),
+    "unet": (unet.train, 0.5, ""),
+    "lm": (lm.train, 0.1, ""),
+    "draft": (draft.train, 0.05, ""),
 }
 """What trains each, its share of the budget, and of one without a budget the output that marks it as done."""
 

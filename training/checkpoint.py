@@ -23,3 +23,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
 def load(path: Path) -> dict[str, Any] | None:
     """The state saved at `path`, on the CPU, or None where there is none yet."""
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+
+
+def need(path: Path, stage: str) -> dict[str, Any]:
+    """The state at `path`. Raises `FileNotFoundError` before `stage` has run."""
+    state = load(path)
+    if state is None:
+        raise FileNotFoundError(f"{path}: run the stage {stage} first")
+    return state

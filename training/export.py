@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,10 +13,67 @@ from typing import Any
 import torch
 
 from llm import dflash
-from training import cards, draft, lm, phrases, tokens
+from pipeline import sizes
+from training import (
+    cards,
+    clip,
+    draft,
+    latents,
+    lm,
+    phrases,
+    stream,
+    tiny_vae,
+    tokens,
+    unet,
+)
 from training.run import TrainingRun, from_options, parser
 
 SHARD = "14MB"
+
+
+def export_pictures(run: TrainingRun) -> Path:
+    """`emoji-xl`, as `StableDiffusionXLPipeline.save_pretrained` lays it out, in float16; with the tiny codec if
+    that is trained.
+    """
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    parts = unet.load(run)
+    pipeline = StableDiffusionXLPipeline(
+        vae=latents.load_codec(run).half(),
+        text_encoder=parts.text.half(),
+        text_encoder_2=parts.text_2.half(),
+        tokenizer=tokens.clip_tokenizer(run),
+        tokenizer_2=tokens.clip_tokenizer(run, second=True),
+        unet=parts.unet.half(),
+        scheduler=EulerDiscreteScheduler(**run.picture.sampling()),
+        force_zeros_for_empty_prompt=run.picture.force_zeros,
+        add_watermarker=False,
+    )
+    folder = _fresh(run, "emoji-xl")
+    pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
+    for name, trained in (("tokenizer", "clip"), ("tokenizer_2", "clip_2")):
+        _add_slow_files(run, folder / name, trained)
+    with contextlib.suppress(FileNotFoundError):
+        tiny_vae.load(run).half().save_pretrained(folder / "vae-tiny")
+    sizes.write(folder, stream.buckets(run))
+    return folder
+
+
+def export_clip(run: TrainingRun) -> Path:
+    """`emoji-clip`, a `CLIPModel` with its processor, in float16."""
+    from transformers import CLIPImageProcessor, CLIPProcessor
+
+    towers = clip.load(run)
+    tokenizer = tokens.clip_tokenizer(run, second=True)
+    side = {"height": run.size, "width": run.size}
+    image = CLIPImageProcessor(
+        size=side, crop_size=side, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    folder = _fresh(run, "emoji-clip")
+    towers.clip.half().save_pretrained(folder, max_shard_size=SHARD)
+    CLIPProcessor(image_processor=image, tokenizer=tokenizer).save_pretrained(folder)
+    _add_slow_files(run, folder, "clip_2")
+    return folder
 
 
 def export_lm(run: TrainingRun) -> Path:
@@ -54,6 +112,8 @@ def export_draft(run: TrainingRun) -> Path:
 
 
 MODELS: dict[str, Callable[[TrainingRun], Path]] = {
+    "emoji-xl": export_pictures,
+    "emoji-clip": export_clip,
     "emoji-lm": export_lm,
     "emoji-lm-draft": export_draft,
 }
@@ -101,6 +161,11 @@ def _fresh(run: TrainingRun, name: str) -> Path:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     return folder
+
+
+def _add_slow_files(run: TrainingRun, folder: Path, trained: str) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(run.work / "tokens" / trained / name, folder / name)
 
 
 def _tidy(folder: Path) -> None:

@@ -138,6 +138,15 @@ def row(draw: random.Random, width: float, height: float, count: int) -> list[li
     return layout
 
 
+def visible(square: Square, size: tuple[int, int]) -> float:
+    """The share of a square that lies within a picture of `size` (width, height)."""
+    shares = [
+        max(0.0, min(middle + square.side / 2, length) - max(middle - square.side / 2, 0.0)) / square.side
+        for middle, length in zip((square.x, square.y), size, strict=True)
+    ]
+    return shares[0] * shares[1]
+
+
 def _within(draw: random.Random, region: Region, side: float, freedom: float) -> Square:
     """A square of this side anywhere in the region, or in its middle where it does not fit."""
     layout = []

@@ -10,13 +10,14 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from training import checkpoint
+from training.group import average_, values_of_first
 from training.muon import Muon
 from training.run import TrainingRun
 
@@ -33,7 +34,8 @@ class Stage:
     """One model in training.
 
     `loss(iteration, generator)` draws a batch and returns the scalar to minimise and what else to log.
-    `generator` lives on the run's device and is the only source of the batch's randomness.
+    `generator` lives on the run's device and is the only source of the batch's randomness. `rates` scales the
+    learning rate for modules by name.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Stage:
     average: float = 0.999
     cooldown: float = 0.3
     clip: float = 1.0
+    rates: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,25 +108,30 @@ def factory(generator: torch.Generator) -> Any:
 
 
 class _Trainer:
-    """The state of training in a checkpoint: weights, averages, optimizers, randomness, and how far the run is."""
+    """The state of training in a checkpoint: weights, averages, optimizers, randomness, and how far the run is.
+
+    Of several processes the first writes curves and checkpoints.
+    """
 
     def __init__(self, stage: Stage, run: TrainingRun) -> None:
         torch.manual_seed(run.seed)
         self.stage, self.run = stage, run
-        self.generator = torch.Generator(device=run.device).manual_seed(run.seed)
+        self.seed = run.seed + 2**40 * run.rank
+        self.generator = torch.Generator(device=run.device).manual_seed(self.seed)
         self.iteration, self.seconds, self.smooth, self.bad = 0, 0.0, float("nan"), 0
         self.averaged = {name: copy.deepcopy(module).eval() for name, module in stage.modules.items()}
         for module in self.averaged.values():
             module.requires_grad_(False)
         matrices: list[dict[str, Any]] = []
         plain_groups: list[dict[str, Any]] = []
-        for module in stage.modules.values():
+        for name, module in stage.modules.items():
+            scale = stage.rates.get(name, 1.0)
             trained = {key: p for key, p in module.named_parameters() if p.requires_grad}
             inner = [p for key, p in trained.items() if p.ndim >= 2 and not _EDGES.search(key)]
             outer = [p for key, p in trained.items() if p.ndim < 2 or _EDGES.search(key)]
-            matrices.append({"params": inner, "weight_decay": stage.decay, "scale": 1.0})
+            matrices.append({"params": inner, "weight_decay": stage.decay, "scale": scale})
             # Norms, biases and embeddings are not pulled to zero.
-            plain_groups.append({"params": outer, "weight_decay": 0.0, "scale": 0.5})
+            plain_groups.append({"params": outer, "weight_decay": 0.0, "scale": 0.5 * scale})
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "muon": Muon(matrices, lr=stage.rate),
             "adamw": torch.optim.AdamW(plain_groups, lr=stage.rate, betas=(0.9, 0.98), fused=True),
@@ -135,7 +143,7 @@ class _Trainer:
 
     def train(self) -> StageOutcome:
         run, began, saved = self.run, self.seconds, time.monotonic()
-        if self.curve.exists():  # what a killed run wrote after its last checkpoint is done again
+        if run.rank == 0 and self.curve.exists():  # what a killed run wrote after its last checkpoint is done again
             lines = self.curve.read_text(encoding="utf-8").splitlines(keepends=True)
             log_lines = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
             self.curve.write_text("".join(log_lines), encoding="utf-8")
@@ -145,11 +153,12 @@ class _Trainer:
             started = self._clock()
             logged = self._step()
             self.seconds += self._clock() - started
-            self._log(logged)
-            if time.monotonic() - saved >= run.checkpoint_s:
-                checkpoint.save(self.file, self._packed())
-                saved = time.monotonic()
-        if self.seconds > began or not self.file.exists():
+            if run.rank == 0:
+                self._log(logged)
+                if time.monotonic() - saved >= run.checkpoint_s:
+                    checkpoint.save(self.file, self._packed())
+                    saved = time.monotonic()
+        if run.rank == 0 and (self.seconds > began or not self.file.exists()):
             checkpoint.save(self.file, self._packed())
         for name, module in self.stage.modules.items():
             module.load_state_dict(self.averaged[name].state_dict())
@@ -164,8 +173,11 @@ class _Trainer:
         return self.iteration / run.iterations if run.iterations is not None else self.seconds / 60 / (run.minutes or 1)
 
     def _goes_on(self) -> bool:
-        """Return whether the budget and the command's end allow another step."""
-        return self._progress() < 1 and (self.run.until is None or time.time() < self.run.until)
+        """Return whether the budget and the command's end allow another step, by the first process's clock."""
+        now = time.time()
+        if self.run.world > 1:
+            self.seconds, now = values_of_first(self.seconds, now)
+        return self._progress() < 1 and (self.run.until is None or now < self.run.until)
 
     def _step(self) -> dict[str, float] | None:
         """One step; what it logs, if anything."""
@@ -177,6 +189,8 @@ class _Trainer:
                 group["lr"] = stage.rate * group["scale"] * warm * cool
         loss, logged = stage.loss(self.iteration, self.generator)
         loss.backward()
+        if self.run.world > 1:
+            average_([p.grad for p in self.trained if p.grad is not None])
         norm = torch.nn.utils.clip_grad_norm_(self.trained, stage.clip)
         for optimizer in self.optimizers.values():
             optimizer.step()
@@ -236,3 +250,5 @@ class _Trainer:
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"])
         self.iteration, self.seconds, self.smooth = state["iteration"], state["seconds"], state["smooth"]
+        if self.run.rank > 0:  # the checkpoint has the first process's randomness
+            self.generator.manual_seed(self.seed + self.iteration)

@@ -24,19 +24,20 @@ class PackedScenes:
 
     `layers` float32 [B, MOST, 5]: picture's row (-1 where there is none), centre and side in pixels, number of the hue
     word (-1 unpainted). `backdrops` float32 [B, 8]: two colours and a direction, (0, 0) from the middle outwards.
-    `stickers` bool [B].
+    `flags` bool [B, 2]: sticker, enlarged. `time_ids` float32 [B, 6].
     """
 
     layers: Tensor
     backdrops: Tensor
-    stickers: Tensor
+    flags: Tensor
+    time_ids: Tensor
     size: tuple[int, int]
 
     def to(self, device: torch.device) -> PackedScenes:
         """Return the scenes on `device`."""
-        parts = (self.layers, self.backdrops, self.stickers)
-        layers, backdrops, stickers = (part.to(device, non_blocking=True) for part in parts)
-        return PackedScenes(layers, backdrops, stickers, self.size)
+        parts = (self.layers, self.backdrops, self.flags, self.time_ids)
+        layers, backdrops, flags, times = (part.to(device, non_blocking=True) for part in parts)
+        return PackedScenes(layers, backdrops, flags, times, self.size)
 
 
 def _sent(rows: Tensor, device: torch.device) -> Tensor:
@@ -57,8 +58,10 @@ def pack(scenes: list[Scene]) -> PackedScenes:
             layers[number, place] = (layer.row, *layer.square, colour)
         drop = scene.backdrop
         backdrops[number] = (*drop.start, *drop.end, *(drop.direction or (0.0, 0.0)))
-    stickers = torch.tensor([scene.sticker for scene in scenes])
-    return PackedScenes(torch.from_numpy(layers), torch.from_numpy(backdrops), stickers, size)
+    flags = np.array([(scene.sticker, scene.enlarged) for scene in scenes])
+    times = np.array([scene.time_ids for scene in scenes], dtype=np.float32)
+    tensors = [torch.from_numpy(part) for part in (layers, backdrops, flags, times)]
+    return PackedScenes(tensors[0], tensors[1], tensors[2], tensors[3], size)
 
 
 class Renderer:
@@ -79,8 +82,8 @@ class Renderer:
             canvas = _backdrops(moved.backdrops, scenes.size)
             for place in range(int(count.max())):
                 rows = _sent((count > place).nonzero()[:, 0], self.device)
-                canvas[rows] = self._lay(canvas[rows], moved.layers[rows, place], moved.stickers[rows])
-            return canvas * 2 - 1
+                canvas[rows] = self._lay(canvas[rows], moved.layers[rows, place], moved.flags[rows, 0])
+            return _enlarge(canvas, scenes.flags[:, 1]) * 2 - 1
 
     def _lay(self, canvas: Tensor, layer: Tensor, sticker: Tensor) -> Tensor:
         """Lay one sprite on each of `canvas` [n, 3, H, W] in 0..1."""
@@ -144,3 +147,11 @@ def _backdrops(flags: Tensor, size: tuple[int, int]) -> Tensor:
     share = torch.where((dx == 0) & (dy == 0), around, along)[:, None]
     start, end = flags[:, :3, None, None], flags[:, 3:6, None, None]
     return start + (end - start) * share
+
+
+def _enlarge(canvas: Tensor, which: Tensor) -> Tensor:
+    """Halves and doubles again those of [B, 3, H, W] that `which` [B], on the host, says."""
+    rows = _sent(which.nonzero()[:, 0], canvas.device)
+    if len(rows):
+        canvas[rows] = F.interpolate(F.avg_pool2d(canvas[rows], 2), scale_factor=2.0, mode="bilinear")
+    return canvas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoints.tiny import SDXLShape
+from training import group
 from training.shapes import BY_NAME, Shapes
 
 
@@ -19,7 +22,8 @@ class TrainingRun:
     """One training run: where it reads and writes, how large, how long, on what.
 
     `minutes` is the whole stage's budget, over all its commands; `until`, in seconds since the epoch, ends this
-    command earlier. `iterations` overrides `minutes` and makes the run exactly repeatable.
+    command earlier. `iterations` overrides `minutes` and makes the run exactly repeatable. Under `torchrun` each of
+    `world` processes trains on its own rows; `batch` is one process's.
     """
 
     data: Path
@@ -32,10 +36,19 @@ class TrainingRun:
     until: float | None = None
     iterations: int | None = None
     batch: int | None = None
+    held_out: int = 48
+    variants: int = 12
     checkpoint_s: float = 60.0
     compile: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def picture(self) -> SDXLShape:
+        """The picture model's shape, at this run's size."""
+        return dataclasses.replace(self.shapes.picture, native=self.size)
 
     def rate(self, fresh: float, stage: str) -> float:
         """A stage's learning rate: `fresh`, or 0.6 of it for what is trained already and would forget."""
@@ -58,9 +71,9 @@ class TrainingRun:
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             yield
 
-    def compiled(self, module: Any) -> Any:
+    def compiled(self, module: Any, **options: Any) -> Any:
         """The module, compiled where the run compiles."""
-        return torch.compile(module) if self.compile else module
+        return torch.compile(module, **options) if self.compile else module
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -75,7 +88,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--minutes", type=float, help="the stage's whole budget, over all commands")
     options.add_argument("--until", type=float, help="end this command at this time, in seconds since the epoch")
     options.add_argument("--iterations", type=int, help="exact length instead of --minutes")
-    options.add_argument("--batch", type=int, help="rows in one step; each stage has its own default")
+    options.add_argument("--batch", type=int, help="rows in one step of one process; each stage has its own default")
+    options.add_argument("--held-out", type=int, default=48, help="skin-tone variants never trained on")
+    options.add_argument("--variants", type=int, default=12, help="wordings drawn for each picture")
     options.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -89,7 +104,8 @@ def from_options(arguments: argparse.Namespace) -> TrainingRun:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     name = arguments.device if arguments.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    rank, world = group.join(name == "cuda")
+    device = torch.device(name, rank) if name == "cuda" and world > 1 else torch.device(name)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
@@ -102,11 +118,14 @@ def from_options(arguments: argparse.Namespace) -> TrainingRun:
         compile=arguments.compile == "on" or (arguments.compile == "auto" and device.type == "cuda"),
         device=device,
         dtype=torch.bfloat16 if dtype else torch.float32,
+        rank=rank,
+        world=world,
     )
 
 
 _PLAIN = (
-    "data", "work", "models", "size", "seed", "minutes", "until", "iterations", "batch", "checkpoint_s",
+    "data", "work", "models", "size", "seed", "minutes", "until", "iterations", "batch", "held_out", "variants",
+    "checkpoint_s",
 )  # fmt: skip
 
 

@@ -12,33 +12,16 @@ from __future__ import annotations
 import random
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import Tensor
 
 from evaluation import pixels
 from evaluation.clip import Clip
 from evaluation.fid import FrechetDistance
-from evaluation.scenes import emoji, subjects
 from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
 from training.scenes import HELD_SHARES, Composer, ScenePrompt
+from training.stream import World
 
 HALVES = ("own", "other")
-
-
-class World(NamedTuple):
-    """What scenes are made from: pictures uint8 [N, 4, S, S], and a composer."""
-
-    images: Tensor
-    composer: Composer
-
-    @classmethod
-    def read(cls, run: TrainingRun) -> World:
-        """Read the run's data."""
-        rows = emoji.read_rows(run.data)
-        images = emoji.read_pictures(run.data, rows, run.size)
-        return cls(images, Composer(subjects.choose(rows, images), run.seed))
 
 
 def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[ScenePrompt]]:

@@ -1,4 +1,4 @@
-"""Composes scenes of emoji: what is in them, where it stands, and a caption, each by a draw.
+"""Composes scenes of emoji: what is in them, where it stands, and a caption, each a function of a seed and an index.
 
 Whole families are held out by rule: some pairs of subject and colour, of subject and count, and of two subjects. A
 stable hash of the family decides, so that training, judges and checkers agree without a list. Does not draw: see
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 
-from evaluation.scenes.grammar import CaptionParser, render_caption
+from evaluation.scenes.grammar import CaptionParser, Foils, render_caption
 from evaluation.scenes.subjects import Subject
 from evaluation.scenes.truth import SceneItem, Truth
 from training import captions, layout
@@ -26,6 +26,8 @@ HELD_SHARES = {"colour": 0.2, "count": 0.2, "pair": 0.1}
 KINDS = {"colour": 0.22, "count": 0.22, "pair": 0.28, "row": 0.10, "groups": 0.12, "one": 0.06}
 """Kinds of scenes and how often each is drawn."""
 _CONTRAST = 0.38  # RGB distance (of sqrt 3) between a subject's mean colour and the background, at least
+_CROPPED, _ENLARGED = 0.10, 0.06  # shares of scenes cut from a larger canvas, and enlarged from half the size
+_VISIBLE, _CROPS = 0.60, 12  # share of every square that a crop must show, and how many crops are tried
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,33 @@ class Backdrop:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture to be: `layers` from the hindmost, `size` (width, height) in pixels."""
+    """A picture to be: `layers` from the hindmost, `size` (width, height) in pixels.
+
+    `truth` is None for a single emoji in its own words, of which only picture and background are known. `foil` is a
+    caption with one thing wrong. `canvas` and `corner` are SDXL's original size and crop; `enlarged` scenes are drawn
+    at half the size.
+    """
 
     caption: str
     layers: tuple[Layer, ...]
     backdrop: Backdrop
     size: tuple[int, int]
     truth: Truth | None = None
+    foil: str | None = None
     sticker: bool = False
+    canvas: tuple[int, int] = (0, 0)
+    corner: tuple[int, int] = (0, 0)
+    enlarged: bool = False
+
+    @property
+    def time_ids(self) -> tuple[int, ...]:
+        """SDXL's six: original height and width, crop's top and left, height and width."""
+        width, height = self.size
+        canvas_width, canvas_height = self.canvas if self.canvas != (0, 0) else self.size
+        if self.enlarged:
+            canvas_width, canvas_height = canvas_width // 2, canvas_height // 2
+        left, top = self.corner
+        return canvas_height, canvas_width, top, left, height, width
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,7 @@ def is_held_out(family: Family) -> bool:
 
 @dataclass
 class Composer:
-    """Draws scenes of `subjects`; equal draws give equal scenes."""
+    """Draws scenes of `subjects`; equal seeds and indices give equal scenes."""
 
     subjects: list[Subject]
     seed: int = 0
@@ -87,7 +108,7 @@ class Composer:
         self._paintable = [subject for subject in self.subjects if subject.colours]
         if len(self.subjects) < 4 or not self._paintable:
             raise ValueError(f"scenes need four subjects and one that takes colours, not {len(self.subjects)}")
-        self.reader = CaptionParser(self.subjects)
+        self.reader, self.foils = CaptionParser(self.subjects), Foils(self.subjects)
 
     def families(self, truth: Truth) -> list[Family]:
         """The families of the truth's combinations. A subject in its own colour is no combination."""
@@ -101,6 +122,18 @@ class Composer:
             result.append(("pair", nouns, two))
         return result
 
+    def compose(self, index: int, size: tuple[int, int] = (128, 128)) -> Scene:
+        """The scene of this index, of no held-out family, for a picture of `size` (width, height)."""
+        draw = random.Random(f"{self.seed} {index}")
+        truth = self.draw_truth(draw, size)
+        scene = self.show(truth, draw, size)
+        foil = self._foil(truth, draw)
+        chance = draw.random()
+        if chance < _CROPPED:
+            scene = self._cropped(truth, draw, size) or scene
+        enlarged = _CROPPED <= chance < _CROPPED + _ENLARGED
+        return replace(scene, foil=render_caption(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
+
     def draw_truth(self, draw: random.Random, size: tuple[int, int] = (128, 128), *, held_out: bool = False) -> Truth:
         """Draw the truth of a scene of no held-out family, or (`held_out`) of at least one."""
         while True:
@@ -111,6 +144,24 @@ class Composer:
     def backgrounds(self, truth: Truth) -> list[str]:
         """The colours that all things of the truth stand out from."""
         return [name for name in captions.COLOUR_NAMES if self._stands_out(truth, _rgb(name))]
+
+    def _cropped(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene | None:
+        """A picture of `size` cut from a larger scene, in which enough of everything is seen that its caption is true.
+
+        None where no try finds one.
+        """
+        for _ in range(_CROPS):
+            larger = draw.uniform(1.08, 1.35)
+            width, height = round(size[0] * larger), round(size[1] * larger)
+            left, top = draw.randint(0, width - size[0]), draw.randint(0, height - size[1])
+            scene = self.show(truth, draw, (width, height))
+            moved = tuple(
+                replace(layer, square=layer.square._replace(x=layer.square.x - left, y=layer.square.y - top))
+                for layer in scene.layers
+            )
+            if all(layout.visible(layer.square, size) >= _VISIBLE for layer in moved):
+                return replace(scene, layers=moved, size=size, canvas=(width, height), corner=(left, top))
+        return None
 
     def show(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene:
         """One of the pictures that the truth allows, and one of its captions."""
@@ -238,6 +289,28 @@ class Composer:
             if sum((a - b) ** 2 for a, b in zip(mean, rgb, strict=True)) < _CONTRAST**2:
                 return False
         return True
+
+    def _foil(self, truth: Truth, draw: random.Random) -> Truth | None:
+        """The truth with one thing wrong, of no held-out family either: judges would learn that these are wrong."""
+        for _ in range(8):
+            wrong = self.foils.wrong(truth, draw)
+            if wrong != truth and not any(map(is_held_out, self.families(wrong))):
+                return wrong
+        return None
+
+
+def single_emoji(row: int, subject: str, colour: str, draw: random.Random, size: tuple[int, int]) -> Scene:
+    """One emoji in its own words on a plain background; half of the time as its picture is, else smaller and aside."""
+    width, height = size
+    side = float(min(size))
+    square = Square(width / 2, height / 2, side)
+    if draw.random() < 0.5:
+        side *= draw.uniform(0.72, 1.0)
+        room_x, room_y = (width - side) / 2, (height - side) / 2
+        square = Square(width / 2 + draw.uniform(-room_x, room_x), height / 2 + draw.uniform(-room_y, room_y), side)
+    caption = subject if not colour else captions.with_background(subject, colour)
+    rgb = _rgb(colour or "white")
+    return Scene(caption, (Layer(row, square),), Backdrop(rgb, rgb), size)
 
 
 def _rgb(name: str) -> tuple[float, float, float]:

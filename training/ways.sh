@@ -6,7 +6,7 @@
 set -euo pipefail
 data=$1 captions=${2:-450} judged=${3:-300} work=${WORK:-build/ways} python=${PYTHON:-.venv/bin/python}
 # One thread: arrays of 128 pixels are too small for two, which would wait for each other most of the time.
-training=(--data "$data" --work "$work/training" --threads 1 --unseen)
+training=(--data "$data" --work "$work/training" --variants 24 --threads 1 --unseen)
 mkdir -p "$work/training"
 if [ ! -f "$work/halves.txt" ]; then
   "$python" -m training.scene_prompts "${training[@]}" --count $((captions / 3)) --out "$work/unseen.tsv" \

@@ -11,11 +11,12 @@ import pytest
 from tests.shared import shared_folder
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
-from training import export, judge
+from training import export, judge, tiny_vae, tokens
 from training.run import TrainingRun
 
 # Iterations and rows of the stages, so few that their losses only just fall.
-LENGTHS = {"lm": 160, "draft": 160}
+LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "lm": 160, "draft": 160}
+BATCHES = {"vae": 8}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +40,20 @@ def run(data: Path, tmp_path: Path) -> TrainingRun:
 
 
 @pytest.fixture(scope="session")
+def words(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of a tiny run that has trained its vocabularies."""
+    return shared_folder(tmp_path_factory, "words", lambda folder: tokens.train(tiny(data, folder))) / "work"
+
+
+@pytest.fixture
+def worded(run: TrainingRun, words: Path) -> TrainingRun:
+    """A tiny run of its own with vocabularies."""
+    run.work.mkdir(parents=True)
+    (run.work / "tokens").symlink_to(words / "tokens")
+    return run
+
+
+@pytest.fixture(scope="session")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """All stages, exported and judged, once for all test processes: read it, and write elsewhere."""
     folder = shared_folder(tmp_path_factory, "trained", lambda folder: _train(tiny(data, folder)))
@@ -48,7 +63,10 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def _train(run: TrainingRun) -> None:
     for name in stages.STAGES:
-        stages.train(dataclasses.replace(run, iterations=LENGTHS.get(name, 1)), only=[name])
+        stages.train(
+            dataclasses.replace(run, iterations=LENGTHS.get(name, 1), batch=BATCHES.get(name, 16)), only=[name]
+        )
+    tiny_vae.train(dataclasses.replace(run, iterations=60, batch=8))
     export.export(run)
     judge.judge(run, 24)
     export.rewrite_cards(run)

@@ -1,4 +1,4 @@
-"""The caption language reads back what it writes, and tones are told apart."""
+"""The caption language reads back what it writes, and tones and held-out variants are told apart."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ def test_spellings_of_a_colour_meet() -> None:
 )
 def test_tones_are_split_from_names(name: str, base: str, tone: str | None) -> None:
     assert captions.split_tone(name) == (base, tone)
+
+
+def test_held_out_variants_leave_four_tones_of_their_base(data: Path) -> None:
+    rows = emoji.read_rows(data)
+    hidden = captions.held_out(rows, 3)
+    assert hidden == captions.held_out(rows, 3)
+    assert len(hidden) == 3
+    assert len({captions.split_tone(rows[index].name)[0] for index in hidden}) == 3
+    assert all(captions.has_tone(rows[index].name) for index in hidden)
+
+
+def test_every_wording_keeps_the_name_or_its_words(data: Path) -> None:
+    for row in emoji.read_rows(data):
+        found = captions.subjects(row, 8, random.Random(1))
+        assert found[0] == row.name and len(found) == 8
+        assert all(phrases.words(captions.split_tone(row.name)[0]) <= phrases.words(one) for one in found)
 
 
 def test_expansions_name_what_was_asked(data: Path) -> None:

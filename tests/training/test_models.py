@@ -1,4 +1,4 @@
-"""All stages learn, and the shipped models keep to their sizes."""
+"""All stages learn, and what they export loads in the stock classes, draws, scores and writes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,74 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from pipeline.checkpoints import tiny
 from tests.training.world import Trained
-from training import draft
+from training import draft, latents, stream, tokens, unet, vae
 from training.run import TrainingRun
 from training.shapes import EMOJI
 
-WORDS = 3072  # of emoji-xl
+# EulerDiscreteScheduler converts tensors the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
 def test_losses_fall(trained: Trained) -> None:
-    for stage, key, share in (("lm", "nats", 0.5), ("draft", "loss", 0.8)):
+    for stage, key, share in (
+        ("vae", "loss", 0.75), ("clip", "loss", 0.8), ("unet", "eps", 0.7), ("lm", "nats", 0.5), ("draft", "loss", 0.8),
+        ("tiny_vae", "loss", 0.9),
+    ):  # fmt: skip
         lines = (trained.run.work / stage / "curve.jsonl").read_text(encoding="utf-8").splitlines()
         assert json.loads(lines[-1])[key] < share * json.loads(lines[0])[key], stage
+
+
+def test_training_and_the_pipeline_read_a_caption_alike(trained: Trained) -> None:
+    from diffusers import StableDiffusionXLPipeline
+
+    run = trained.run
+    pipeline: Any = StableDiffusionXLPipeline.from_pretrained(run.models / "emoji-xl", local_files_only=True)
+    text = "waving hand: dark skin tone on an orange background"
+    with torch.no_grad():
+        states, _, pooled, _ = pipeline.encode_prompt(text, device="cpu", do_classifier_free_guidance=False)
+    parts = unet.load(run)
+    ids = tokens.encode(tokens.clip_tokenizer(run), [text])
+    end, pad_2 = tokens.clip_tokenizer(run).eos_token_id, tokens.pad_ids(run)[1]
+    own, own_pooled = unet.read_text(parts, ids, tokens.repad(ids, end, pad_2))
+    assert float((own - states).norm() / states.norm()) < 5e-3
+    assert float((own_pooled - pooled).norm() / pooled.norm()) < 5e-3
+
+
+def test_the_noise_schedule_is_the_schedulers(trained: Trained) -> None:
+    from diffusers import EulerDiscreteScheduler
+
+    scheduler = EulerDiscreteScheduler.from_pretrained(trained.run.models / "emoji-xl" / "scheduler")
+    mine = unet.alphas_bar(torch.device("cpu"))
+    assert float((mine - scheduler.alphas_cumprod).abs().max()) < 1e-5
+    weight = unet.weights(mine)
+    assert float(weight.min()) > 0 and float(weight.max()) < 5
+
+
+def test_latents_are_centred_and_the_codec_still_inverts_them(trained: Trained) -> None:
+    run = trained.run
+    codec, plain = latents.load_codec(run), vae.load(run)
+    factor = codec.config.scaling_factor
+    drawn = stream.SceneStream(run, 64, native=True)
+    true = drawn.draw(drawn.at(2**31))
+    values = latents.encode(run, codec, true) * factor
+    assert float(values.mean().abs()) < 0.25 and 0.6 < float(values.std()) < 1.5
+    with torch.no_grad():
+        made = codec.decode(values / factor).sample
+        direct = plain.decode(plain.encode(true).latent_dist.mode()).sample
+    assert float((made - direct).abs().mean()) < 1e-3
+    assert float((made - true).square().mean()) < 0.75 * float(true.var())
+
+
+def test_the_tiny_codec_reads_the_codecs_latents(trained: Trained) -> None:
+    from diffusers import AutoencoderTiny
+
+    tiny = AutoencoderTiny.from_pretrained(trained.run.models / "emoji-xl" / "vae-tiny")
+    with torch.no_grad():
+        assert tiny.decode(torch.zeros(2, 4, 4, 4)).sample.shape == (2, 3, 32, 32)
 
 
 def test_the_judge_measured_every_line(trained: Trained) -> None:
@@ -47,10 +100,10 @@ def test_the_shipped_shapes_keep_to_their_sizes() -> None:
         return sum(p.numel() for p in model.parameters())
 
     with torch.device("meta"):
-        denoiser = count(UNet2DConditionModel(**tiny.EMOJI.unet()))
-        codec = count(AutoencoderKL(**tiny.EMOJI.vae()))
-        text = count(CLIPTextModel(CLIPTextConfig(**tiny.EMOJI.text(0, WORDS, 0))))
-        text += count(CLIPTextModelWithProjection(CLIPTextConfig(**tiny.EMOJI.text(1, WORDS, 0))))
+        denoiser = count(UNet2DConditionModel(**EMOJI.picture.unet()))
+        codec = count(AutoencoderKL(**EMOJI.picture.vae()))
+        text = count(CLIPTextModel(CLIPTextConfig(**EMOJI.picture.text(0, EMOJI.vocab, 0))))
+        text += count(CLIPTextModelWithProjection(CLIPTextConfig(**EMOJI.picture.text(1, EMOJI.vocab, 0))))
     # Not empty: tying the embeddings needs real ones.
     target = count(LlamaForCausalLM(LlamaConfig(**EMOJI.llama(EMOJI.lm, EMOJI.lm_vocab, 1, 2, 0))))
     drafter = count(draft.build(TrainingRun(Path(), Path(), Path())))
@@ -58,3 +111,11 @@ def test_the_shipped_shapes_keep_to_their_sizes() -> None:
     assert 2 * (denoiser + codec + text) + 0.6e6 <= 48e6  # tokenizers and configurations take 0.6 MB
     assert 3e6 <= target <= 6e6 and drafter <= target / 3
     assert 2 * (target + drafter) + 0.4e6 <= 16e6
+
+
+@pytest.mark.parametrize("name", ["gpu", "scenes"])
+def test_the_plans_for_the_gpu_parse(name: str) -> None:
+    import subprocess
+
+    script = Path(__file__).parents[2] / "training" / f"{name}.sh"
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

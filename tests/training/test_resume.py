@@ -1,4 +1,4 @@
-"""A run that is killed, paused or cut into slices ends where an undisturbed one ends."""
+"""A run that is killed, paused, cut into slices or shared by two processes ends where an undisturbed one ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from training import checkpoint, loop
+from training import checkpoint, group, loop, vae
 from training.run import TrainingRun
 
 LENGTH = 60
@@ -31,23 +33,26 @@ def train(
     folder: Path,
     iterations: int = LENGTH,
     *,
+    process: tuple[int, int] = (0, 1),
     noisy: bool = False,
     wait_s: float = 0.0,
 ) -> State:
-    """Trains from a checkpoint if there is one, saves one after each step; what it ends with."""
+    """Trains a process's rows from a checkpoint if there is one, saves one after each step; what it ends with."""
     torch.set_num_threads(1)
+    rank, world = process
     folder.mkdir(exist_ok=True)
-    run = TrainingRun(folder, folder, folder, iterations=iterations, checkpoint_s=0)
+    run = TrainingRun(folder, folder, folder, iterations=iterations, checkpoint_s=0, rank=rank, world=world)
     torch.manual_seed(0)
     parts = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]
     if noisy:  # with randomness and buffers
         parts[2:2] = [nn.Dropout(0.1), nn.BatchNorm1d(8)]
     model = nn.Sequential(*parts)
     rows = torch.randn(LENGTH, 12, 4, generator=torch.Generator().manual_seed(1))
+    mine = rows.chunk(world, dim=1)[rank]
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, loop.Logged]:
         time.sleep(wait_s)
-        x = rows[iteration]
+        x = mine[iteration]
         return (model(x)[:, 0] - x.prod(1)).square().mean(), {"draw": torch.rand((), generator=generator)}
 
     loop.train(loop.Stage("line", {"model": model}, loss, rate=0.02, warmup=1), run)
@@ -77,6 +82,60 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert all(torch.equal(one[key], two[key]) for key in one) and len(one) > 6
     curves = [[{**line, "minutes": 0} for line in lines(folder)] for folder in (calm, broken)]
     assert curves[0] == curves[1] and [line["iteration"] for line in curves[0]] == [1, 20, 40, 60]
+
+
+def test_a_stage_that_is_stopped_goes_on_as_if_it_was_not(
+    worded: TrainingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dataclasses.replace(worded, iterations=4, batch=2, checkpoint_s=0)
+    calm = dataclasses.replace(run, work=tmp_path / "calm")
+    shutil.copytree(run.work, calm.work, symlinks=True)
+    save, saved = checkpoint.save, []
+
+    def stopped(path: Path, state: dict[str, Any]) -> None:
+        save(path, state)
+        saved.append(state["iteration"])
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        vae.train(run)
+    assert vae.train(run).done and vae.train(calm).done
+    assert saved[:4] == [1, 2, 3, 4]
+    one, two = (checkpoint.need(each.work / "vae" / "state.pt", "vae")["averaged"]["vae"] for each in (calm, run))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def pair(folder: Path, rank: int, port: int) -> None:
+    """One of two processes, which train together: once to the end, and once in two commands."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = group.join(on_gpu=False)
+    ended = {"straight": train(folder / "straight", process=process)}
+    train(folder / "resumed", 20, process=process)
+    distributed.barrier()  # the first has written the checkpoint
+    ended["resumed"] = train(folder / "resumed", process=process)
+    torch.save(ended, folder / f"ended-{rank}.pt")
+
+
+def test_two_processes_train_what_one_does_of_all_rows(tmp_path: Path) -> None:
+    """Also where they resume; and one of them writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = [PROCESSES.Process(target=pair, args=(tmp_path, rank, port)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    first, second = (torch.load(tmp_path / f"ended-{rank}.pt", weights_only=True) for rank in range(2))
+    for name, ended in first.items():
+        assert all(torch.equal(tensor, second[name][key]) for key, tensor in ended.items()), name
+    for key, tensor in train(tmp_path / "alone").items():
+        torch.testing.assert_close(first["straight"][key], tensor, atol=1e-5, rtol=1e-4)
+    assert [line["iteration"] for line in lines(tmp_path / "straight")] == [1, 20, 40, 60]
+    assert checkpoint.need(tmp_path / "resumed" / "line" / "state.pt", "line")["iteration"] == LENGTH
 
 
 def toy(value: float = 1.0) -> tuple[loop.Stage, nn.Linear]:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation.scenes.emoji import PictureRow
-from evaluation.scenes.grammar import Foils
 from evaluation.scenes.truth import Truth
 from tests.training.test_scenes import COMPOSER
 from training.scene_chats import SceneChat, SceneExpander, keeps
@@ -65,7 +64,7 @@ def test_keywords_ask_where_they_mean_one_thing_that_can_be_counted() -> None:
 @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
 def test_an_answer_with_one_thing_wrong_keeps_it_not(seed: int, draw: random.Random) -> None:
     asked = chat(seed).truth
-    for wrong in Foils(COMPOSER.subjects).captions(asked, 4, draw):
+    for wrong in COMPOSER.foils.captions(asked, 4, draw):
         assert not keeps(asked, READER.read(wrong))
 
 

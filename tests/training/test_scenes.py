@@ -1,10 +1,9 @@
-"""Scenes are functions of a draw, keep to their families, and say and show what is true."""
+"""Scenes are functions of a seed and an index, keep to their families, and say and show what is true."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,14 +40,6 @@ def ring(row: int, noun: str) -> Subject:
 
 
 COMPOSER = Composer([subject(row, noun) for row, noun in enumerate(NOUNS)], seed=7)
-
-
-def compose(index: int, size: tuple[int, int] = (128, 128), composer: Composer = COMPOSER) -> scenes.Scene:
-    """A scene of no held-out family."""
-    draw = random.Random(index)
-    return composer.show(composer.draw_truth(draw, size), draw, size)
-
-
 PINNED = "ffd06d3dd3c9ec45"  # of which of its 372 families are held out
 SIZES = ((128, 128), (192, 192), (96, 160), (192, 96), (64, 64))
 INDICES = st.integers(0, 10**9)
@@ -56,21 +47,24 @@ INDICES = st.integers(0, 10**9)
 
 @given(INDICES, st.sampled_from(SIZES))
 def test_a_scene_is_a_function_of_seed_and_index(index: int, size: tuple[int, int]) -> None:
-    assert compose(index, size) == compose(index, size, Composer(COMPOSER.subjects, seed=7))
+    assert COMPOSER.compose(index, size) == Composer(COMPOSER.subjects, seed=7).compose(index, size)
 
 
 @settings(max_examples=400)
 @given(INDICES, st.sampled_from(SIZES))
-def test_no_held_out_family_is_drawn_and_captions_read_back(index: int, size: tuple[int, int]) -> None:
-    scene = compose(index, size)
+def test_no_held_out_family_is_drawn_or_named_wrong_and_captions_read_back(index: int, size: tuple[int, int]) -> None:
+    scene = COMPOSER.compose(index, size)
     assert scene.truth is not None and not any(map(is_held_out, COMPOSER.families(scene.truth)))
     assert COMPOSER.reader.read(scene.caption) == scene.truth
+    if scene.foil is not None:
+        foil = COMPOSER.reader.read(scene.foil)
+        assert foil != scene.truth and not any(map(is_held_out, COMPOSER.families(foil)))
 
 
 @settings(max_examples=300)
 @given(INDICES, st.sampled_from(SIZES))
 def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int, int]) -> None:
-    scene = compose(index, size)
+    scene = COMPOSER.compose(index, size)
     truth = scene.truth
     assert truth is not None and sum(t.count for t in truth.items) == len(scene.layers) <= layout.MOST
     centres = {}
@@ -78,10 +72,11 @@ def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int,
         mine = [layer for layer in scene.layers if layer.row == COMPOSER.by_noun[thing.subject].row]
         assert len(mine) == thing.count and all(layer.colour == thing.colour for layer in mine)
         centres[thing] = [sum(layer.square[axis] for layer in mine) / len(mine) for axis in (0, 1)]
+        canvas = scene.canvas if scene.canvas != (0, 0) else size
         for layer in mine:
             for axis in (0, 1):
-                low = layer.square[axis] - layer.square.side / 2
-                assert low >= -1 and low + layer.square.side <= size[axis] + 1
+                low = layer.square[axis] + scene.corner[axis] - layer.square.side / 2
+                assert low >= -1 and low + layer.square.side <= canvas[axis] + 1
     if truth.relation in ("left of", "right of", "above", "below"):
         one, two = (centres[thing] for thing in truth.items)
         axis = 0 if truth.relation in ("left of", "right of") else 1
@@ -96,9 +91,10 @@ def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int,
 
 @settings(max_examples=400)
 @given(INDICES, st.sampled_from(SIZES))
-def test_size_words_order_the_things(index: int, size: tuple[int, int]) -> None:
-    scene = compose(index, size)
+def test_size_words_order_the_things_and_crops_show_most_of_each(index: int, size: tuple[int, int]) -> None:
+    scene = COMPOSER.compose(index, size)
     assert scene.truth is not None
+    assert all(layout.visible(layer.square, size) >= 0.6 for layer in scene.layers)
     sides = {
         thing: [layer.square.side for layer in scene.layers if layer.row == COMPOSER.by_noun[thing.subject].row]
         for thing in scene.truth.items
@@ -114,7 +110,7 @@ def test_of_what_stands_behind_a_part_is_hidden_and_not_most() -> None:
     rings = [ring(row, noun) for row, noun in enumerate(NOUNS)]
     composer, shares = Composer(rings, seed=7), []
     for index in range(1500):
-        scene = compose(index, composer=composer)
+        scene = composer.compose(index)
         if scene.truth and scene.truth.relation in ("behind", "in front of"):
             back, front = (layer.square for layer in scene.layers)
             shares.append(hidden(rings[0], rings[0], front, back))
@@ -150,7 +146,7 @@ def test_the_held_out_shares_are_about_what_they_say_and_stay() -> None:
 
 
 def test_relations_and_grammar_are_all_used() -> None:
-    truths = [compose(index).truth for index in range(2000)]
+    truths = [COMPOSER.compose(index).truth for index in range(2000)]
     assert {t.relation for t in truths if t} == {None, *RELATIONS}
     assert {thing.count for t in truths if t for thing in t.items} == {1, 2, 3, 4, 5}
 
@@ -164,10 +160,22 @@ def test_rendering_is_exact_for_a_whole_picture_and_repeats() -> None:
     pixels = drawn.draw(pack([scene]))
     wanted = (sprites[3, :3].float() + 255 - sprites[3, 3:].float()) / 127.5 - 1
     torch.testing.assert_close(pixels[0], wanted, atol=1e-5, rtol=0)
-    batch = pack([compose(index, (64, 64)) for index in range(12)])
+    batch = pack([COMPOSER.compose(index, (64, 64)) for index in range(12)])
     assert torch.equal(drawn.draw(batch), drawn.draw(batch))
-    alone = [drawn.draw(pack([compose(index, (64, 64))]))[0] for index in range(12)]
+    alone = [drawn.draw(pack([COMPOSER.compose(index, (64, 64))]))[0] for index in range(12)]
     torch.testing.assert_close(torch.stack(alone), drawn.draw(batch), atol=1e-5, rtol=0)
+
+
+def test_cropped_and_enlarged_scenes_tell_it_in_their_time_ids() -> None:
+    kinds = set()
+    for index in range(200):
+        scene = COMPOSER.compose(index, (96, 160))
+        tall, wide, top, left, height, width = scene.time_ids
+        assert (height, width) == (160, 96)
+        assert tall >= height + top or scene.enlarged
+        assert wide >= width + left or scene.enlarged
+        kinds.add((scene.canvas != (0, 0), scene.enlarged))
+    assert kinds == {(False, False), (True, False), (False, True)}
 
 
 def test_too_few_subjects_are_refused(tmp_path: Path) -> None:

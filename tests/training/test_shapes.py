@@ -16,7 +16,6 @@ from pipeline.checkpoints import tiny, tiny_zimage
 from training.shapes import EMOJI
 
 MODELS = Path(__file__).parents[2] / "models"
-WORDS = 3072  # of emoji-xl
 
 
 def stored(*path: str) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def stored(*path: str) -> dict[str, Any]:
 
 
 def described() -> dict[str, dict[str, Any]]:
-    picture, words = tiny.EMOJI, WORDS
+    picture, words = EMOJI.picture, EMOJI.vocab
     return {
         "emoji-xl/unet": picture.unet(),
         "emoji-xl/vae": picture.vae(),
@@ -51,9 +50,13 @@ def test_what_ships_is_what_is_described(name: str) -> None:
     assert {key: found[key] for key in wanted} == wanted
 
 
-def test_the_text_tower_of_the_judge_is_the_described() -> None:
-    found, wanted = stored("emoji-clip", "config.json")["text_config"], tiny.EMOJI.text(1, WORDS, 0)
-    assert {key: found[key] for key in wanted} == wanted
+def test_both_towers_of_the_judge_are_the_described() -> None:
+    found = stored("emoji-clip", "config.json")
+    for part, wanted in (
+        ("text_config", EMOJI.picture.text(1, EMOJI.vocab, 0)),
+        ("vision_config", EMOJI.clip_vision(EMOJI.picture.native)),
+    ):
+        assert {key: found[part][key] for key in wanted} == wanted
 
 
 @functools.cache

@@ -75,7 +75,8 @@ def write_data(folder: Path) -> Path:
 
 def tiny(data: Path, folder: Path) -> TrainingRun:
     """A run of the smoke shapes at 32 pixels."""
-    return TrainingRun(data, folder / "work", folder / "models", size=32, shapes=SMOKE, iterations=20, batch=16)
+    few = {"size": 32, "iterations": 20, "batch": 16, "held_out": 3, "variants": 3}
+    return TrainingRun(data, folder / "work", folder / "models", shapes=SMOKE, **few)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,8 @@ def shown(truth: Truth, seed: int, side: int = 64) -> Tensor:
 
 def plain(index: int) -> Truth:
     """A truth of training's, without what is half hidden: see the test of that."""
-    truth = COMPOSER.draw_truth(random.Random(f"1 {index}"))
+    truth = COMPOSER.compose(index).truth
+    assert truth is not None
     return truth if truth.relation not in ("behind", "in front of") else replace(truth, relation="left of")
 
 

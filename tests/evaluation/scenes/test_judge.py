@@ -15,8 +15,8 @@ from evaluation.scenes.judge import SceneJudge
 from tests.cli.shell import Shell
 from training import scene_prompts
 from training.run import TrainingRun
-from training.scene_prompts import World
 from training.scenes import is_held_out
+from training.stream import World
 
 COUNT = 2
 KINDS = ("colour_held_out", "count_held_out", "pair_held_out")
