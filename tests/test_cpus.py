@@ -24,6 +24,7 @@ def test_every_room_is_there() -> None:
     assert [room for room in ROOMS if not (ROOT / room).exists()] == []
 
 
+@pytest.mark.long
 def test_torch_takes_what_it_is_told_to_or_the_reason_is_said() -> None:
     assert cpus.lacks(CONFIGURATIONS["default"]) is None
     impossible = Configuration("none", "AVX1024", variables=CONFIGURATIONS["default"].variables)
@@ -52,6 +53,7 @@ def test_without_kernels_there_is_no_compiler_and_all_else(monkeypatch: pytest.M
         assert bool(shutil.which(name, path=variables["PATH"])) == bool(shutil.which(name))
 
 
+@pytest.mark.long
 def test_what_ran_is_counted_and_a_failure_is_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -261,6 +261,7 @@ def test_a_repeated_request_is_one_job_and_another_picture_is_another_request(
     check_error(other, 422)
 
 
+@pytest.mark.quick("control")
 @pytest.mark.parametrize("field", KINDS)
 def test_a_batchs_lines_may_have_pictures(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
     array = pixels(seed=5)
@@ -388,6 +389,7 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
 # -- at the end: another API on the same Redis, which begins anew ------------------------------------------------------
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_model_without_any_says_so(precision: str, redis_url: str, folder: Path) -> None:
     with opened(settings_of(redis_url, folder), replace(CARD, precision=precision)) as (api, worker):

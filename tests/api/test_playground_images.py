@@ -189,6 +189,7 @@ def edited(api: Api, files: dict[str, Any], **fields: str) -> bytes:
 # -- images in -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(0, 2)
 @pytest.mark.parametrize(("kind", "type"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("BMP", "image/bmp")])
 def test_an_edit_is_the_apis_own(page: Page, shared: Api, kind: str, type: str) -> None:
     """From a file of each kind: those that the API takes as they are, others as the PNG of their pixels."""
@@ -254,6 +255,7 @@ def test_outside_of_a_painted_mask_pixels_are_kept(page: Page, easel: Drafter) -
     assert "mask" not in easel.seen[-1].parameters["edit"] and easel.seen[-1].parameters["edit"]["strength"] == 0.8
 
 
+@pytest.mark.long
 def test_a_mask_is_painted_by_keys_and_by_touch(page: Page) -> None:
     item = bring(page, "source", picture(3))
     canvas = paint(page, item)
@@ -354,6 +356,7 @@ def test_an_image_of_the_gallery_becomes_a_source(page: Page, shared: Api) -> No
     assert drawn(page, 2) == edited(shared, {"image": ("a.png", first, "image/png")}, size="auto")
 
 
+@pytest.mark.long
 def test_images_are_dropped_and_pasted_and_kept(page: Page) -> None:
     """By events as a browser makes them; a reload keeps what is there, with its fields."""
     transfer = page.evaluate_handle(
@@ -410,6 +413,7 @@ def test_errors_stand_beside_their_field(page: Page) -> None:
     drawn(page)
 
 
+@pytest.mark.long
 def test_what_the_api_does_not_take_is_reduced(page: Page, easel: Drafter) -> None:
     """A photo of more pixels than a file may have, on its side as cameras store it; it is sent upright."""
     stream = io.BytesIO()
@@ -427,6 +431,7 @@ def test_what_the_api_does_not_take_is_reduced(page: Page, easel: Drafter) -> No
     assert left[2] > 150 > left[0] and right[0] > 150 > right[2], "what was below is on the left"
 
 
+@pytest.mark.long
 def test_what_has_no_place_is_said(page: Page) -> None:
     for _ in range(4):
         bring(page, "prompt", picture(14))
@@ -440,6 +445,7 @@ def test_what_has_no_place_is_said(page: Page) -> None:
     expect(page.locator(".source")).to_have_count(4)
 
 
+@pytest.mark.long
 def test_text_is_pasted_as_text(page: Page) -> None:
     """Office programs put an image of the text beside it."""
     taken = page.evaluate(
@@ -452,6 +458,7 @@ def test_text_is_pasted_as_text(page: Page) -> None:
     assert not taken and page.locator(".source").count() == 0
 
 
+@pytest.mark.long
 def test_what_another_model_lacks_is_said(page: Page) -> None:
     bring(page, "source", picture(15))
     bring(page, "control", picture(16))
@@ -523,6 +530,7 @@ def test_a_link_brings_the_whole_form(page: Page) -> None:
     check()
 
 
+@pytest.mark.long
 def test_a_link_is_copied_and_opened(page: Page, context: BrowserContext, shared: Api) -> None:
     prompt = "it's “a cat” & 100% <b>bold</b>\nnot #1"
     page.fill("#prompt", prompt)
@@ -598,6 +606,7 @@ def test_hostile_links_are_harmless(page: Page) -> None:
     drawn(page)
 
 
+@pytest.mark.long
 def test_values_that_a_slider_lacks_are_named(page: Page) -> None:
     page.evaluate("location.hash = '#prompt=a%20cat&n=3&steps=900&guidance_scale=7.25'")
     expect(page.locator("#error")).to_have_text(
@@ -620,6 +629,7 @@ def run(command: str, folder: Path) -> bytes:
     return httpx2.get(answer["data"][0]["url"]).content
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("prompt", ['it\'s a "cat" $HOME `id` \\ !x %s', "@/etc/passwd", "two\nlines; <é語>"])
 def test_curl_draws_the_same(page: Page, tmp_path: Path, prompt: str) -> None:
     page.fill("#prompt", prompt)
@@ -635,6 +645,7 @@ def test_curl_draws_the_same(page: Page, tmp_path: Path, prompt: str) -> None:
     page.keyboard.press("Escape")
 
 
+@pytest.mark.long
 def test_curl_sends_the_images(page: Page, tmp_path: Path) -> None:
     """From the files that the page offers beside the command."""
     item = bring(page, "source", picture(12, 64, 64))
@@ -656,6 +667,7 @@ def test_curl_sends_the_images(page: Page, tmp_path: Path) -> None:
     assert run(command, tmp_path) == expected
 
 
+@pytest.mark.long
 def test_all_are_downloaded_as_they_are(page: Page, tmp_path: Path) -> None:
     page.check("input[name=n][value='4']", force=True)
     page.fill("#seed", "21")
@@ -696,6 +708,7 @@ _PLANS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_plans_speed_is_the_estimators(page: Page) -> None:
     """Property: what the page says of a plan is the ratio that the service's own estimate of work has."""
     costs = dataclasses.replace(
@@ -721,6 +734,7 @@ def test_a_plans_speed_is_the_estimators(page: Page) -> None:
     check()
 
 
+@pytest.mark.long
 def test_a_long_prompt_is_judged_before_it_is_sent(page: Page, easel: Drafter) -> None:
     before = len(easel.seen)
     page.fill("#prompt", "x" * 8_000)
@@ -756,6 +770,7 @@ def test_a_jobs_error_of_the_prompt_keeps_it(page: Page, easel: Drafter, monkeyp
     expect(page.locator("#bar-title")).to_have_text("1 image")
 
 
+@pytest.mark.long
 def test_refused_and_flagged_images(page: Page, easel: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = easel.worker.store.leases
     succeed = leases.succeed
@@ -782,6 +797,7 @@ def test_refused_and_flagged_images(page: Page, easel: Drafter, monkeypatch: pyt
     monkeypatch.undo()
 
 
+@pytest.mark.long
 def test_a_failed_tile_is_removed(page: Page, easel: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(easel, "failing", True)
     ask(page, "a cat")

@@ -109,6 +109,7 @@ def test_a_syntax_and_texts_of_each_encoder_reach_the_worker_at_every_door(
         assert {name: claim.parameters[name] for name in asked} == asked
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "fields", [{"prompt_weighting": True}, {"prompt_weighting": "a1111"}, {"prompt_2": "b"}, {"clip_skip": 1}]
 )

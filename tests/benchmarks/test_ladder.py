@@ -41,6 +41,7 @@ def states(contender: Contender) -> set[str]:
     return {psutil.Process(process._process.pid).status() for process in contender._processes}
 
 
+@pytest.mark.long
 def test_rungs_take_turns_in_processes_of_their_own(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_the_tuned_plan_is_a_rung(settings: Settings, tmp_path: Path, drawn: lis
     assert len({one.prompt for one in drawn}) == 2, "no rung lives on remembered embeddings"
 
 
+@pytest.mark.long
 def test_a_student_draws_in_its_own_steps(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(LeftOut, match="no student beside it"):
         served("turbo", settings)

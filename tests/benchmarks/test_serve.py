@@ -84,6 +84,7 @@ def test_no_arrivals_are_refused() -> None:
         serve.run(Settings(), steps=1, pictures=0, results=None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared")
 def test_every_phase_of_two_tenants_is_measured(metrics: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "_WARM", 2)

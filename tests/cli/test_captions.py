@@ -53,6 +53,7 @@ def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, mo
     assert len(other & {one.text for one in found}) < 12
 
 
+@pytest.mark.long
 def test_subjects_are_taken_in_turn(shell: Shell) -> None:
     (shell.folder / "s.tsv").write_text("name\tcaption\nx\tfox\ny\tred  heart\nz\tpizza\n")
     write(shell, "c.tsv", 6, "--subjects", "s.tsv", "--temperature", "1")
@@ -118,6 +119,7 @@ def small(folder: Path, chat: bool) -> Path:
     return folder
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("chat", [True, False])
 def test_any_llama_writes(chat: bool, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(small(shell.folder / "words", chat))

@@ -116,6 +116,7 @@ def test_parts_on_their_own_need_a_redis(
     assert out == "" and err.startswith(f"diptych: DIPTYCH_REDIS_URL: {message}") and "secret" not in err
 
 
+@pytest.mark.long
 def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path) -> None:
     port = free_port()
     service = Client(f"http://127.0.0.1:{port}")

@@ -50,6 +50,7 @@ def test_other_files_than_the_published_ones_are_refused_and_in_a_dry_run_stand_
     assert mlperf_files._model(made, sdxl.NAME, None).stand_in
 
 
+@pytest.mark.long
 def test_files_that_cannot_be_read_are_wrong_even_in_a_dry_run(made: Path, tmp_path: Path) -> None:
     files = tmp_path / "files"
     shutil.copytree(made, files)

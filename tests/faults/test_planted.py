@@ -209,6 +209,7 @@ def test_nothing_is_found_where_nothing_is_wrong(world: World) -> None:
     assert broken(world, (), peaceful, strangers, killed) == []
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("number", range(len(GROUPS)), ids=lambda number: "+".join(GROUPS[number][2]))
 def test_planted_bugs_are_found(world: World, number: int) -> None:
     acts, end_s, bugs = GROUPS[number]

@@ -146,6 +146,7 @@ def told(picture: Picture) -> dict[str, Any]:
     return dict(picture.fingerprint)
 
 
+@pytest.mark.long
 def test_one_constant_of_the_cpu_kernels_changes_bytes_and_fingerprint(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("on", ["torch", "cpu"])
 @pytest.mark.parametrize("name", [*CONFIGS, *KNOWN])
 def test_in_floats_it_equals_diffusers(name: str, on: str) -> None:

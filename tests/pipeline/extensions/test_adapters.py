@@ -137,7 +137,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
 @given(
     steps=st.lists(st.tuples(st.sampled_from(("check", "take", "give")), st.sampled_from((*NAMES, "a,c"))), max_size=40)
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_the_books_balance_whatever_comes(
     steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
 ) -> None:

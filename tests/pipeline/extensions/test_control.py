@@ -89,6 +89,7 @@ def mixture(shape: str) -> list[ImageParameters]:
     ]
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
 def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: dict[str, Any], folder: Path) -> None:
     runner = Watching(model(shape), lane=shared_lane(), controls=folder)
@@ -123,6 +124,7 @@ def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, nets: dict[str,
         check_parity(shape, nets, one, picture)
 
 
+@pytest.mark.quick(0, 1)
 @pytest.mark.parametrize("cached", [None, AUTO, DeepCache(interval=3, depth="block")])
 def test_bits_depend_on_no_companion(
     cached: DeepCache | None, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path

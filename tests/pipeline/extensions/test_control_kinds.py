@@ -89,6 +89,7 @@ def expected(shape: str, nets: dict[str, Any], one: ImageParameters) -> np.ndarr
     return (stock_union if kind == "union" else stock_adapted)(shape, nets[kind], one)
 
 
+@pytest.mark.quick(0, 2, 3)
 @pytest.mark.parametrize(("shape", "backend"), [(TWO, "torch"), (THREE, "torch"), (THREE, "programs"), (TWO, "graphs")])
 def test_each_picture_equals_diffusers_alone_and_among_others(
     shape: str, backend: str, kernels: ctypes.CDLL, nets: dict[str, dict[str, Any]], folders: dict[str, Path]

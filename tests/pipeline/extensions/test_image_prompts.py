@@ -70,6 +70,7 @@ def check_parity(shape: str, folder: Path, one: ImageParameters, picture: Any) -
     assert np.abs(levels(picture) - expected).max() <= 1, one
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
 def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, folders: dict[str, Path]) -> None:
     runner = Watching(model(shape), lane=shared_lane(), image_prompts=folders[shape])
@@ -105,6 +106,7 @@ def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, folders: dict[s
         check_parity(shape, folders[shape], one, picture)
 
 
+@pytest.mark.quick(0, 1)
 @pytest.mark.parametrize("cached", [None, AUTO, DeepCache(interval=3, depth="block")])
 def test_bits_depend_on_no_companion(
     cached: DeepCache | None, kernels: ctypes.CDLL, folders: dict[str, Path]

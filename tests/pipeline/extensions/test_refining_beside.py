@@ -107,6 +107,7 @@ def mixture() -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels"])
 def test_edits_are_diffusers_alone_and_among_others(backend: str, refiner: ImageModel, kernels: ctypes.CDLL) -> None:
     options = {} if backend == "torch" else {"kernels": kernels}
@@ -213,6 +214,7 @@ def beside() -> list[ImageParameters]:
     ]
 
 
+@pytest.mark.quick("torch", "kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "graphs"])
 def test_controls_and_image_prompts_act_on_the_models_own_steps(
     backend: str, refiner: ImageModel, net: Any, folder: Path, kernels: ctypes.CDLL

@@ -51,6 +51,7 @@ def check_close(found: Statistics, wanted: Statistics) -> None:
             )
 
 
+@pytest.mark.quick("deep", "wide-heads")
 def test_the_cpu_kernels_find_the_ranges_that_torch_finds(model: ImageModel, kernels: ctypes.CDLL) -> None:
     plain, programs = ranges(model), ranges(model, kernels)
     assert {part: found.batches for part, found in plain.items()} == {"unet": [2] * QUICK.watched_steps, "vae": [2]}
@@ -69,6 +70,7 @@ def test_one_pass_finds_what_the_unet_alone_and_the_decoder_alone_read(kernels: 
         assert all(torch.equal(alone.largest[name], both[part].largest[name]) for name in layers)
 
 
+@pytest.mark.quick(1, 3)
 @pytest.mark.parametrize(
     ("model", "with_kernels"),
     [("wide-heads", True), ("deep", True), ("deep", False), ("distilled", False)],

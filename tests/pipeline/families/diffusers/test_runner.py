@@ -85,6 +85,7 @@ def called(folder: object, parameters: ImageParameters, kind: type | None = None
     return picture
 
 
+@pytest.mark.quick("flux", "flux2_klein", "stable_diffusion_3", "lumina2", "chroma")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_pictures_equal_the_librarys_own_whatever_runs_between_their_steps(
     name: str, folders: Folders, runners: Runners

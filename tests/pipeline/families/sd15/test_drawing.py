@@ -137,6 +137,7 @@ def with_scheduler(folder: Path, copy: Path, config: dict[str, Any]) -> Path:
     return copy
 
 
+@pytest.mark.quick(0, 1, 3)
 @pytest.mark.parametrize(
     "config",
     [
