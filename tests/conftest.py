@@ -76,7 +76,7 @@ settings.register_profile(
 )
 # explore: new examples every time, and twenty times as many; HYPOTHESIS_PROFILE=explore make test
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
-# mutants: as ci, but the first example that fails is enough (tests/mutants.py).
+# mutants: as ci, but the first example that fails is enough (`make mutants`).
 settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
