@@ -161,10 +161,6 @@ def stored(image: Locator) -> bytes:
     )
 
 
-def shown(page: Page) -> bytes:
-    return drawn(page, page.locator(".tile.done").count())
-
-
 def pixels(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
@@ -431,48 +427,6 @@ def test_what_the_api_does_not_take_is_reduced(page: Page, easel: Drafter) -> No
     assert left[2] > 150 > left[0] and right[0] > 150 > right[2], "what was below is on the left"
 
 
-@pytest.mark.long
-def test_what_has_no_place_is_said(page: Page) -> None:
-    for _ in range(4):
-        bring(page, "prompt", picture(14))
-    transfer = page.evaluate_handle(
-        "(bytes) => { const t = new DataTransfer();"
-        " t.items.add(new File([new Uint8Array(bytes)], 'a.png', {type: 'image/png'})); return t; }",
-        list(picture(7)),
-    )
-    page.locator(".source").first.dispatch_event("drop", {"dataTransfer": transfer})
-    expect(page.locator("#error")).to_have_text("a.png: there is no place for another image. Remove one first.")
-    expect(page.locator(".source")).to_have_count(4)
-
-
-@pytest.mark.long
-def test_text_is_pasted_as_text(page: Page) -> None:
-    """Office programs put an image of the text beside it."""
-    taken = page.evaluate(
-        "(bytes) => { const t = new DataTransfer(); t.setData('text/plain', 'a cat');"
-        " t.items.add(new File([new Uint8Array(bytes)], 'a.png', {type: 'image/png'}));"
-        " return !document.querySelector('#prompt').dispatchEvent("
-        "new ClipboardEvent('paste', {clipboardData: t, bubbles: true, cancelable: true})); }",
-        list(picture(7)),
-    )
-    assert not taken and page.locator(".source").count() == 0
-
-
-@pytest.mark.long
-def test_what_another_model_lacks_is_said(page: Page) -> None:
-    bring(page, "source", picture(15))
-    bring(page, "control", picture(16))
-    page.click("#more summary")
-    page.get_by_label("Add the LoRA ink").click()
-    page.evaluate(
-        "async () => { const [form, service] = await Promise.all([import('/web/form.js'), import('/web/service.js')]);"
-        " const [model] = await service.models();"
-        " form.offer([{...model, diptych: {...model.diptych, controls: [], loras: ['oil']}}]); }"
-    )
-    expect(page.locator("#error")).to_have_text("Not offered here, and left out: control image, LoRA ink.")
-    expect(page.locator(".source")).to_have_count(1)
-
-
 def test_uploads_of_a_page_that_went_are_deleted(page: Page, shared: Api) -> None:
     answer = shared.client.post("/v1/files", data={"purpose": "vision"}, files={"file": ("a.png", picture(17))})
     id = answer.json()["id"]
@@ -604,14 +558,6 @@ def test_hostile_links_are_harmless(page: Page) -> None:
     expect(page.locator("#prompt")).to_have_value("a cat")
     page.click("#draw")
     drawn(page)
-
-
-@pytest.mark.long
-def test_values_that_a_slider_lacks_are_named(page: Page) -> None:
-    page.evaluate("location.hash = '#prompt=a%20cat&n=3&steps=900&guidance_scale=7.25'")
-    expect(page.locator("#error")).to_have_text(
-        "Not offered here, and left out: number 3, steps 900, guidance scale 7.25."
-    )
 
 
 def run(command: str, folder: Path) -> bytes:
@@ -795,14 +741,6 @@ def test_refused_and_flagged_images(page: Page, easel: Drafter, monkeypatch: pyt
     expect(page.locator("#box-facts")).to_contain_text("flagged by the checker, nsfw 0.97")
     page.keyboard.press("Escape")
     monkeypatch.undo()
-
-
-@pytest.mark.long
-def test_a_failed_tile_is_removed(page: Page, easel: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(easel, "failing", True)
-    ask(page, "a cat")
-    page.get_by_label("Remove the failed image").click()
-    expect(page.locator("#empty")).to_be_visible()
 
 
 def test_many_jobs_leave_connections(page: Page, easel: Drafter) -> None:

@@ -117,6 +117,7 @@ def test_in_int8_they_are_as_near_to_fp32_as_those_that_halve_evenly(tmp_path: P
         assert solo(runner, one).png() == picture.png()
 
 
+@pytest.mark.long
 def test_graphs_are_kept_of_the_sizes_that_were_drawn_last() -> None:
     """More sizes than there is room for: each picture is diffusers' own, and what was not used for longest goes."""
     tape, shape = Tape(), "wide-heads"

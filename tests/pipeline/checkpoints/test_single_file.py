@@ -178,6 +178,7 @@ def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Pa
         assert torch.equal(own, theirs)
 
 
+@pytest.mark.quick(0, 1, 3, 6, 8)
 @pytest.mark.parametrize(
     ("keys", "metadata", "options", "prediction", "rescaled"),
     [

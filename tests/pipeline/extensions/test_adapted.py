@@ -389,6 +389,7 @@ def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.
         assert together[name].png() == solo(again, fixed[name]).png(), name
 
 
+@pytest.mark.long
 def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
     wanted = {name: one for name, one in companions().items() if name != "edit"}
 

@@ -143,6 +143,7 @@ def test_adapters_of_fewer_maps_share_forwards_with_those_of_all(
     assert len(steps) <= 5 * (1 + len(asked)), "a batch failed, and its requests were run one by one"
 
 
+@pytest.mark.long
 def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
     runner = Watching(model(TWO), lane=shared_lane(), controls=folders[TWO])
     asked = [replace(one, deterministic=True) for one in mixture(TWO)]

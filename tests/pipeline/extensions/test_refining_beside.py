@@ -236,6 +236,7 @@ def first(net: Any, folder: Path, one: ImageParameters, more: dict[str, Any]) ->
     return prompted(SHAPE, folder, one, lambda pipeline: (pipeline, more))
 
 
+@pytest.mark.long
 def test_deterministic_ones_keep_their_bits_on_torch(refiner: ImageModel, folder: Path) -> None:
     runner = Watching(model(SHAPE), refiner=refiner, controls=folder / "controls", image_prompts=folder)
     asked = [replace(one, deterministic=True, deepcache=AUTO) for one in beside()]

@@ -108,6 +108,7 @@ def test_a_quantized_part_shares_what_is_not_quantized(tmp_path: Path) -> None:
         assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in kept.items())
 
 
+@pytest.mark.long
 def test_half_precision_is_calibrated_in_its_own_type(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model", SHAPES["wide-heads"])
     model = load(str(folder), precision="bf16")

@@ -71,6 +71,7 @@ def test_a_searched_variant_says_what_was_chosen_and_its_scales_follow_from_it(
         assert torch.equal(stored[f"{name}.inverse"], remade.get_submodule(name).inverse)
 
 
+@pytest.mark.long
 def test_scales_alone_load_as_the_weights_do(model: ImageModel, folder: Path, tmp_path: Path) -> None:
     keep = Layerwise(search=True, keep=r"up_blocks\.1\.resnets\.0\.conv1")
     for name, weights in (("whole", True), ("scales", False)):

@@ -147,6 +147,7 @@ def test_an_edit_runs_the_pipeline_of_its_kind(
     assert finish(runner, request).tobytes() == expected.tobytes()
 
 
+@pytest.mark.long
 def test_a_class_that_edits_alone_needs_a_picture(folders: Folders, runners: Runners) -> None:
     """And draws from it as the library's own call does."""
     runner = runners("hunyuan_image_refiner")
