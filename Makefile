@@ -50,7 +50,7 @@ GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/tes
     tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/test_execution.py
 
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
-	$(BIN)/pytest -W default $(GPU_TESTS) $(ARGS)
+	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
 
 test-cpus: .venv/.installed  ## the numerical tests (core/quant, unet_opt, pipeline, llm …) as on other processors; ARGS="avx2 -- -x"
 	$(BIN)/python -m tests.cpus --jobs $(JOBS) $(ARGS)

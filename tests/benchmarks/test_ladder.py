@@ -87,6 +87,7 @@ def test_rungs_take_turns_in_processes_of_their_own(
     assert not left, "every process has ended"
 
 
+@pytest.mark.long
 def test_a_process_that_takes_too_long_or_ends_is_left_out(settings: Settings) -> None:
     environment = ladder._environment(settings, ladder.NATIVE)
     request = first_request("step-batching", settings, 1, None, None)

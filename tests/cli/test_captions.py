@@ -29,6 +29,7 @@ def write(shell: Shell, out: str, count: int, *words: str) -> bytes:
     return (shell.folder / out).read_bytes()
 
 
+@pytest.mark.long
 def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same captions at every width of batches; other seeds, other captions; nothing twice."""
     files = {}

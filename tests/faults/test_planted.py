@@ -205,6 +205,7 @@ def broken(
     return check(History(0, faults, book.calls, limits(world), left, levels=held))
 
 
+@pytest.mark.long
 def test_nothing_is_found_where_nothing_is_wrong(world: World) -> None:
     assert broken(world, (), peaceful, strangers, killed) == []
 

@@ -298,7 +298,7 @@ PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", *FOUR_BITS) for kv in K
 ]  # fmt: skip
 
 
-@pytest.mark.quick("plain-float", "int8-float", "w4a16-float")
+@pytest.mark.quick("plain-float", "int8-float")
 @pytest.mark.parametrize(("kind", "kv"), [(kind, kv) for kind, kv in PAIRS if kind != "fp8" or len(EIGHT) > 1])
 def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     """Against transformers' own forward of the same layers, quantized or not."""
@@ -413,6 +413,7 @@ def test_rows_that_fill_up_write_nowhere() -> None:
         assert changed == [3, 13, 23]  # the pages of these positions, and no others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])] if CUDA else ["plain"])
 def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
     """Prompts in chunks beside rows that decode, padded to a graph's shape, against the same steps as they are."""

@@ -60,7 +60,7 @@ def answered(engine: Engine, given: list[tuple[int, ...]], *, on: bool) -> list[
     return [text.tokens[: next((n for n, t in enumerate(text.tokens, 1) if t in ends), MOST)][:MOST] for text in made]
 
 
-@pytest.mark.quick
+@pytest.mark.quick("preempted", "draft-preempted", "lookup")
 @pytest.mark.parametrize(
     ("count", "options", "guessing"),
     [

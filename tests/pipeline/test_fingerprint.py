@@ -89,6 +89,7 @@ print(json.dumps(fingerprint(model, executable="kernels", bucket=None, kernels=k
 """
 
 
+@pytest.mark.long
 def test_equal_installations_print_the_same(tmp_path: Path) -> None:
     """This process and a fresh one in another folder, with other hashes, on a copy of the sources of another age."""
     own = KernelIdentity.on_cpu(stage.kernels())

@@ -55,7 +55,9 @@ def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
         check_close(out, wanted, relative=1e-5)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(
+    "three-levels-int8-(9, 7)", "conv1x1-int8-(9, 7)", "distilled-int8-(9, 7)", "three-levels-fp8-(9, 7)"
+)
 @pytest.mark.parametrize(
     ("name", "scheme", "sides"),
     [(name, "int8", (9, 7)) for name in UNETS]

@@ -35,7 +35,7 @@ def test_in_floats_it_equals_diffusers(name: str) -> None:
         assert (ours(programs, given) - wanted).abs().max() <= 1e-5
 
 
-@pytest.mark.quick
+@pytest.mark.quick("two-resnets-(9, 7)", "three-levels-(8, 8)", "distilled-(9, 7)", "plain-(5, 6)")
 @pytest.mark.parametrize(
     ("name", "sides"), [(name, (9, 7)) for name in UNETS] + [("three-levels", (8, 8)), ("plain", (5, 6))], ids=str
 )

@@ -57,6 +57,7 @@ def plain(index: int) -> Truth:
     return truth if truth.relation not in ("behind", "in front of") else replace(truth, relation="left of")
 
 
+@pytest.mark.long
 def test_of_rendered_truth_nearly_all_is_right_and_of_other_scenes_nearly_none() -> None:
     truths = [plain(index) for index in range(20)]
     drawn = [shown(truth, number) for number, truth in enumerate(truths)]

@@ -96,6 +96,7 @@ def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
     return {"programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
 
 
+@pytest.mark.quick("programs")
 @pytest.mark.parametrize("name", ["programs", "graphs"])
 def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, folders: dict[str, Path]) -> None:
     shape = RELEASED if name == "programs" else KERNELS

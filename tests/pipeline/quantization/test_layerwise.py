@@ -146,7 +146,7 @@ def test_a_pattern_of_no_layer_is_refused_before_anything_is_drawn(
     assert not told
 
 
-@pytest.mark.quick(0)
+@pytest.mark.long
 @pytest.mark.parametrize(("with_kernels", "kept"), [(True, "down_blocks.*|mid_block.*"), (False, "(?!mid_block).*")])
 def test_every_input_is_measured_alone_and_a_worse_one_costs_more(
     model: ImageModel, tmp_path: Path, kernels: ctypes.CDLL, with_kernels: bool, kept: str

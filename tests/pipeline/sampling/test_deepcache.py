@@ -122,6 +122,7 @@ def reference(one: ImageParameters) -> np.ndarray:
         return stock_picture.__wrapped__(SHAPE, replace(one, deepcache=None))
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("on_kernels", [False, True], ids=["torch", "kernels"])
 def test_each_picture_of_a_mixed_batch_is_its_own(on_kernels: bool, kernels: ctypes.CDLL) -> None:
     """Within a level of the stock pipeline on the same schedule, and of its solo run; deterministic ones to the bit."""

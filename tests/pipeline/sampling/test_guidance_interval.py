@@ -107,7 +107,7 @@ def test_it_ends_as_diffusers_callback_ends_it(backend: str, cached: DeepCache |
         assert stop == 0.9 or np.abs(expected - whole).max() > 1, "guidance matters to all but the last step"
 
 
-@pytest.mark.quick("torch", "kernels")
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_picture_of_a_mixed_batch_is_its_own(backend: str, kernels: ctypes.CDLL) -> None:
     """Where others join at any step; deterministic ones to the bit."""
