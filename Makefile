@@ -52,8 +52,19 @@ GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/tes
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
 	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
 
-test-cpus: .venv/.installed  ## the numerical tests (core/quant, unet_opt, pipeline, llm …) as on other processors; ARGS="avx2 -- -x"
-	$(BIN)/python -m tests.cpus --jobs $(JOBS) $(ARGS)
+# Torch, oneDNN and MKL held to one instruction set; our kernels compiled for AVX2.
+avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_ENABLE_INSTRUCTIONS=AVX512
+avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+kernels-avx2 := $(avx2) CXX=$(CURDIR)/build/avx2/c++
+NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graphs.py unet_opt pipeline llm models evaluation)
+
+test-cpus: $(addprefix test-cpu-,$(or $(CPUS),avx512 avx2 default kernels-avx2))  ## the numerical tests as on other processors; CPUS="avx2 kernels-avx2" for some
+
+test-cpu-%: .venv/.installed
+	mkdir -p build/avx2 && printf '#!/bin/sh\nexec g++ -mno-avx512f "$$@"\n' > build/avx2/c++ && chmod +x build/avx2/c++
+	$($*) $(BIN)/python -c "import torch; print('$*: torch takes', torch.backends.cpu.get_cpu_capability())"
+	$($*) $(BIN)/pytest $(SPREAD) $(NUMERICAL) $(ARGS)
 
 check: .venv/.installed  ## style and types; changes nothing
 	$(BIN)/ruff check .
