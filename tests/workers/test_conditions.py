@@ -1,4 +1,4 @@
-"""Control networks and image prompts in a worker: what its card offers, what jobs get, and what their mistakes are told as."""
+"""Control networks and image prompts in a worker: what its card offers, what jobs get, and how mistakes are named."""
 
 from __future__ import annotations
 
