@@ -220,6 +220,7 @@ def test_light_and_dark(page: Page) -> None:
     assert colour() == light, "a choice is kept"
 
 
+@pytest.mark.long
 def test_everything_can_be_named(page: Page) -> None:
     """What has a role has a name; what is a field has a label; nothing is wider than a telephone."""
     ask(page, "a cat")

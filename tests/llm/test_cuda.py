@@ -214,6 +214,7 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
             close(out, expected)
 
 
+@pytest.mark.quick("16-int8", "32-float")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("d", [16, 32])

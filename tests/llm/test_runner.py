@@ -35,7 +35,7 @@ def sampled(model: stage.TextModel, count: int, **options: Any) -> list[TextPara
     ]
 
 
-@pytest.mark.quick("model", "None")
+@pytest.mark.quick("model")
 @pytest.mark.parametrize("draft", [None, "model", "lookup"])
 def test_a_seed_means_one_text_whatever_the_companions(draft: str | None) -> None:
     """Alone, in a crowd, and sent away: also with guesses, whose number must then not depend on the load."""

@@ -58,7 +58,7 @@ def mixture(**fields: Any) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
-@pytest.mark.quick("torch", "kernels")
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "layers", "graphs"])
 def test_pictures_equal_diffusers_alone_and_in_batches_that_others_join(backend: str, kernels: ctypes.CDLL) -> None:
     options: dict[str, Any] = {

@@ -20,6 +20,7 @@ from unet_opt.layout import _SUPPORTED, check_unet
 from unet_opt.unet import cross_attentions
 
 
+@pytest.mark.quick("plain", "three-levels", "many-heads", "distilled")
 @pytest.mark.parametrize("name", UNETS)
 def test_in_floats_it_equals_diffusers(name: str) -> None:
     """For several sizes, numbers of rows and lengths of prompts, one after another on the same programs.

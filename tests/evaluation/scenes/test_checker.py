@@ -110,7 +110,7 @@ def test_things_that_change_places_stand_wrong() -> None:
     assert sum(found.place is True for found in turned) <= 0.03 * len(right)
 
 
-@pytest.mark.quick("behind")
+@pytest.mark.long
 @pytest.mark.parametrize("relation", ["behind", "in front of"])
 def test_which_of_two_is_in_front(relation: str) -> None:
     """Not of all pictures: where the two overlap little, a checker takes neither for right."""

@@ -114,6 +114,7 @@ def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
     return {"programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
 
 
+@pytest.mark.quick("graphs")
 @pytest.mark.parametrize("name", ["programs", "graphs"])
 def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path) -> None:
     shape = RELEASED if name == "programs" else KERNELS
