@@ -106,6 +106,7 @@ def test_offered_honours_pips_own_configuration(index, monkeypatch):
     assert "2.13.0+cpu" in install.offered(PYTHON, timeout_s=60)
 
 
+@pytest.mark.quick("trickling")
 @pytest.mark.usefixtures("bare_pip")
 def test_index_that_hangs_costs_seconds(blackhole):
     start = time.monotonic()
@@ -290,6 +291,7 @@ def wheel(folder: Path, name: str, version: str, needs: str = "") -> Path:
     return path
 
 
+@pytest.mark.quick("True")
 @pytest.mark.usefixtures("bare_pip")
 @pytest.mark.parametrize("tampered", [False, True])
 def test_pip_refuses_a_file_of_another_hash(tampered, tmp_path, monkeypatch, capfd):

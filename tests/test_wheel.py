@@ -191,6 +191,7 @@ def test_it_talks(bare: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
+@pytest.mark.long
 def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) -> None:
     """Both commands in one process, which imports torch once."""
     words = (
@@ -206,6 +207,7 @@ def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) ->
     assert (tmp_path / "run" / "scores.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_models")
 def test_the_lens_that_is_not_there_is_named(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "captions.tsv").write_text("id\tcaption\n1\ta hat\n")

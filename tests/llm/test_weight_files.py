@@ -226,6 +226,7 @@ def peak_bytes(task: Callable[[], object]) -> int:
     return read("VmHWM:") - before
 
 
+@pytest.mark.quick("tp4-bf16")
 @pytest.mark.parametrize(("parallel", "precision"), [("tp4", "bf16"), ("pp4", "fp32")])
 def test_a_rank_takes_the_memory_of_its_part_and_a_layer(parallel: str, precision: str, tmp_path: Path) -> None:
     layers, sizes = 8, {"hidden_size": 512, "intermediate_size": 4096, "num_key_value_heads": 4}

@@ -34,7 +34,7 @@ def least_s(costs, job: SimulatedJob) -> float:
     return solo_s(costs, job.parameters)  # nothing costs less where a wider forward costs more
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     gpus=st.integers(1, 5),
@@ -107,7 +107,7 @@ def test_one_request_on_one_device_takes_the_sum_of_its_costs(guided: bool, cach
     assert served.ended[0] - 2.5 == pytest.approx(sum(costs(*group, rows) for group, rows in phases_of(parameters)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), gpus=st.integers(1, 4), load=st.sampled_from([0.3, 0.9, 2.0]))
 def test_one_job_at_a_time_is_the_queue_of_the_textbooks(seed: int, gpus: int, load: float) -> None:
     """With one job in hand a fleet is a G/D/c queue, first in first out (Kiefer and Wolfowitz, 1955)."""
