@@ -4,27 +4,22 @@ In a checkout the packages are top-level (`core`, `api` …). Installed under th
 so a wheel is built from a copy of the tree in which they are in `diptych/`, and in which their imports and names read
 `diptych.core`. Editable installs and source distributions are setuptools' own.
 
-Of the embedded models a wheel has those that a service loads by default. `python -m deployment.wheel FOLDER` writes the
-others as archives, to be published beside it; the wheel pins their SHA-256, and DIPTYCH_RELEASE_URL, where it is built,
-is the address that they will be published under.
+Of the embedded models a wheel has those that a service loads by default, and the others' digests: deployment/assets.py.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
-import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from setuptools import build_meta
 from setuptools.build_meta import (
@@ -36,6 +31,8 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
 )
 
+from deployment import assets
+
 __all__ = [
     "build_editable", "build_sdist", "build_wheel", "get_requires_for_build_editable", "get_requires_for_build_sdist",
     "get_requires_for_build_wheel", "prepare_metadata_for_build_editable",
@@ -46,7 +43,6 @@ _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".jinja", ".js", ".json", ".lua", ".svg", ".txt"}
 # For the checkout only: measurements behind the docs, and the chart.
 _LEFT_OUT = ("benchmarks/results/", "benchmarks/history/", "deployment/helm/")
-_MODELS = ("emoji-xl", "emoji-lm", "emoji-lm-draft", "emoji-clip")
 
 
 class BuildError(ValueError):
@@ -81,12 +77,12 @@ def stage(root: Path, folder: Path) -> None:
     shutil.copytree(root / "LICENSES", folder / "LICENSES")
     packages = packages_of(root)
     modules = {_dotted(path, root) for room in packages for path in (root / room).rglob("*.py")}
-    for model in _MODELS:
-        for name, path in _files(root / "models" / model):
+    for model in assets.INCLUDED:
+        for name, path in assets.files(root / "models" / model):
             target = folder / TOP / "models" / model / name
             target.parent.mkdir(parents=True, exist_ok=True)
             _link(path, target)
-    (folder / TOP / "models" / "assets.json").write_text(json.dumps(_index(root), indent=1), "utf-8")
+    (folder / TOP / "models" / "assets.json").write_text(json.dumps(assets.index(root), indent=1), "utf-8")
     for top in (*sorted(packages), TOP):
         for path in sorted((root / top).rglob("*")):
             name = path.relative_to(root).as_posix()
@@ -99,43 +95,6 @@ def stage(root: Path, folder: Path) -> None:
             elif path.suffix in _DATA:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, target)
-
-
-def assets(root: Path) -> list[str]:
-    """The embedded models that wheels leave out."""
-    return sorted(path.name for path in (root / "models").iterdir() if path.is_dir() and path.name not in _MODELS)
-
-
-def write_asset(root: Path, name: str, stream: IO[bytes]) -> None:
-    """Write a model's folder as an archive, of equal bytes for equal files: stored, not compressed, without times.
-
-    Links are replaced by what they lead to.
-    """
-    with zipfile.ZipFile(stream, "w") as archive:
-        for file, path in _files(root / "models" / name):
-            entry = zipfile.ZipInfo(f"{name}/{file}")
-            entry.create_system, entry.external_attr = 3, 0o100644 << 16
-            archive.writestr(entry, path.read_bytes())
-
-
-def _index(root: Path) -> dict[str, Any]:
-    """What pipeline/checkpoints/release_assets.py reads."""
-    models = {}
-    for name in assets(root):
-        with tempfile.TemporaryFile() as stream:
-            write_asset(root, name, stream)
-            size = stream.tell()
-            stream.seek(0)
-            models[name] = {"bytes": size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-    return {"address": os.environ.get("DIPTYCH_RELEASE_URL", "").rstrip("/"), "models": models}
-
-
-def _files(folder: Path) -> list[tuple[str, Path]]:
-    """A folder's files by their names in it, sorted, with what links to folders lead to."""
-    if not folder.is_dir():
-        return []
-    paths = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
-    return sorted((path.relative_to(folder).as_posix(), path) for path in paths)
 
 
 def rename_imports(source: bytes, modules: set[str], name: str) -> bytes:
@@ -218,11 +177,3 @@ def _link(path: Path, target: Path) -> None:
         os.link(path.resolve(), target)
     except OSError:
         shutil.copy2(path, target)
-
-
-if __name__ == "__main__":
-    _out = Path(sys.argv[1])
-    _out.mkdir(parents=True, exist_ok=True)
-    for _name in assets(Path.cwd()):
-        with (_out / f"{_name}.zip").open("wb") as _stream:
-            write_asset(Path.cwd(), _name, _stream)

@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from deployment.wheel import BuildError, assets, packages_of, rename_imports, write_asset
+from deployment import assets
+from deployment.wheel import BuildError, packages_of, rename_imports
 from tests.core.quant.stage import CACHE
 from tests.deployment.served import Served
 
@@ -91,7 +92,7 @@ def asset(name: str, folder: Path) -> Path:
     archive = folder / f"{name}.zip"
     if not archive.exists():
         with archive.open("wb") as stream:
-            write_asset(ROOT, name, stream)
+            assets.write(ROOT, name, stream)
     return archive
 
 
@@ -155,7 +156,7 @@ def test_it_fits_an_index_and_pins_the_models_that_it_leaves_out(bare: Path) -> 
     (wheel,) = bare.parents[1].glob("diptych-*.whl")
     assert wheel.stat().st_size < 95e6  # without compression, even
     index = json.loads((packages(bare.parent) / "diptych" / "models" / "assets.json").read_text("utf-8"))
-    assert index["models"].keys() == set(assets(ROOT))
+    assert index["models"].keys() == set(assets.left_out(ROOT))
     for name, entry in index["models"].items():
         assert not (packages(bare.parent) / "diptych" / "models" / name).exists()
         archive = asset(name, bare.parent)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from core.config import EMBEDDED_MODEL
 
-INDEX = EMBEDDED_MODEL.parent / "assets.json"  # written by deployment/wheel.py; a checkout has none
+INDEX = EMBEDDED_MODEL.parent / "assets.json"  # written by deployment/assets.py; a checkout has none
 
 
 class Asset(NamedTuple):
