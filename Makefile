@@ -90,7 +90,7 @@ coverage: .venv/.installed  ## coverage of the tests of ROOMS="api core/jobs" (d
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report $(if $(ROOMS),--include='$(subst $(eval ) ,$(comma),$(addsuffix /*,$(ROOMS)))')
 
-rooms: .venv/.installed  ## draws docs/rooms.svg, docs/rooms.md and docs/life.svg from the code
+rooms: .venv/.installed  ## draws docs/internals/rooms.svg, docs/internals/rooms.md and docs/internals/life.svg from the code
 	$(BIN)/python -m tests.drawings
 
 docs: .venv/.docs  ## builds the docs site with the API reference in build/site; warnings are errors

@@ -2,7 +2,7 @@
 
 Each mutant is a copy of the tree; the tests that guard the changed file run in a process forked from one that has
 already imported torch and other heavy packages. Each surviving mutant is either a missing test or listed in
-docs/testing.md with the reason.
+docs/internals/testing.md with the reason.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 SERVE = (ROOT / "docs" / "serve.md").read_text("utf-8")
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / "SECURITY.md"]
-LINKED += sorted((ROOT / "docs" / "decisions").glob("index.md"))
-PAGES = [README, *(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+LINKED += sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, *(path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def blocks(heading: str, page: str = README) -> list[str]:
@@ -72,7 +72,13 @@ def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
 
 def test_every_variable_is_a_setting() -> None:
     known = {f"DIPTYCH_{name.upper()}" for name in Settings.model_fields}
-    others = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT", "DIPTYCH_API_KEY", "DIPTYCH_URL"}  # of set-up and of clients
+    others = {
+        "DIPTYCH_TORCH_INDEX",
+        "DIPTYCH_COMMIT",
+        "DIPTYCH_API_KEY",
+        "DIPTYCH_URL",
+        "DIPTYCH_RELEASE_URL",
+    }  # of set-up and of clients
     for page in PAGES:
         assert set(re.findall(r"\bDIPTYCH_[A-Z_]+", page)) - others <= known
 
@@ -96,7 +102,6 @@ def test_the_newest_release_is_this_version() -> None:
 def test_every_link_leads_somewhere(path: Path) -> None:
     text = path.read_text("utf-8")
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
-    assert len(links) >= 1
     assert [link for link in links if not (path.parent / link).exists()] == []
     named, defined = set(re.findall(r"\]\[(\w+)\]", text)), set(re.findall(r"^\[(\w+)\]: \S+$", text, re.MULTILINE))
     assert named == defined
