@@ -193,6 +193,17 @@ def test_limits_are_listed_one_by_one() -> None:
     assert limits("a <!-- limits: 15 s; 2%;\n 1 MiB --> b") == {"15 s", "2%", "1 MiB"}
 
 
+def test_every_cell_of_the_comparison_has_a_source() -> None:
+    lines = [line for line in PAGES["comparison.md"].splitlines() if line.startswith("|") and "|---" not in line]
+    cells = [cell.strip() for line in lines for cell in line.strip("|").split("|")[1:]]
+    heads = {"what it is", "requests in one batch", "caches between steps", "LoRAs", "eight bits", "image models"}
+    assert len(cells) > 30
+    unsourced = [cell for cell in cells if cell and "](" not in cell and "][" not in cell]
+    assert set(unsourced) - heads - {"a request's progress"} == {
+        line.strip("| ").split(" | ")[1] for line in lines if line.startswith("| [")  # of a project that is linked
+    }
+
+
 # -- the site ----------------------------------------------------------------------------------------------------------
 
 
