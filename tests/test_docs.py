@@ -200,7 +200,9 @@ def test_every_cell_of_the_comparison_has_a_source() -> None:
     assert len(cells) > 30
     unsourced = [cell for cell in cells if cell and "](" not in cell and "][" not in cell]
     assert set(unsourced) - heads - {"a request's progress"} == {
-        line.strip("| ").split(" | ")[1] for line in lines if line.startswith("| [")  # of a project that is linked
+        line.strip("| ").split(" | ")[1]
+        for line in lines
+        if line.startswith("| [")  # of a project that is linked
     }
 
 
