@@ -98,10 +98,18 @@ def test_the_newest_release_is_this_version() -> None:
     assert releases[0] == diptych.__version__
 
 
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and the hosts of repositories name them."""
+    heads = (re.sub(r"\[(.*?)\]\(.*?\)|[`*]", r"\1", head) for head in re.findall(r"^#+ (.*)$", page, re.MULTILINE))
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(path: Path) -> None:
     text = path.read_text("utf-8")
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    for link, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)", text):
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target.read_text("utf-8")), f"{link}#{anchor}"
     named, defined = set(re.findall(r"\]\[(\w+)\]", text)), set(re.findall(r"^\[(\w+)\]: \S+$", text, re.MULTILINE))
     assert named == defined
