@@ -44,8 +44,8 @@ def shared(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         keyring.unlock()
     assert service.until(lambda: httpx2.get(f"{url}/v1/models", trust_env=False).is_success, 30)
 
-@pytest.mark.long
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared")
 def test_every_figure_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
