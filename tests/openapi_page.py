@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace(MARK, page(document())) if MARK in markdown else markdown
 
 
+@functools.cache
 def document() -> Json:
     """Return the OpenAPI document that a service serves at /openapi.json."""
     from api.app import create_app
