@@ -15,7 +15,7 @@ COMPOSE := $(shell command -v docker-compose || echo docker compose)
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help clients costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
+.PHONY: help clients costs coverage docs rooms pins sbom wheel audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -114,7 +114,7 @@ coverage: .venv/.installed  ## coverage of the tests of ROOMS="api core/jobs" (d
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report $(if $(ROOMS),--include='$(subst $(eval ) ,$(comma),$(addsuffix /*,$(ROOMS)))')
 
-rooms: .venv/.installed  ## draws docs/rooms.svg, docs/rooms.md and docs/life.svg from the code
+rooms: .venv/.installed  ## draws docs/internals/rooms.svg, docs/internals/rooms.md and docs/internals/life.svg from the code
 	$(BIN)/python -m tests.drawings
 
 docs: .venv/.docs  ## builds the docs site with the API reference in build/site; warnings are errors
@@ -140,12 +140,19 @@ train: .venv/.installed  ## trains the embedded models: DATA=folder with emoji/ 
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
 
-pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes, and base images by digest; ARGS="--upgrade", ARGS="packages"
+pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes; ARGS="--upgrade"
 	$(TOOLS)/bin/python -m deployment.pins --uv $(TOOLS)/bin/uv $(ARGS)
 
-sbom: .venv/.installed $(TOOLS)/.installed  ## build/sbom.cdx.json: the packages of .venv in CycloneDX format
-	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON \
-	    --output-file build/sbom.cdx.json $(BIN)/python
+sbom: $(TOOLS)/.installed  ## build/sbom.cdx.json: the pinned packages of a service in CycloneDX format, with their hashes
+	$(PYTHON) install.py --set base --set serve --set text --list | $(TOOLS)/bin/cyclonedx-py requirements \
+	    --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file build/sbom.cdx.json -
+
+# Equal bytes for equal commits.
+wheel: $(TOOLS)/.installed  ## build/release: the wheel and the models beside it; DIPTYCH_RELEASE_URL= where they will be
+	rm -rf build/release
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/uv build --quiet --wheel --python $(PYTHON) \
+	    --build-constraints constraints.txt --require-hashes --out-dir build/release
+	$(PYTHON) -m deployment.assets build/release
 
 audit: $(TOOLS)/.installed  ## checks pinned packages for known vulnerabilities; exit code 2 if the database does not answer
 	$(TOOLS)/bin/python -m deployment.audit $(ARGS)

@@ -245,6 +245,12 @@ def test_a_set_is_all_that_it_needs(tmp_path):
     assert "torch" not in install.closure(install.roots(["serve", "otel"]), KNOWN, cpu=True)
 
 
+def test_a_set_is_listed_with_its_hashes():
+    command = [sys.executable, install.__file__, "--set", "build", "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert install.pins(listed).keys() == {"setuptools"} and "--hash=sha256:" in listed
+
+
 def test_a_cpu_build_needs_no_cuda():
     with_cuda, without = (install.closure(["torch"], KNOWN, cpu=cpu) for cpu in (False, True))
     left = set(with_cuda) - set(without)
