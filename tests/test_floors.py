@@ -363,17 +363,17 @@ def test_house(rule, house):
     assert not broken, "\n" + "\n".join(broken)
 
 
-@pytest.mark.parametrize("free", TORCH_FREE)
-def test_torch_free_rooms_load_no_torch(free, house):
-    """Covers what the AST does not show: third-party packages that import torch."""
-    names = [name for name in house if within(name, free)]
+def test_torch_free_rooms_load_no_torch(house):
+    """Covers what the AST does not show: third-party packages that import torch. One process, room after room."""
+    rooms = {free: [name for name in house if within(name, free)] for free in TORCH_FREE}
     code = (
         "import importlib, sys\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
-        f"sys.exit(' '.join(set({sorted(TORCH)!r}) & sys.modules.keys()) or None)"
+        f"for room, names in {rooms!r}.items():\n"
+        "    for name in names: importlib.import_module(name)\n"
+        f"    if torch := set({sorted(TORCH)!r}) & sys.modules.keys(): sys.exit(f'{{room}}: {{torch}}')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert names and done.returncode == 0, done.stderr
+    assert all(rooms.values()) and done.returncode == 0, done.stderr
 
 
 # --- the rules can fail ---------------------------------------------------------------------------------
@@ -440,36 +440,21 @@ FAILS = [
         ("core/config.py", "from core.batching import engine", "core.config imports core.batching, upwards"),
         ("core/config.py", "from . import jobs", "core.config imports core.jobs, upwards"),
         ("core/__init__.py", "from .jobs import JobStore", "core imports core.jobs, upwards"),
-        ("unet_opt/deepcache.py", "from pipeline.runner import x", "unet_opt imports pipeline, upwards"),
-        ("pipeline/runner.py", "import workers.app", "pipeline imports workers, upwards"),
-        ("workers/app.py", "import cli", "workers imports cli, upwards"),
         ("pipeline/runner.py", "def f():\n    import benchmarks.ladder", "pipeline imports benchmarks, upwards"),
         ("core/jobs/__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from api import app",
          "core.jobs imports api, upwards"),
         ("core/graphs.py", "import importlib\nimportlib.import_module('pipeline.runner')",
          "core.graphs imports pipeline, upwards"),
-        ("core/graphs.py", "__import__('llm')", "core.graphs imports llm, upwards"),
         ("core/quant/int8.py", "import core.ops", "core.quant imports core.ops, upwards"),
         ("pipeline/runner.py", "from llm import runner", "pipeline imports llm, sideways"),
-        ("llm/runner.py", "import pipeline", "llm imports pipeline, sideways"),
-        ("workers/build.py", "from api.queue import send", "workers imports api, sideways"),
-        ("deployment/serve.py", "import workers.boot", "deployment imports workers, sideways"),
-        ("api/app.py", "from workers import app", "api imports workers, sideways"),
         ("core/graphs.py", "from core.quant import int8", "core.graphs imports core.quant, sideways"),
         ("core/batching/engine.py", "from .. import jobs", "core.batching imports core.jobs, sideways"),
-        ("evaluation/fid.py", "import benchmarks.ladder", "evaluation imports benchmarks, sideways"),
-        ("cli/captions.py", "import training.loop", "cli imports training, sideways"),
-        ("benchmarks/ladder.py", "import training.loop", "benchmarks imports training, upwards"),
         # by another process
         ("benchmarks/ladder.py", "run('-m', 'training.loop')", "benchmarks imports training, upwards"),
-        ("benchmarks/ladder.py", "run(['-m', 'training'])", "benchmarks imports training, upwards"),
         ("benchmarks/ladder.py", "run('-m', f'training.{name}')", "benchmarks imports training, upwards"),
         ("benchmarks/ladder.py", "run('python -m training.loop --seed 1')", "benchmarks imports training, upwards"),
         # closed, unknown, and not a room
         ("llm/runner.py", "import unet_opt", "llm imports unet_opt, which is closed to it"),
-        ("training/loop.py", "import benchmarks.ladder", "training imports benchmarks, which is closed to it"),
-        ("deployment/serve.py", "import pipeline.checkpoints", "deployment imports pipeline, which is closed to it"),
-        ("api/app.py", "from unet_opt import deepcache", "api imports unet_opt, which is closed to it"),
         ("core/cupboard.py", "", "core/cupboard.py: in no room of the plan"),
         ("attic/__init__.py", "", "attic/__init__.py: in no room of the plan"),
         ("pipeline/runner.py", "import core.cupboard", "imports core.cupboard, which is in no room"),
@@ -477,13 +462,9 @@ FAILS = [
     ]),
     *((check_torch_free, {path: source}, said) for path, source, said in [
         ("core/batching/scheduler.py", "import torch", "imports torch, in reach of core.batching"),
-        ("core/batching/scheduler.py", "import torch.nn.functional as F", "imports torch.nn.functional"),
-        ("core/batching/scheduler.py", "def f():\n    from torch import nn", "imports torch, in reach of"),
         ("core/batching/scheduler.py", "class A:\n    def f(self):\n        import diffusers", "imports diffusers"),
         ("core/batching/scheduler.py", "from safetensors import torch", "imports safetensors.torch"),
-        ("core/batching/scheduler.py", "__import__('transformers')", "imports transformers"),
         ("core/batching/scheduler.py", "import importlib\nimportlib.import_module(x)", "run time"),
-        ("core/__init__.py", "import torch", "core/__init__.py:1: imports torch"),
         ("core/config.py", "import torch", "core/config.py:1: imports torch"),
         ("core/batching/engine.py", "def f():\n    from core import quant", "core/quant/__init__.py:1: imports torch"),
         ("api/queue.py", "def f():\n    import core.graphs", "core/graphs.py:1: imports torch"),
@@ -491,12 +472,8 @@ FAILS = [
     *((check_kept_to, {path: source}, f"{path}:") for path, source in [
         ("pipeline/runner.py", "import celery"),
         ("core/jobs/__init__.py", "def f():\n    from celery.app import x"),
-        ("api/app.py", "from celery import Celery"),
-        ("api/app.py", "import kombu"),
         ("workers/app.py", "import fastapi"),
-        ("core/batching/engine.py", "import starlette.applications"),
         ("api/app.py", "import redis.asyncio"),
-        ("benchmarks/ladder.py", "from redis.asyncio import Redis"),
     ]),
     *((check_circles, planted, f"{circle}: import one another in a circle") for planted, circle in [
         ({"pipeline/runner.py": "from pipeline.checkpoints import load",

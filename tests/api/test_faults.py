@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,10 +77,19 @@ def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: Redi
     api, worker = world
     watched = api.order()
     eventually(lambda: api.client.get("/readyz").status_code == 200)
+    followed = threading.Event()
+
+    def follow() -> list[str]:
+        with api.events(watched) as events:
+            first = next(events)
+            followed.set()
+            return [first.type, *(event.type for event in events)]
+
     with ThreadPoolExecutor(2) as pool:
-        follows = pool.submit(api.all_events, watched)
+        follows = pool.submit(follow)
         answer = pool.submit(api.draw, seed=3)
         eventually(lambda: len(worker.ids()) == 2)
+        assert followed.wait(PATIENCE_S)
         (drawn,) = worker.ids() - {watched}
         redis_server.kill()
         try:
@@ -104,7 +114,7 @@ def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: Redi
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         worker.work(watched)
         worker.work(drawn)
-        assert [event.type for event in follows.result(PATIENCE_S)] == ["queued", "running", "succeeded"]
+        assert follows.result(PATIENCE_S) == ["queued", "running", "succeeded"]
         assert answer.result(PATIENCE_S).json()["job_id"] == drawn
     id = api.order()
     assert (id, 3) in worker.messages(), "Celery's connections are good again too: the reaper would send at level 0"

@@ -27,7 +27,7 @@ from deployment.redis import RedisServer
 from tests.api.easel import Easel
 from tests.api.world import PATIENCE_S, SERVE, Worker, eventually, process, settings_of
 
-CASES = int(os.environ.get("FUZZ_CASES", "300"))
+CASES = int(os.environ.get("FUZZ_CASES", "150"))
 WAITS = {  # for a worker, however long
     "POST /v1/images/generations", "POST /v1/images/edits", "POST /v1/chat/completions", "POST /v1/completions",
     "POST /v1/responses", "POST /v1/embeddings", "POST /", "POST /v1/models/{name}", "POST /predictions",

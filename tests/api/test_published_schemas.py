@@ -23,7 +23,7 @@ from tests.api.test_edits import pixels
 from tests.api.test_openapi import TEXT, Document
 from tests.api.world import PATIENCE_S, SERVE, Worker, process, settings_of
 
-CASES = 10  # of an operation
+CASES = 6  # of an operation
 WRONG_FORM = {"invalid_type", "unknown_parameter", "missing_required_parameter", "invalid_body", "repeated_field"}
 """Codes of errors that the schema rules out; what a model does not offer has others."""
 BETWEEN_FIELDS = (

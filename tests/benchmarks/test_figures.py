@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from benchmarks.harness import provenance
 from benchmarks.simulation.costs import SHIPPED
 
 ROOT = provenance.ROOT
+# Each starts git, and many files are of one commit.
+has_full_history, has_commit = functools.cache(provenance.has_full_history), functools.cache(provenance.has_commit)
 
 
 def pages() -> dict[str, str]:
@@ -72,9 +75,9 @@ def test_figures_are_of_a_commit(name: str) -> None:
     commit, rooms = about(name)["commit"], about(name)["rooms"]
     clean = bool(commit) and not commit.endswith(provenance.DIRTY) and bool(rooms)
     assert clean, f"{name}: measured at {commit}: no commit holds what was measured; measure it again"
-    if not provenance.has_full_history():
+    if not has_full_history():
         pytest.skip("no history here to hold the digests against")
-    assert provenance.has_commit(commit), f"{name}: there is no commit {commit}; was it rewritten?"
+    assert has_commit(commit), f"{name}: there is no commit {commit}; was it rewritten?"
     assert provenance.differing(commit, rooms) == [], f"{name}: what was measured is not what {commit} holds"
 
 

@@ -124,6 +124,7 @@ def test_pictures_follow_it_and_say_so(shell: Shell, assets: Path, field: str) -
     assert drawn(shell, assets, ())[2].tobytes() in found
 
 
+@pytest.mark.long
 def test_a_picture_of_16_bits_and_of_another_shape_is_read_as_its_twin(shell: Shell, assets: Path) -> None:
     """As control, cut to the picture's shape unless it says otherwise, and as image prompt."""
     deep, twin = (

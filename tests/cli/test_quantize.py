@@ -131,6 +131,7 @@ def test_without_calibration_a_model_is_quantized_at_once_with_or_without_its_we
         assert image.tobytes() == other.tobytes()
 
 
+@pytest.mark.long
 def test_without_a_folder_it_goes_into_the_cache_where_auto_finds_it(shell: Shell, cached: Path) -> None:
     for wanted in ("is made", "was there already"):
         said = shell("quantize", "--model", TINY)

@@ -218,6 +218,7 @@ def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], s
     assert answer.code == 2 and "guidance_scale is 5.0 there, 3.0 here" in answer.err
 
 
+@pytest.mark.long
 def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -> None:
     words = ["evaluate", "--prompts", str(table(shell.folder)), "--limit", "2", *QUICK]
     at = words.index("--steps")

@@ -113,6 +113,7 @@ def test_the_help_shows_runs_that_can_be_valid(shell: Shell) -> None:
     assert max(queries, rate * duration) >= loadgen.fewest_queries(0.99, 0)
 
 
+@pytest.mark.long
 def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:
     prompts = ["--prompts", str(table(shell.folder, CAPTIONS)), "--latent", "off", *QUICK[:2], "--threads", "1"]
     scored = ["--lens", str(CLIP), "--resamples", "10"]
@@ -218,6 +219,7 @@ def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
     assert told in text and ("Time per Output Token" in text) == (scenario != "Offline")
 
 
+@pytest.mark.long
 def test_the_text_panels_log_holds_the_tokens_that_the_model_writes(shell: Shell) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

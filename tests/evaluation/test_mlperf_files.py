@@ -93,6 +93,7 @@ def test_a_latent_has_the_models_own_size() -> None:
     assert stand_ins.latent_side(sdxl.NAME) == stand_ins.latent_side("any/model") == mlperf_files.LATENT_SIDE == 128
 
 
+@pytest.mark.long
 def test_a_dry_run_goes_from_nothing_to_the_end_and_gives_no_verdict(shell: Shell) -> None:
     pytest.importorskip("mlperf_loadgen")
     words = ["evaluate", "mlperf", "--stand-ins", "--model", tiny.TINY, "--limit", "3", "--resamples", "2"]

@@ -44,6 +44,7 @@ def _rotary(network: HpsV3) -> list[Any]:
     return [qwen.visual.rotary_pos_emb, qwen.language_model.rotary_emb]
 
 
+@pytest.mark.long
 def test_they_are_the_published_ones(image_reward: Path, exact: HpsV3) -> None:
     """Preparation of sizes and words, truncation, prompt, positions, both towers, head and scale."""
     assert _scores(ImageReward(image_reward)) == pytest.approx(PUBLISHED["imagereward"], abs=1e-5)
@@ -68,6 +69,7 @@ def test_hpsv3s_frequencies_are_rounded_as_published(hpsv3: Path) -> None:
     assert _scores(network) == pytest.approx(PUBLISHED["hpsv3, frequencies in bf16"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_hpsv3_computes_in_bf16(hpsv3: Path) -> None:
     network = judges.open_judge("hpsv3", hpsv3).scorer
     assert isinstance(network, HpsV3)
@@ -98,6 +100,7 @@ def test_what_it_cannot_read_is_an_error_with_the_pictures_name(
     assert str(error.value).startswith(f"{path}: hpsv3 cannot score it (") and message in str(error.value)
 
 
+@pytest.mark.long
 def test_scores_of_pairs_are_kept_until_a_caption_changes(exact: HpsV3, tmp_path: Path) -> None:
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for path, (picture, _) in zip(files, PAIRS, strict=False):

@@ -47,6 +47,7 @@ def psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     return 10 * math.log10(255**2 / float(((a - b) ** 2).mean()))
 
 
+@pytest.mark.long
 def test_int8_and_cached_steps_are_near_the_whole_model(cache: Path) -> None:
     plain = drawn(cache, "fp32")
     assert all(picture.std() > 30 for picture in plain), "a flat picture would prove nothing"

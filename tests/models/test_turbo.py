@@ -65,6 +65,7 @@ def test_it_draws_what_emoji_xl_draws(cache: Path) -> None:
         assert nearest == list(range(len(CAPTIONS))), f"{steps or 4} steps"
 
 
+@pytest.mark.long
 def test_int8_and_the_tiny_decoder_are_near(cache: Path) -> None:
     plain = drawn(cache, "emoji-xl-turbo", "fp32")
     eight, tiny = drawn(cache, "emoji-xl-turbo", "int8"), drawn(cache, "emoji-xl-turbo", "fp32", vae="tiny")

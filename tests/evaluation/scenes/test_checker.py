@@ -99,6 +99,7 @@ def test_another_count_is_another_count(noun: str, shows: int, asked: int, seed:
     assert found.subject and found.count is (shows == asked)
 
 
+@pytest.mark.long
 def test_things_that_change_places_stand_wrong() -> None:
     pairs = itertools.combinations(PAINT, 2)
     truths = [

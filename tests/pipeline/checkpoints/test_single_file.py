@@ -84,6 +84,7 @@ ZERO_SNR = replace(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_zero_snr_and_v_prediction_are_drawn_as_diffusers_does(base: Path, tmp_path: Path) -> None:
     """Of keys in the file, with a base that predicts noise: alone, and among requests that join at other steps."""

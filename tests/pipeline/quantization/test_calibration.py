@@ -96,6 +96,7 @@ def test_the_model_is_left_as_it_was(
         assert not any(layer._forward_pre_hooks for layer in module.modules())
 
 
+@pytest.mark.long
 def test_a_quantized_part_shares_what_is_not_quantized(tmp_path: Path) -> None:
     """SDXL's UNet is 5 GB in bf16: a copy of it would not fit beside it on every device that holds it."""
     model = load(str(tiny.save(tmp_path / "model", SHAPES["deep"])))

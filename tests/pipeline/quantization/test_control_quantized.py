@@ -96,6 +96,7 @@ def test_bits_depend_on_no_companion(folder: Path, kernels: ctypes.CDLL) -> None
     assert any({"0", "1"} <= riders for riders in shared)
 
 
+@pytest.mark.long
 def test_the_fused_layers_run_it(folder: Path, kernels: ctypes.CDLL) -> None:
     programs = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels)
     fused = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", fused=True)
@@ -113,6 +114,7 @@ def test_scales_alone_give_the_same_network(folder: Path, kernels: ctypes.CDLL, 
     assert decibels(solo(runner, wanted("edges")), solo(runner, wanted("plain"))) > 40  # unquantized layers are rounded
 
 
+@pytest.mark.long
 def test_a_union_is_quantized_and_an_adapter_is_not(folder: Path, kernels: ctypes.CDLL, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     model = load(str(tmp_path / "model"))

@@ -191,6 +191,7 @@ def test_an_edit_may_have_several_pictures(folders: Folders, runners: Runners) -
     assert drawn.tobytes() == called(folders("flux2_klein"), parameters, image=[source, other]).tobytes()
 
 
+@pytest.mark.long
 def test_options_are_the_pipelines_own_arguments(folders: Folders, runners: Runners) -> None:
     runner = runners("qwen_image")
     plain = parameters_of(runner, "qwen_image", negative_prompt="blurry")
