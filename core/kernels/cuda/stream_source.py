@@ -26,7 +26,8 @@ class StreamVariant:
 
     `tokens`: of a tile, at least those of x. `blocks`: 64-row products of weights per tile. `splits`: blocks of a
     cluster, which split the depth. `resident`: blocks per multiprocessor. `gated`: act(gate) · up, half of the tile's
-    weight rows each; with `gelu` GELU by tanh, else SiLU. `dtype`: of the gated output, "s8" or "bf16".
+    weight rows each; with `gelu` GELU by tanh, else SiLU. `dtype`: of the gated output, "s8" or "bf16"; and "f32" of
+    a product whose sums are scaled by row and by column, where others leave them as integers.
     """
 
     tokens: int
@@ -40,8 +41,14 @@ class StreamVariant:
     @property
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
-        kind = ("_geglu" if self.gelu else "_swiglu") + f"_{self.dtype}" if self.gated else ""
+        kind = "_scaled" if self.scaled else ""
+        kind = ("_geglu" if self.gelu else "_swiglu") + f"_{self.dtype}" if self.gated else kind
         return f"stream_{64 * self.blocks}x{self.tokens}_splits{self.splits}_resident{self.resident}{kind}"
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether sums are scaled."""
+        return self.dtype == "f32"
 
     @property
     def consumers(self) -> int:
@@ -83,6 +90,7 @@ def source(variant: StreamVariant) -> str:
         "GATED": int(variant.gated),
         "GELU": int(variant.gelu),
         "OUT_INT8": int(variant.dtype == "s8"),
+        "SCALED": int(variant.scaled),
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     wgmma = product(variant.tokens // variant.consumers, fp8=False)
@@ -97,7 +105,8 @@ _KERNEL = r"""
 
 // The order and types of these fields are repeated in stream.py.
 struct Problem {
-  void* out; const float* scale; const float* bias; const float* inverse;  // [N]; of a gated product 2N, but inverse
+  void* out; const float* scale; const float* bias;        // [N]; of a gated product 2N
+  const float* inverse;                                    // [N] of a gated product; of a scaled one rows' scales [T]
   int rows, columns, steps;                                // tokens, columns of the output, 128 bytes of depth a block
 };
 
@@ -137,6 +146,9 @@ __device__ __forceinline__ int4 summed(u32 at, u32 rank) {
     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 #endif
+}
+__device__ __forceinline__ float scaled(int sum, float row, float column, float bias) {  // nothing is contracted
+  return __fadd_rn(__fmul_rn(__fmul_rn((float)sum, row), column), bias);
 }
 #if GATED
 __device__ __forceinline__ float activated(float x) {
@@ -264,6 +276,12 @@ NAME(const __grid_constant__ Map map_w, const __grid_constant__ Map map_x, const
 #else
       *(uint2*)((u8*)p.out + ((u64)token * p.columns + n + c) * 2) = make_uint2(pair(y0, y1), pair(y2, y3));
 #endif
+#elif SCALED
+      int4 v = summed(at, rank);
+      float4 s = *(const float4*)(p.scale + n + c), b = p.bias ? *(const float4*)(p.bias + n + c) : float4{};
+      float r = p.inverse[token];
+      *(float4*)((float*)p.out + (u64)token * p.columns + n + c) = make_float4(
+        scaled(v.x, r, s.x, b.x), scaled(v.y, r, s.y, b.y), scaled(v.z, r, s.z, b.z), scaled(v.w, r, s.w, b.w));
 #else
       *(int4*)((int*)p.out + (u64)token * p.columns + n + c) = summed(at, rank);
 #endif
