@@ -86,9 +86,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="round (of int8-sparse prune) integer weights so that they make up for one another; all steps are watched",
     )
-    quantize.add_argument(
-        "--float-head", action="store_true", help="leave a language model's head in floating point"
-    )
+    quantize.add_argument("--float-head", action="store_true", help="leave a language model's head in floating point")
     quantize.add_argument(
         "--sensitivity", action="store_true",
         help="write no variant but a table: what 8 bits in each layer alone cost, on 8 of the prompts",

@@ -139,7 +139,8 @@ def test_no_texts_other_weights_and_no_kernels_are_refused(tmp_path: Path) -> No
     with pytest.raises(StatisticsError, match="there are none"):
         calibrate(model, [], llama())
     folder = tiny.save(tmp_path / "one", tiny.SHAPES[tiny.TINY])
-    make(load(str(folder)), [(1, 7, 8, 9)], folder)
+    make(load(str(folder)), [(1, 7, 8, 9)], folder, layerwise=Layerwise(head=False))
+    assert type(load(str(folder), precision="int8").network.lm_head) is torch.nn.Linear
     other = tiny.save(tmp_path / "two", tiny.SHAPES[tiny.TINY], seed=1)
     shutil.copytree(folder / variant("int8"), other / variant("int8"))
     with pytest.raises(TextModelError, match="other weights"):

@@ -51,8 +51,8 @@ def choose(rows: int, columns: int, depth: int, processors: int, *, gated: bool 
     """The variant for x [rows, depth] and weights [columns, depth].
 
     One block with a deep ring per multiprocessor, and no second wave: within 5% of the fastest variant on an H100 for
-    the shapes of Llama-3.1-8B. A gated product, and one as wide as a vocabulary, has more tiles than multiprocessors, so
-    that two share one where the ring still has three stages.
+    the shapes of Llama-3.1-8B. A gated product, and one as wide as a vocabulary, has more tiles than multiprocessors,
+    so that two share one where the ring still has three stages.
     """
     tokens = max(8, 1 << (rows - 1).bit_length())
     many = gated or columns > 128 * processors

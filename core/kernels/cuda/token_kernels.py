@@ -65,7 +65,7 @@ def known(tokens: Tensor, sequences: Tensor, latest: Tensor, *, early: int = 0) 
 
 
 def likeliest(logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor, *, early: int = 0) -> Tensor:
-    """The most likely token of each row of logits [L, V] fp32, of equal ones the first, -1 where they are not all finite.
+    """The most likely token of each row of logits [L, V] fp32, of equals the first, -1 where they are not all finite.
 
     They go to `out` int64 [L], which is returned, and into `latest` int32, at `owners` int32 [L].
     """
@@ -75,9 +75,7 @@ def likeliest(logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor, *, ea
     values = torch.empty(rows, count, device=logits.device)
     tokens = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
     if rows:
-        _largest[(rows, count)](
-            logits, values, tokens, vocabulary, count, block, early, num_warps=4, **options(early)
-        )
+        _largest[(rows, count)](logits, values, tokens, vocabulary, count, block, early, num_warps=4, **options(early))
         _likeliest[(rows,)](
             values, tokens, owners, latest, out, count, power(count), early, num_warps=1, **options(early)
         )
