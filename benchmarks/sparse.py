@@ -77,7 +77,7 @@ def _product(columns: int, depth: int, gated: bool, rows: int) -> dict[str, Any]
     elif few:
         runs["dense, few"] = lambda i: stream.stream(x, denses[i])
         runs["sparse, few"] = lambda i: sparse_gemm.sums(x, sparses[i])
-        equal &= torch.equal(stream.stream(x, dense), sparse_gemm.sums(x, weight).sum(0).int())
+        equal &= torch.equal(stream.stream(x, dense).sum(0).int(), sparse_gemm.sums(x, weight).sum(0).int())
     if torch.backends.cusparselt.is_available():
         runs["cuSPARSELt"] = _cusparselt(dense, x)
     times = {name: 1000 * milliseconds(run, sets=sets, repeats=10) for name, run in runs.items()}

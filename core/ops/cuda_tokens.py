@@ -89,7 +89,7 @@ class TokenLinear(Linear):
         if self.metadata is not None:
             parts = sparse_gemm.sums(x, self.sparse, early=bool(early))
         elif stream.unsupported_reason(x, self.weight) is None:
-            parts = stream.stream(x, self.weight, early=bool(early))[None]
+            parts = stream.stream(x, self.weight, early=bool(early))
         else:
             parts = stream_kernel.stream(x, self.weight, early=early)
         return SplitSums(parts, self.scale, self.bias)

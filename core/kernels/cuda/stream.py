@@ -70,12 +70,14 @@ def _kernel(variant: StreamVariant, device: int) -> driver.Kernel:
 
 
 def stream(x: Tensor, weight: Tensor, *, variant: StreamVariant | None = None, early: bool = False) -> Tensor:
-    """x [T, K] · weight [N, K]ᵀ, int32 [T, N], of int8 operands for which there is no `unsupported_reason`.
+    """Sums over parts of the depth of x [T, K] · weight [N, K]ᵀ, int32 [parts, T, N], of int8 operands for which there
+    is no `unsupported_reason`.
 
     `early`: by programmatic dependent launch: the weights must not be written by a kernel that may still run.
     """
-    out = torch.empty(len(x), len(weight), dtype=torch.int32, device=x.device)
     variant = variant or choose(len(x), *weight.shape, driver.multiprocessors(x.device.index))
+    parts = variant.splits if variant.apart else 1
+    out = torch.empty(parts, len(x), len(weight), dtype=torch.int32, device=x.device)
     arguments = StreamArguments(out=out.data_ptr(), columns=len(weight))
     _launch(variant, x, weight, arguments, len(weight) // (64 * variant.blocks), early)
     return out

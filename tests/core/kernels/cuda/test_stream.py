@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.kernels.cuda import driver, stream
 from core.kernels.cuda.stream import scaled_reference
 from core.kernels.cuda.stream_kernel import MOST_ROWS, gated_reference, stream_reference
-from core.kernels.cuda.stream_source import SHARED_BYTES, source
+from core.kernels.cuda.stream_source import SHARED_BYTES, StreamVariant, source
 from tests.core.kernels.cuda.device import DEVICE
 
 _PROCESSORS = 132
@@ -57,7 +57,11 @@ def test_sums_are_exact(columns: int, depth: int) -> None:
     expected = stream_reference(x, weight)[0]
     for rows in (1, 7, 8, 9, 33, 64, 100, 129, 256):
         for early in (False, True):
-            assert torch.equal(stream.stream(x[:rows], weight, early=early), expected[:rows])
+            assert torch.equal(stream.stream(x[:rows], weight, early=early).sum(0), expected[:rows])
+    for splits in (n for n in (2, 4, 7) if depth // 128 % n == 0):
+        variant = StreamVariant(8, splits=splits, resident=2, apart=True)
+        parts = stream.stream(x[:5], weight, variant=variant, early=True)
+        assert len(parts) == splits and torch.equal(parts.sum(0), expected[:5])
 
 
 @hopper
