@@ -23,7 +23,6 @@ from core.cuda_graphs import CudaRecorder
 from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
 from core.kernels.cuda.decode_kernel import PARTS, part_count
 from core.kernels.cuda.token_kernels import known
-from core.kernels.kv_cache import on_device
 from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
@@ -140,7 +139,8 @@ class StepGraphs:
             return None
         graph = self._graph(shape)
         staged = torch.from_numpy(self._padded(step, shape))
-        self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
+        staged = staged.pin_memory() if self._device.type == "cuda" else staged
+        self._inputs[: len(staged)].copy_(staged, non_blocking=True)  # one copy: a second would delay the graph
         if self._link is not None:
             self._link.receive(shape.rows)
         graph()
