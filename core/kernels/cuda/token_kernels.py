@@ -1,6 +1,8 @@
-"""Triton kernels at the ends of a decoder's step: the tokens that it reads, and the most likely ones that it returns.
+"""Triton kernels at the ends of a decoder's step: the tokens that it reads, and those that it returns, the most likely
+ones or drawn.
 
-Each takes the place of four to seven of torch's, each of which takes a microsecond or two of a step of decoding.
+Each takes the place of four to seven of torch's, each of which takes a microsecond or two of a step of decoding, or of
+several passes over the logits of many rows.
 """
 
 from __future__ import annotations
@@ -54,6 +56,42 @@ def _likeliest(  # type: ignore[no-untyped-def]
     tl.store(latest + owner, token)
 
 
+@kernel("count")
+def _masses(  # type: ignore[no-untyped-def]
+    logits, rows, temperatures, tops, masses, V, count, BLOCK: tl.constexpr
+):
+    n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + tl.load(rows + n).to(tl.int64) * V + at, at < V, other=float("-inf"))
+    x /= tl.load(temperatures + n).to(tl.float32)
+    top = tl.maximum(tl.max(x, 0), -3.0e38)  # finite where all tokens are excluded
+    tl.store(tops + n * count + block, top)
+    tl.store(masses + n * count + block, tl.sum(tl.exp(x - top).to(tl.float64), 0))
+
+
+@kernel("count")
+def _draw(  # type: ignore[no-untyped-def]
+    logits, rows, temperatures, u, tops, masses, out, V, count, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, COUNT)
+    top = tl.load(tops + n * count + c, c < count, other=float("-inf"))
+    share = tl.exp(top - tl.max(top, 0)).to(tl.float64)
+    sums = tl.cumsum(tl.load(masses + n * count + c, c < count, other=0.0) * share, 0)
+    goal = tl.load(u + n) * tl.max(sums, 0)
+    block = tl.sum((sums <= goal).to(tl.int32), 0)
+    before = tl.max(tl.where(c < block, sums, 0.0), 0)
+    left = (goal - before) / tl.sum(tl.where(c == block, share, 0.0), 0)
+    i = tl.arange(0, BLOCK)
+    at = block * BLOCK + i
+    x = tl.load(logits + tl.load(rows + n).to(tl.int64) * V + at, at < V, other=float("-inf"))
+    x /= tl.load(temperatures + n).to(tl.float32)
+    mass = tl.exp(x - tl.max(tl.where(c == block, top, float("-inf")), 0))
+    place = tl.sum((tl.cumsum(mass.to(tl.float64), 0) <= left).to(tl.int32), 0)
+    place = tl.minimum(place, tl.max(tl.where(mass > 0, i, 0), 0))  # sums of a block may end below its share
+    tl.store(out + n, tl.minimum(block * BLOCK + place, V - 1).to(tl.int64))
+
+
 def known(tokens: Tensor, sequences: Tensor, latest: Tensor, *, early: int = 0) -> Tensor:
     """Tokens int32 [T], those that are negative replaced by the `latest` of their sequences, or 0 where that is too."""
     out = torch.empty_like(tokens)
@@ -79,4 +117,22 @@ def likeliest(logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor, *, ea
         _likeliest[(rows,)](
             values, tokens, owners, latest, out, count, power(count), early, num_warps=1, **options(early)
         )
+    return out
+
+
+def draw(logits: Tensor, rows: Tensor, temperatures: Tensor, u: Tensor) -> Tensor:
+    """A token of each of these rows [n] of logits [L, V] fp32, by the inverse of its distribution's sums: int64 [n].
+
+    `rows`, `temperatures` and `u` in [0, 1) of each are fp64 [n].
+    """
+    vocabulary = logits.shape[1]
+    block = min(_BLOCK, power(vocabulary))
+    count = -(-vocabulary // block)
+    tops = torch.empty(len(rows), count, device=logits.device)
+    masses = torch.empty(len(rows), count, dtype=torch.float64, device=logits.device)
+    out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    _masses[(len(rows), count)](logits, rows, temperatures, tops, masses, vocabulary, count, block, num_warps=4)
+    _draw[(len(rows),)](
+        logits, rows, temperatures, u, tops, masses, out, vocabulary, count, block, power(count), num_warps=8
+    )
     return out
