@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.cuda.language import power, tl
-from core.kernels.cuda.launching import enter, kernel, options
+from core.kernels.cuda.launching import enter, kernel, leave, options
 from core.kernels.cuda.quantize import levels, rounded, to_type
 from core.kernels.cuda.stream_kernel import activated
 from core.kernels.kv_cache import PAGE, KVCache
+
+
+_CHANNELS = 256  # of a warp of a norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     y = tl.load(x + source * N + c, inside, other=0.0).to(tl.float32)
     if parts is not None:
         y += summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
+    leave(EARLY)
     if sum_out is not None:
         kept = y.to(sum_out.dtype.element_ty)
         tl.store(sum_out + row * N + c, kept, inside)
@@ -129,6 +133,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     second = summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
     v_lo = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS), LARGEST)
     v_hi = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS), LARGEST)
+    leave(EARLY)
 
     if q_norm is not None:
         q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
@@ -199,7 +204,7 @@ def add_norm(
     _add_norm[(rows,)](
         x, index, parts, scale, bias, sum_out, weight, inverse, out, rows, eps,
         channels, 1 if sums is None else len(sums.parts), block, early,
-        num_warps=max(1, min(16, block // 256)), **options(early),
+        num_warps=max(1, min(16, block // _CHANNELS)), **options(early),
     )  # fmt: skip
     return out
 
