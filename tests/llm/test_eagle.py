@@ -141,6 +141,7 @@ def test_programs_of_kernels_draft_alike(folder: Path) -> None:
     assert right > 24
 
 
+@pytest.mark.long
 def test_graphs_run_the_same_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused form's padding and its fixed steps, on the operations of torch."""
     draft, model = loaded(folder), stage.small()
@@ -158,6 +159,7 @@ def test_graphs_run_the_same_loop(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert made == [expected[last - 1, : counts[0]].tolist()]
 
 
+@pytest.mark.quick("True-options0", "False-options1")
 @pytest.mark.parametrize(
     ("on_kernels", "options"), [(True, {}), (False, {}), (True, {"chunk": 7, "pages": 30, "max_requests": 6})]
 )

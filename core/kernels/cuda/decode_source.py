@@ -212,14 +212,11 @@ struct Memory { u32 ring, headers, merged, states, full, empty, ready, taken; };
 
 __device__ __forceinline__ Memory layout(u32 base) {
   Memory m;
-  m.ring = base;
-  m.headers = m.ring + STAGES * STAGE_BYTES;
+  m.ring = base, m.headers = m.ring + STAGES * STAGE_BYTES;
   m.merged = m.headers + HEADERS * HEADER_BYTES;
   m.states = m.merged + WARPS * HEADS * LINE * 4;
-  m.full = m.states + WARPS * HEADS * 8;
-  m.empty = m.full + 8 * STAGES;
-  m.ready = m.empty + 8 * STAGES;
-  m.taken = m.ready + 8 * HEADERS;
+  m.full = m.states + WARPS * HEADS * 8, m.empty = m.full + 8 * STAGES;
+  m.ready = m.empty + 8 * STAGES, m.taken = m.ready + 8 * HEADERS;
   return m;
 }
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
@@ -568,8 +565,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Memory& m, int w
     if (lane == 0) barrier_arrive_local(m.taken + 8 * header);
     if (++header == HEADERS) { header = 0; turn ^= 1; }
     State s;
-    s.top = -1e30f;  // finite: of parts behind the window
-    s.total = 0;
+    s.top = -1e30f, s.total = 0;  // finite: of parts behind the window
     #pragma unroll
     for (int i = 0; i < D / 16; ++i)
       #pragma unroll
