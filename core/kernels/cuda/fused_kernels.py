@@ -18,7 +18,6 @@ from core.kernels.cuda.quantize import levels, rounded, to_type
 from core.kernels.cuda.stream_kernel import activated
 from core.kernels.kv_cache import PAGE, KVCache
 
-
 _CHANNELS = 256  # of a warp of a norm
 
 
