@@ -19,6 +19,7 @@ from core.kernels.cuda.stream_kernel import activated
 from core.kernels.kv_cache import PAGE, KVCache
 
 _CHANNELS = 256  # of a warp of a norm
+_WARPS = 1  # of a rotation of few heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,6 @@ def _rotate(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
-    enter(EARLY)
     HALF: tl.constexpr = D // 2
     N: tl.constexpr = (H + 2 * KV) * D
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -119,9 +119,11 @@ def _rotate(  # type: ignore[no-untyped-def]
     valid = position >= 0  # padding rows belong to no sequence
     at = tl.maximum(position, 0)
     c = tl.arange(0, HALF)
-    # All reads come before any write: no load may be moved over a store.
+    # Where the row is is known before the product's end: positions and pages are of no kernel between two products.
     page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
     cosine, sine = tl.load(angles + at * D + c), tl.load(angles + at * D + HALF + c)
+    enter(EARLY)
+    # All reads come before any write: no load may be moved over a store.
     g = tl.arange(0, GROUP)
     mask = (g < G)[:, None]
     column = (head * G + g)[:, None] * D + c[None]
@@ -237,7 +239,7 @@ def rotate(
     _rotate[(rows, kv_heads)](
         sums.parts, sums.scale, sums.bias, q_norm, k_norm, angles, positions, sequences, cache.table, q, keys, values,
         key_scales, value_scales, rows, cache.table.stride(0), eps, heads, kv_heads, d, group, power(group), splits,
-        PAGE, int8, cache.top, early, cache.largest, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
+        PAGE, int8, cache.top, early, cache.largest, num_warps=_WARPS if d <= 128 and group <= 4 else 4, **options(early),
     )  # fmt: skip
     return q
 
