@@ -239,7 +239,8 @@ def rotate(
     _rotate[(rows, kv_heads)](
         sums.parts, sums.scale, sums.bias, q_norm, k_norm, angles, positions, sequences, cache.table, q, keys, values,
         key_scales, value_scales, rows, cache.table.stride(0), eps, heads, kv_heads, d, group, power(group), splits,
-        PAGE, int8, cache.top, early, cache.largest, num_warps=_WARPS if d <= 128 and group <= 4 else 4, **options(early),
+        PAGE, int8, cache.top, early, cache.largest, num_warps=_WARPS if d <= 128 and group <= 4 else 4,
+        **options(early),
     )  # fmt: skip
     return q
 
