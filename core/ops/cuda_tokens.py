@@ -291,7 +291,7 @@ class CudaTokenOps:
         device = cache.table.device
         # Programmatic dependent launch is available on Hopper and later.
         can_be_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self.early = self.small = LATE if can_be_early else 0  # `small`: of norms and rotations
+        self.early = LATE if can_be_early else 0
         self._base, self._cache, self._angles = base, cache, angles
         self._peers = peers if peers is not None and peers.size > 1 else None
         # By modules, whose identity they go by; the walk asks for them before each launch.
@@ -323,14 +323,14 @@ class CudaTokenOps:
         inverse, dtype = self._reader(tuple(to))
         if x.index is not None:
             out = torch.empty(len(x.index), x.x.shape[1], dtype=self._base, device=x.x.device)
-            a = add_norm(x.x, weight, eps, inverse, dtype, index=x.index, sum_out=out, early=self.small)
+            a = add_norm(x.x, weight, eps, inverse, dtype, index=x.index, sum_out=out, early=self.early)
             x.x, x.index = out, None
         elif isinstance(x.sums, RankSums):
             assert self._peers is not None and self._peers.exchange is not None
             a = self._peers.exchange.add_norm_(x.x, x.sums, weight, eps, inverse, dtype, slot=x.slot, early=self.early)
             x.sums, x.slot = None, 1 - x.slot
         elif x.sums is not None:
-            a = add_norm(x.x, weight, eps, inverse, dtype, sums=x.sums, sum_out=x.x, early=self.small)
+            a = add_norm(x.x, weight, eps, inverse, dtype, sums=x.sums, sum_out=x.x, early=self.early)
             x.sums = None
         else:
             a = add_norm(x.x, weight, eps, inverse, dtype)
@@ -381,9 +381,9 @@ class CudaTokenOps:
         """[T, heads, d]."""
         arguments = (qkv, self._angles[layer], rows.positions, rows.sequences, self._cache, layer, heads, self._base)
         if norms is None:
-            return rotate(*arguments, early=self.small)
+            return rotate(*arguments, early=self.early)
         (q_norm, eps), (k_norm, _) = (self._norms.get(norm) or self._norm(norm) for norm in norms)
-        return rotate(*arguments, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.small)
+        return rotate(*arguments, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.early)
 
     def attend_paged(
         self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer, window: int = 0, cap: float = 0.0

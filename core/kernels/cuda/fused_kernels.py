@@ -13,13 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.cuda.language import power, tl
-from core.kernels.cuda.launching import enter, kernel, leave, options
+from core.kernels.cuda.launching import enter, kernel, options
 from core.kernels.cuda.quantize import levels, rounded, to_type
 from core.kernels.cuda.stream_kernel import activated
 from core.kernels.kv_cache import PAGE, KVCache
-
-_CHANNELS = 256  # of a warp of a norm
-_WARPS = 1  # of a rotation of few heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +71,6 @@ def _add_norm(  # type: ignore[no-untyped-def]
     y = tl.load(x + source * N + c, inside, other=0.0).to(tl.float32)
     if parts is not None:
         y += summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
-    leave(EARLY)
     if sum_out is not None:
         kept = y.to(sum_out.dtype.element_ty)
         tl.store(sum_out + row * N + c, kept, inside)
@@ -112,6 +108,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
+    enter(EARLY)
     HALF: tl.constexpr = D // 2
     N: tl.constexpr = (H + 2 * KV) * D
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -119,11 +116,9 @@ def _rotate(  # type: ignore[no-untyped-def]
     valid = position >= 0  # padding rows belong to no sequence
     at = tl.maximum(position, 0)
     c = tl.arange(0, HALF)
-    # Where the row is is known before the product's end: positions and pages are of no kernel between two products.
+    # All reads come before any write: no load may be moved over a store.
     page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
     cosine, sine = tl.load(angles + at * D + c), tl.load(angles + at * D + HALF + c)
-    enter(EARLY)
-    # All reads come before any write: no load may be moved over a store.
     g = tl.arange(0, GROUP)
     mask = (g < G)[:, None]
     column = (head * G + g)[:, None] * D + c[None]
@@ -134,7 +129,6 @@ def _rotate(  # type: ignore[no-untyped-def]
     second = summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
     v_lo = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS), LARGEST)
     v_hi = _kept(summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS), LARGEST)
-    leave(EARLY)
 
     if q_norm is not None:
         q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
@@ -205,7 +199,7 @@ def add_norm(
     _add_norm[(rows,)](
         x, index, parts, scale, bias, sum_out, weight, inverse, out, rows, eps,
         channels, 1 if sums is None else len(sums.parts), block, early,
-        num_warps=max(1, min(16, block // _CHANNELS)), **options(early),
+        num_warps=max(1, min(16, block // 256)), **options(early),
     )  # fmt: skip
     return out
 
@@ -239,8 +233,7 @@ def rotate(
     _rotate[(rows, kv_heads)](
         sums.parts, sums.scale, sums.bias, q_norm, k_norm, angles, positions, sequences, cache.table, q, keys, values,
         key_scales, value_scales, rows, cache.table.stride(0), eps, heads, kv_heads, d, group, power(group), splits,
-        PAGE, int8, cache.top, early, cache.largest, num_warps=_WARPS if d <= 128 and group <= 4 else 4,
-        **options(early),
+        PAGE, int8, cache.top, early, cache.largest, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
     )  # fmt: skip
     return q
 

@@ -26,10 +26,7 @@ def kernel(*free: str) -> Callable[[Callable[..., None]], Any]:
     return made
 
 
-LATE, EAGER, LAST = 1, 2, 3
-"""When a kernel lets the next one start: after its own wait, at once, or once it has asked for what it reads, so that
-the next one's reads of weights are behind these; 0 is never.
-"""
+LATE, EAGER = 1, 2  # when a kernel lets the next one start: after its own wait, or at once; 0 is never
 
 
 @kernel()
@@ -44,13 +41,6 @@ def enter(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     if EARLY > 0:
         tl.extra.cuda.gdc_wait()
     if EARLY == 1:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@kernel()
-def leave(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel start, if that is to be behind this one's reads."""
-    if EARLY == 3:
         tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -4,7 +4,7 @@ Decode is bound by reading the weights once, so all that counts is that reads ne
 of 128 bytes of weights and of x into a ring by TMA; one or two warpgroups multiply with `wgmma`, weights as the left
 operand (64 rows of them at a time), tokens as the right one (as few as 8). Weights depend on no earlier kernel: the
 ring is filled with them before the kernel waits for the previous one (programmatic dependent launch). The depth is
-split over the blocks of a cluster, which sum their parts through each other's shared memory, or of very few tokens over
+split over the blocks of a cluster, which sum their parts through each other's shared memory, or of few tokens over
 blocks that leave their parts to the next kernel: integers, so that the result does not depend on the split. `stream.py`
 prepares the arguments.
 """
