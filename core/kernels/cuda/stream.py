@@ -105,9 +105,8 @@ def scaled(
         out=out.data_ptr(), scale=scale.data_ptr(), bias=None if bias is None else bias.data_ptr(),
         inverse=row_scale.data_ptr(), columns=len(weight),
     )  # fmt: skip
-    _launch(
-        replace(variant, dtype="f32", apart=False), x, weight, arguments, len(weight) // (64 * variant.blocks), early
-    )
+    variant = replace(variant, dtype="f32", apart=False)  # what is scaled is the whole sum
+    _launch(variant, x, weight, arguments, len(weight) // (64 * variant.blocks), early)
     return out
 
 
