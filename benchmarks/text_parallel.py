@@ -28,6 +28,7 @@ from contract.parallel import ALONE, Parallel, parse
 from core.batching.engine import Engine
 from core.batching.runner import Lane
 from core.kernels.kv_cache import TokenBatch
+from core.quant.dynamic import Int8DynamicLinear
 from core.quant.linear import LEVELS, Int8Linear
 from llm import tiny
 from llm.attention import NAME, register
@@ -77,7 +78,11 @@ def seeded(
         elif path.endswith("norm"):
             module.weight = nn.Parameter(torch.ones(module.weight.shape, dtype=dtype, device=where))
     tokens = len(vocabulary_slice(shape.vocabulary, rank)) if rank.last else 0
-    network.lm_head.weight = nn.Parameter(_normal(tokens, shape.width, generator, where, dtype) * _DEVIATION)
+    if where.type == "cuda":
+        weight, scale = _levels(tokens, shape.width, _DEVIATION, generator, where)
+        network.lm_head = Int8DynamicLinear(weight, scale, None, None)
+    else:
+        network.lm_head.weight = nn.Parameter(_normal(tokens, shape.width, generator, where, dtype) * _DEVIATION)
     words = shape.vocabulary if rank.first else 0
     network.model.embed_tokens.weight = nn.Parameter(_normal(words, shape.width, generator, where, dtype))
     network.model.rotary_emb = type(network.model.rotary_emb)(network.config).to(where)
@@ -102,12 +107,19 @@ def _linear(
     if device.type != "cuda":
         layer.weight = nn.Parameter(_normal(n, k, generator, device, dtype) * 10 * deviation)
         return layer
-    weight = torch.empty(n, k, dtype=torch.int8, device=device).random_(-LEVELS, LEVELS + 1, generator=generator)
+    weight, scale = _levels(n, k, deviation, generator, device)
     inverse = LEVELS / _RANGE
-    scale = deviation / (LEVELS / 3**0.5) / inverse
-    return Int8Linear(
-        weight, torch.full((n,), scale, device=device), torch.full((k,), inverse, device=device), None
-    )  # fmt: skip
+    return Int8Linear(weight, scale / inverse, torch.full((k,), inverse, device=device), None)
+
+
+def _levels(
+    rows: int, columns: int, deviation: float, generator: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Random weights in INT8, and their scales."""
+    levels = torch.empty(rows, columns, dtype=torch.int8, device=device).random_(
+        -LEVELS, LEVELS + 1, generator=generator
+    )
+    return levels, torch.full((rows,), deviation / (LEVELS / 3**0.5), device=device)
 
 
 def measure(options: Any, parallel: Parallel) -> dict[str, Any]:

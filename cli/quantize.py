@@ -86,6 +86,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="round (of int8-sparse prune) integer weights so that they make up for one another; all steps are watched",
     )
+    quantize.add_argument("--float-head", action="store_true", help="leave a language model's head in floating point")
     quantize.add_argument(
         "--sensitivity", action="store_true",
         help="write no variant but a table: what 8 bits in each layer alone cost, on 8 of the prompts",
@@ -101,6 +102,8 @@ def _quantize(options: argparse.Namespace) -> int:
         raise UsageError(f"{options_given[0]}: is for calibration, and {options.scheme} needs none")
     if options.scheme not in IMAGE_SCHEMES and options.text_model is None:
         raise UsageError(f"--scheme: {options.scheme} is for language models, with --text-model")
+    if options.float_head and options.text_model is None:
+        raise UsageError("--float-head: is for language models, with --text-model")
     _check_layerwise(options)
     if options.text_model is not None:
         return _quantize_text(options, _prompts(options))
@@ -289,7 +292,7 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
         texts = [model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in prompts]
         texts = [([] if start is None else [start]) + text for text in texts]
         texts = [text[: model.context] for text in texts]
-        layerwise = Layerwise(options.search, options.gptq)
+        layerwise = Layerwise(options.search, options.gptq, head=not options.float_head)
         report = make(model, texts, options.out, recipe=recipe, scheme=options.scheme, layerwise=layerwise)
     except TextModelError as error:
         raise UsageError(f"--text-model: {error}") from error

@@ -108,8 +108,8 @@ class _Programs(Blocks):
         """`packed` are the model's layers. Raises ValueError for unsupported ones."""
         rounded: list[nn.Module] = []
 
-        def in_int8(layer: nn.Linear) -> nn.Module:
-            rounded.append(Int8DynamicLinear.of(layer, None))
+        def in_int8(layer: nn.Linear | Int8DynamicLinear) -> nn.Module:  # a quantized model's head already is
+            rounded.append(layer if isinstance(layer, Int8DynamicLinear) else Int8DynamicLinear.of(layer, None))
             return rounded[-1]
 
         super().__init__(decoder.with_linear(in_int8), network, cache)

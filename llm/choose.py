@@ -4,7 +4,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, Self
 
@@ -89,7 +89,8 @@ def draw_on_device(
         rows = _rows(anew, logits)
         tokens[rows] = logits[rows].argmax(-1)
     if sampled := [part for part in parts if part.work.settings is not None]:
-        tokens[_rows(sampled, logits)] = _Distributions.of(logits, sampled).draw()
+        for some, drawn in _drawn_alone(logits, sampled):
+            tokens[_rows(some, logits)] = drawn
     tokens = torch.where(best < 0, -1, tokens)
     logprobs = []
     for group, original in unmodified:
@@ -118,7 +119,7 @@ class _Distributions(NamedTuple):
 
     p: Tensor  # [rows, V], normalized
     settings: sample.SamplingSettings  # of requests
-    indices: sample.Counts  # of each request's next token
+    indices: sample.Counts  # of each request's next token: see `_indices`
 
     @classmethod
     def of(cls, logits: Tensor, parts: Sequence[ScheduledTokens]) -> Self:
@@ -128,11 +129,30 @@ class _Distributions(NamedTuple):
         selected = logits if rows == list(range(len(logits))) else logits[on_device(torch.tensor(rows), logits.device)]
         p = sample.probabilities(selected, settings if len(owners) == len(parts) else settings.at(owners))
         p /= p.sum(-1, keepdim=True)
-        return cls(p, settings, np.array([part.position for part in parts], np.int64))
+        return cls(p, settings, _indices(parts))
 
-    def draw(self) -> Tensor:
-        """The next tokens of requests without guesses: int64 [rows], on the device."""
-        return sample.draw(self.p, sample.uniform(self.settings.seeds, self.indices, sample.TOKEN))
+
+def _indices(parts: Sequence[ScheduledTokens]) -> sample.Counts:
+    """The places of the parts' next tokens."""
+    return np.array([part.position for part in parts], np.int64)
+
+
+def _drawn_alone(logits: Tensor, parts: Sequence[ScheduledTokens]) -> Iterator[tuple[list[ScheduledTokens], Tensor]]:
+    """The next tokens of sampled parts without guesses, int64 on the device, in groups.
+
+    Which kernel draws a part's token depends on its own settings alone.
+    """
+    whole: list[ScheduledTokens] = []
+    others: list[ScheduledTokens] = []
+    for part in parts:
+        settings = part.work.settings
+        (whole if logits.is_cuda and settings is not None and settings.whole else others).append(part)
+    if whole:
+        gathered = sample.gathered([s for part in whole if (s := part.work.settings) is not None])
+        yield whole, sample.draw_whole(logits, [part.first for part in whole], gathered, _indices(whole))
+    if others:
+        p, gathered, indices = _Distributions.of(logits, others)
+        yield others, sample.draw(p, sample.uniform(gathered.seeds, indices, sample.TOKEN))
 
 
 def _greedy(logits: Tensor, parts: Sequence[ScheduledTokens], best: Sequence[int]) -> dict[int, list[int]]:
@@ -154,13 +174,16 @@ def _sampled(logits: Tensor, parts: Sequence[ScheduledTokens]) -> dict[int, list
 
 
 def _drawn(logits: Tensor, parts: Sequence[ScheduledTokens]) -> list[list[int]]:
-    distributions = _Distributions.of(logits, parts)
-    counts = [len(part.rows) for part in parts]
-    if len(distributions.p) == len(parts):
-        return [[token] for token in distributions.draw().tolist()]
-    firsts = np.cumsum([0, *counts[:-1]]).tolist()
-    guesses = [part.guess for part in parts]
-    return accepted(distributions.p, firsts, guesses, distributions.settings, distributions.indices)
+    tokens: dict[int, list[int]] = {}  # by the rows where the parts begin
+    if alone := [part for part in parts if not part.guess.tokens]:
+        for some, drawn in _drawn_alone(logits, alone):
+            tokens |= {part.first: [token] for part, token in zip(some, drawn.tolist(), strict=True)}
+    if guessing := [part for part in parts if part.guess.tokens]:
+        firsts = np.cumsum([0, *(len(part.rows) for part in guessing[:-1])]).tolist()
+        p, settings, indices = _Distributions.of(logits, guessing)
+        after = accepted(p, firsts, [part.guess for part in guessing], settings, indices)
+        tokens |= {part.first: each for part, each in zip(guessing, after, strict=True)}
+    return [tokens[part.first] for part in parts]
 
 
 def _adjust_(logits: Tensor, parts: Sequence[ScheduledTokens], counts: TokenCounts | None) -> None:

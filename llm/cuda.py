@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.kernels.cuda import decode_kernel
+from core.kernels.cuda import decode_kernel, token_kernels
 from core.kernels.kv_cache import PAGE, KVCache
 from core.ops.branches import LowRank
 from core.ops.cuda_branches import CudaBranches
@@ -20,7 +20,6 @@ from core.ops.trace import TraceOps
 from llm import family
 from llm.network import Decoder, logits, states, trunk
 from llm.ranks import RankGroup
-from llm.sample import likeliest
 from llm.shards import vocabulary_slice
 
 _WIDE = 128  # channels of a head: twice as many take 193 KiB of shared memory in prefill
@@ -85,11 +84,15 @@ class CudaDecoder:
         logits: Tensor = self._logits(self.ops, x, out)
         return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
 
-    def likeliest(self, logits: Tensor) -> Tensor:
-        """`sample.likeliest` of the whole vocabulary's logits, of which a rank has a part."""
+    def likeliest(self, logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor) -> None:
+        """Write `sample.likeliest` of the whole vocabulary's logits, of which a rank has a part, to `out`, and to the
+        `latest` tokens of their owners.
+        """
         if self.ranks is None or self.ranks.peers.size == 1:
-            return likeliest(logits)
-        return self.ranks.peers.likeliest(logits, len(vocabulary_slice(self._tokens, self.ranks.rank)))
+            token_kernels.likeliest(logits, owners, latest, out, early=self.ops.early)
+            return
+        out.copy_(self.ranks.peers.likeliest(logits, len(vocabulary_slice(self._tokens, self.ranks.rank))))
+        latest[owners.long()] = out.int()
 
     def whole(self, logits: Tensor) -> Tensor:
         """The whole vocabulary's logits, of which a rank has a part."""

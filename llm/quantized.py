@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from contract.precision import Scheme, is_calibrated
 from core.quant import search, store
 from core.quant.convert import QuantizationReport, Recipe, quantize_
+from core.quant.dynamic import Int8DynamicLinear
 from core.quant.samples import Samples
 from core.quant.schemes import SCHEMES
 from core.quant.statistics import Statistics, StatisticsError
@@ -20,6 +22,7 @@ from llm.attention import NAME, cacheless
 from llm.load import TextModel, variant
 from llm.recipe import default
 
+_HEAD = "lm_head"
 _ROWS = 4096  # of each layer: GPTQ's sums of products need several times as many as there are inputs
 
 
@@ -51,11 +54,12 @@ class Layerwise:
     """What is chosen layer by layer, on rows that each layer reads in calibration.
 
     search: the smoothing of each input, by the error of the outputs (AWQ; `core.quant.search`). gptq: weights are
-    rounded so that they make up for one another (`core.quant.gptq`).
+    rounded so that they make up for one another (`core.quant.gptq`). head: whether the head is quantized too.
     """
 
     search: bool = False
     gptq: bool = False
+    head: bool = True
 
 
 def quantize(
@@ -76,6 +80,7 @@ def quantize(
     shared = {i: layer for layer in model.network.modules() if (i := id(layer)) in targets}
     network = copy.deepcopy(model.network, dict(shared))
     quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest, gptq=layerwise.gptq)
+    recipe = quantize_head_(network, recipe, QuantizationReport()) if layerwise.head else recipe
     store.round_(network)
     name = "-".join([recipe.name, *([] if scheme == "int8" else [scheme]), *(["gptq"] if layerwise.gptq else [])])
     return replace(model, digest=f"{model.digest}-{name}", precision=scheme, network=network)
@@ -98,6 +103,7 @@ def make(
     recipe, statistics = _calibrated(model, texts, recipe, scheme, layerwise)
     network = copy.deepcopy(model.network)
     report = quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest, gptq=layerwise.gptq)
+    recipe = quantize_head_(network, recipe, report) if layerwise.head else recipe
     calibration: dict[str, Any] = {"texts": len(texts), "tokens": sum(map(len, texts))} if statistics else {}
     if layerwise.gptq:
         calibration["gptq"] = report.compensated
@@ -111,6 +117,20 @@ def make(
     )
     store.save(network, out / variant(scheme), manifest)
     return report
+
+
+def quantize_head_(network: nn.Module, recipe: Recipe, report: QuantizationReport) -> Recipe:
+    """Replace the head, in place and in the report, and return the recipe with a name that says so.
+
+    In any scheme it has weights in INT8 by token of the vocabulary, and inputs scaled by row: no calibration has to
+    foresee what the last layer returns. Embeddings that are tied to it stay as they are.
+    """
+    if not isinstance(head := getattr(network, _HEAD, None), nn.Linear):
+        return recipe
+    setattr(network, _HEAD, Int8DynamicLinear.of(head, None))
+    report.changed.append(_HEAD)
+    report.skipped.pop(_HEAD, None)
+    return replace(recipe, name=f"{recipe.name}-head8")
 
 
 def _calibrated(

@@ -22,7 +22,7 @@ def llama(alpha: float | None = ALPHA) -> Recipe:
     return Recipe(
         name="llama-plain" if alpha is None else f"llama-alpha{alpha:g}",
         rules=(
-            Rule(r"lm_head", reason="its errors are the answer's, and often it is the embeddings too", required=False),
+            Rule(r"lm_head", reason="its errors are the answer's", required=False),
             Rule(r"(model\.)?layers\.\d+\.self_attn\.[qkvo]_proj", alpha=alpha),
             Rule(r"(model\.)?layers\.\d+\.mlp\.((gate|up|down)_proj|experts\.(gate_up|down))", alpha=alpha),
         ),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from contract.text import MAX_BIAS
 from core.kernels.cuda.narrow_kernel import narrow
+from core.kernels.cuda.token_kernels import draw as draw_rows
 from core.kernels.kv_cache import on_device
 
 TOKEN, DRAFT, ACCEPT = range(3)  # what a random number is used for
@@ -50,6 +51,11 @@ class RowSettings(NamedTuple):
     top_p: float
     min_p: float
     seed: int
+
+    @property
+    def whole(self) -> bool:
+        """Return whether no token is excluded."""
+        return self.top_k == 0 and self.top_p >= 1 and self.min_p <= 0
 
 
 def gathered(settings: Sequence[RowSettings]) -> SamplingSettings:
@@ -123,6 +129,13 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     sums = p.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(sums, (on_device(u, p.device) * sums[:, -1])[:, None], right=True)[:, 0]
     return tokens.clamp_(max=p.shape[1] - 1)
+
+
+def draw_whole(logits: Tensor, rows: Sequence[int], settings: SamplingSettings, indices: Counts) -> Tensor:
+    """The next tokens of these rows of logits [L, V] fp32 on a GPU, by settings that are `whole`: int64 [n]."""
+    u = uniform(settings.seeds, indices, TOKEN)
+    columns = torch.tensor(rows, dtype=torch.float64), settings.temperature.double(), u
+    return draw_rows(logits, *on_device(torch.stack(columns), logits.device))  # one copy
 
 
 @dataclass(frozen=True, eq=False)

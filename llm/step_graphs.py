@@ -22,7 +22,7 @@ from torch import Tensor
 from core.cuda_graphs import CudaRecorder
 from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
 from core.kernels.cuda.decode_kernel import PARTS, part_count
-from core.kernels.kv_cache import on_device
+from core.kernels.cuda.token_kernels import known
 from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
@@ -139,7 +139,8 @@ class StepGraphs:
             return None
         graph = self._graph(shape)
         staged = torch.from_numpy(self._padded(step, shape))
-        self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
+        staged = staged.pin_memory() if self._device.type == "cuda" else staged
+        self._inputs[: len(staged)].copy_(staged, non_blocking=True)  # one copy: a second would delay the graph
         if self._link is not None:
             self._link.receive(shape.rows)
         graph()
@@ -156,24 +157,21 @@ class StepGraphs:
         if self._model.feature_width:
             self.features = self._features.new_empty(len(batch.tokens), self._model.feature_width)
             batch = replace(batch, features=self.features)
-        best, logits = self._step(batch, owners, None)
+        logits = self._step(batch, owners, None)
         if self._link is not None:
             self._link.send(rows)
-        if len(best) <= len(self.best):
-            self.best[: len(best)].copy_(best)
         return logits
 
-    def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        latest = self.latest[batch.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
-        known = torch.where(batch.tokens < 0, latest, batch.tokens)
-        before, after = (None, None) if self._link is None else self._link.of(len(known))
+    def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> Tensor:
+        rows = batch.of(known(batch.tokens, batch.sequences, self.latest, early=self._model.ops.early))
+        before, after = (None, None) if self._link is None else self._link.of(len(rows.tokens))
         if after is not None:
-            after.copy_(self._model.stage(batch.of(known), before))
-            return self.best[:0], self._logits[:0]
-        logits = self._model(batch.of(known), out=out, before=before)
-        best = self._model.likeliest(logits)
-        self.latest[owners.long()] = best.int()
-        return best, logits
+            after.copy_(self._model.stage(rows, before))
+            return self._logits[:0]
+        logits = self._model(rows, out=out, before=before)
+        best = self.best if len(logits) <= len(self.best) else self.best.new_empty(len(logits))
+        self._model.likeliest(logits, owners, self.latest, best[: len(logits)])
+        return logits
 
     # -- shapes and inputs -------------------------------------------------------------------------------------------
 
@@ -240,8 +238,7 @@ class StepGraphs:
         count = len(owners)
 
         def run() -> object:
-            best, _ = self._step(batch, owners, self._logits[:count])
-            return self.best[: len(best)].copy_(best)
+            return self._step(batch, owners, self._logits[:count])
 
         if self._device.type != "cuda":
             return run

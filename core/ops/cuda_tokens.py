@@ -29,6 +29,7 @@ from core.kernels.cuda.exchange_kernel import RankSums
 from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
 from core.kernels.cuda.launching import LATE
 from core.kernels.cuda.low_rank import BranchShares, Window
+from core.kernels.cuda.quantize import quantize_rows
 from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.tiles import Tile
 from core.kernels.kv_cache import KVCache
@@ -38,6 +39,7 @@ from core.ops.cuda_branches import AdaptableLayers, CudaBranches, CudaRowBranche
 from core.ops.fused import Linear, Reader, biases, joined
 from core.ops.mixture import Mixture
 from core.ops.ops import Layer, rms_eps
+from core.quant.dynamic import Int8DynamicLinear
 from core.quant.fp4 import Fp4Linear
 from core.quant.int4 import FourBitLinear
 from core.quant.linear import ScaledWeights
@@ -87,7 +89,7 @@ class TokenLinear(Linear):
         if self.metadata is not None:
             parts = sparse_gemm.sums(x, self.sparse, early=bool(early))
         elif stream.unsupported_reason(x, self.weight) is None:
-            parts = stream.stream(x, self.weight, early=bool(early))[None]
+            parts = stream.stream(x, self.weight, early=bool(early))
         else:
             parts = stream_kernel.stream(x, self.weight, early=early)
         return SplitSums(parts, self.scale, self.bias)
@@ -114,6 +116,12 @@ class TokenLinear(Linear):
             return stream.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=bool(early))
         return stream_kernel.gated(x, self.weight, self.scale, self.bias, inverse, dtype, gelu=gelu, early=early)
 
+    def logits(self, x: Tensor, out: Tensor, early: int) -> None:
+        """Compute the product of at most `MOST_ROWS` rows in fp32."""
+        sums = stream_kernel.stream(x, self.weight, out=out, early=early)
+        if sums.data_ptr() != out.data_ptr() or self.scale is not None or self.bias is not None:
+            out.copy_(SplitSums(sums, self.scale, self.bias).whole())
+
     def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, N] in the base type, which takes the place of `residual`."""
         tiled = self.kind is not None and self.metadata is None
@@ -122,6 +130,24 @@ class TokenLinear(Linear):
     @property
     def weight_bytes(self) -> int:
         return self.weight.nbytes if self.metadata is None else self.sparse.nbytes
+
+
+class Int8Head:
+    """A head in INT8 that reads tokens [T, K] in the base type, each scaled by its own largest magnitude."""
+
+    def __init__(self, layer: Int8DynamicLinear) -> None:
+        self._weight, self._scale, self._bias = layer.weight, layer.scale, layer.bias
+        self.weight_bytes = layer.weight.nbytes
+
+    def logits(self, x: Tensor, out: Tensor, early: int) -> None:
+        """Compute the logits [T, V] of at most `MOST_ROWS` rows in fp32."""
+        levels, scale = quantize_rows(x, early=early)
+        if stream.unsupported_reason(levels, self._weight) is None:
+            stream.scaled(levels, scale, self._weight, self._scale, self._bias, out, early=bool(early))
+            return
+        sums = stream_kernel.stream(levels, self._weight, early=early)
+        y = SplitSums(sums).whole() * scale[:, None] * self._scale
+        out.copy_(y if self._bias is None else y + self._bias)
 
 
 class Int4TokenLinear:
@@ -270,6 +296,7 @@ class CudaTokenOps:
         self._peers = peers if peers is not None and peers.size > 1 else None
         # By modules, whose identity they go by; the walk asks for them before each launch.
         self._products: dict[tuple[Layer, ...], TokenLinear | Int4TokenLinear] = {}
+        self._heads: dict[Layer, TokenLinear | Int8Head] = {}
         self._experts: dict[Mixture, TokenExperts] = {}
         self._readers: dict[tuple[Layer, ...], tuple[Tensor | None, torch.dtype]] = {}
         self._norms: dict[Layer, tuple[Tensor, float]] = {}
@@ -377,15 +404,11 @@ class CudaTokenOps:
         return torch.cat([x, y], -1)
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
-        product = self._product((layer,))
-        assert isinstance(product, TokenLinear)  # `pack` refuses others
-        logits = torch.empty(len(x), len(product.weight), device=x.device) if out is None else out
+        head = self._head(layer)
+        logits = torch.empty(len(x), len(layer.weight), device=x.device) if out is None else out
         for start in range(0, len(x), MOST_ROWS):
-            part = x[start : start + MOST_ROWS]
-            to = logits[start : start + len(part)]
-            sums = stream_kernel.stream(part, product.weight, out=to, early=self.early)
-            if sums.data_ptr() != to.data_ptr() or product.scale is not None or product.bias is not None:
-                to.copy_(SplitSums(sums, product.scale, product.bias).whole())
+            part = slice(start, start + MOST_ROWS)
+            head.logits(x[part], logits[part], self.early)
         return logits
 
     # -- adapters ----------------------------------------------------------------------------------------------------
@@ -415,21 +438,31 @@ class CudaTokenOps:
         """Join the weights of an operation's layers, if it has any. Raises ValueError for layers that do not fit."""
         if operation == "mixture":
             self._mixture(layers[0])
-        elif operation in ("linear", "head", "gated"):
-            product = self._product(layers[::-1] if operation == "gated" else layers)
-            if operation == "head" and not isinstance(product, TokenLinear):
-                raise ValueError(f"a head of {type(layers[0]).__name__} is not known")
+        elif operation == "head":
+            self._head(layers[0])
+        elif operation in ("linear", "gated"):
+            self._product(layers[::-1] if operation == "gated" else layers)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a token's forward reads: all products, without embeddings."""
-        return sum(product.weight_bytes for product in (*self._products.values(), *self._experts.values()))
+        layers = (*self._products.values(), *self._heads.values(), *self._experts.values())
+        return sum(layer.weight_bytes for layer in layers)
 
     def _mixture(self, mixture: Mixture) -> TokenExperts:
         experts = self._experts.get(mixture)
         if experts is None:
             experts = self._experts[mixture] = TokenExperts(mixture, self._base)
         return experts
+
+    def _head(self, layer: Layer) -> TokenLinear | Int8Head:
+        head = self._heads.get(layer)
+        if head is None:
+            if isinstance(layer, FourBitLinear):
+                raise ValueError(f"a head of {type(layer).__name__} is not known")
+            kind = Int8Head(layer) if isinstance(layer, Int8DynamicLinear) else TokenLinear([layer], self._base)
+            head = self._heads[layer] = kind
+        return head
 
     def _product(self, layers: tuple[Layer, ...]) -> TokenLinear | Int4TokenLinear:
         product = self._products.get(layers)
@@ -442,7 +475,9 @@ class CudaTokenOps:
     def _reader(self, to: tuple[Layer, ...]) -> tuple[Tensor | None, torch.dtype]:
         reader = self._readers.get(to)
         if reader is None:
-            kind, inverse = Reader.of(to) if to else (None, None)
+            # A head with dynamic scales rounds its rows itself; other such layers have been refused.
+            by_row = not to or isinstance(to[0], Int8DynamicLinear)
+            kind, inverse = (None, None) if by_row else Reader.of(to)
             reader = self._readers[to] = inverse, kind or self._base
         return reader
 

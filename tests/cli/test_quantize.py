@@ -40,8 +40,8 @@ def test_a_text_models_weights_are_chosen_layer_by_layer(shell: Shell, model: Pa
     given = ("quantize", "--text-model", str(model), "--scheme", "w4a16", "--limit", "8", "-o", str(model))
     assert shell(*given, "--search", "--gptq").code == 0
     about = json.loads((model / "model-w4a16" / "quantization.json").read_text())
-    assert about["recipe"] == "llama-plain-searched" and about["calibration"]["gptq"]
-    assert {*about["layers"].values()} == {"Int4Linear"}
+    assert about["recipe"] == "llama-plain-searched-head8" and about["calibration"]["gptq"]
+    assert about["layers"].pop("lm_head") == "Int8DynamicLinear" and {*about["layers"].values()} == {"Int4Linear"}
     assert load(str(model), precision="w4a16").precision == "w4a16"
 
 
@@ -50,9 +50,9 @@ def test_a_scheme_without_calibration_takes_none(shell: Shell, model: Path) -> N
     for option in ("--prompts prompts.txt", "--limit 2", "--alpha 0.5", "--plain"):
         said = shell(*given, *option.split())
         assert said.code == 2 and f"{option.split()[0]}: is for calibration, and int8-dynamic needs none" in said.err
-    assert shell(*given).code == 0
+    assert shell(*given, "--float-head").code == 0
     about = json.loads((model / "model-int8-dynamic" / "quantization.json").read_text())
-    assert about["calibration"] == {} and about["recipe"] == "llama-plain"
+    assert about["calibration"] == {} and about["recipe"] == "llama-plain" and [*about["skipped"]] == ["lm_head"]
     assert load(str(model), precision="int8-dynamic").precision == "int8-dynamic"
 
 
@@ -172,6 +172,7 @@ def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivi
         ("--sensitivity --text-model x -o out", "--sensitivity: is for models that draw, not for --text-model"),
         ("--scheme w4a16 -o out", "--scheme: w4a16 is for language models, with --text-model"),
         ("--gptq --scheme fp8 --text-model x -o out", "there are none with fp8"),
+        ("--float-head -o out", "--float-head: is for language models, with --text-model"),
         ("--keep x --control canny -o out", "--keep: is for models that draw, not for --control"),
         (
             "--gptq --scales-only -o out",

@@ -384,9 +384,7 @@ def test_weights_are_held_once() -> None:
     held = run.model.ops.weight_bytes
     config: Any = model.config
     width, inner, kv = config.hidden_size, config.intermediate_size, 2 * model.kv_heads * model.head_dim
-    assert held == model.layers * (2 * width * 64 + width * kv + 3 * width * inner) + 4 * config.vocab_size * width // (
-        2 if CUDA else 1
-    )
+    assert held == model.layers * (2 * width * 64 + width * kv + 3 * width * inner) + config.vocab_size * width
 
 
 @pytest.mark.quick("int8")

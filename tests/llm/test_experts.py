@@ -40,7 +40,7 @@ def test_a_written_mixture_is_what_was_made(layerwise: Layerwise | None, tmp_pat
     source = load(str(tmp_path / "moe"))
     texts = stage.prompts(source, 6)
     report = make(source, texts, tmp_path / "moe", layerwise=layerwise)
-    assert [*report.skipped] == ["lm_head"] and "model.layers.0.mlp.experts.down" in report.changed
+    assert not report.skipped and "model.layers.0.mlp.experts.down" in report.changed
     loaded, made = load(str(tmp_path / "moe"), precision="int8"), quantize(source, texts, layerwise=layerwise)
     down = loaded.network.model.layers[1].mlp.experts.down
     assert isinstance(down, Int8Linear) and down.scale.shape == (4 * 32,)

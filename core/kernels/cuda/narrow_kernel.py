@@ -12,7 +12,7 @@ from torch import Tensor
 from core.kernels.cuda.language import power, tl
 from core.kernels.cuda.launching import kernel
 
-_BLOCK = 2048
+_BLOCK = 4096
 
 
 @kernel()
@@ -24,7 +24,7 @@ def _cut(p, goal, V, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[
         first = tl.zeros([BLOCK], tl.float64)
         second = tl.zeros([BLOCK], tl.float64)
         third = tl.zeros([BLOCK], tl.float64)
-        for start in range(0, V, BLOCK):
+        for start in tl.range(0, V, BLOCK, num_stages=3):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(p + at, at < V, other=-1.0)
             key = x.to(tl.int32, bitcast=True)
@@ -41,7 +41,7 @@ def _cut(p, goal, V, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[
 def _above(p, bits, V, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of the numbers above these bits, or how many they are."""
     total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(p + at, at < V, other=-1.0)
         amount = x.to(tl.float64) * 0 + 1 if COUNT else x.to(tl.float64)
@@ -68,7 +68,7 @@ def _narrow(p, top_k, top_p, out, V, BLOCK: tl.constexpr):  # type: ignore[no-un
         needed = tl.ceil((goal - _above(p, bits, V, False, BLOCK)) / tl.where(value > 0, value, 1.0))
         ties = tl.where(bits > lowest, needed, tl.minimum(needed, ties))
     before = tl.full([], 0, tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(p + at, at < V, other=-1.0)
         key = x.to(tl.int32, bitcast=True)
@@ -85,5 +85,5 @@ def narrow(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     p = p.contiguous()
     out = torch.empty_like(p)
     if len(p):
-        _narrow[(len(p),)](p, top_k, top_p, out, p.shape[1], min(_BLOCK, power(p.shape[1])), num_warps=8)
+        _narrow[(len(p),)](p, top_k, top_p, out, p.shape[1], min(_BLOCK, power(p.shape[1])), num_warps=16)
     return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.cuda.language import kernel, power, tl, width
+from core.kernels.cuda.launching import enter, options
 
 INT8_TOP, E4M3_TOP = 127.0, 448.0
 
@@ -87,11 +88,13 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 @kernel
 def _quantize_rows(  # type: ignore[no-untyped-def]
-    x, out, scale, stride, C: tl.constexpr, TOP: tl.constexpr, IS_INT8: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, out, scale, stride, C: tl.constexpr, TOP: tl.constexpr, IS_INT8: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < C
+    enter(EARLY)
     value = tl.load(x + row * stride + channel, inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value), 0)
     # A row of zeros gets scale 1, as in weights.
@@ -124,8 +127,11 @@ def quantize_reference(x: Tensor, inv_scale: Tensor, dtype: torch.dtype = torch.
     return to_levels(x.float() * inv_scale, dtype)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """x [M, K] as int8 or E4M3 [M, K], and the fp32 scale [M] of each row: its largest magnitude over the type's."""
+def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, *, early: int = 0) -> tuple[Tensor, Tensor]:
+    """x [M, K] as int8 or E4M3 [M, K], and the fp32 scale [M] of each row: its largest magnitude over the type's.
+
+    `early`: see `launching`.
+    """
     rows, channels = x.shape
     out = torch.empty((rows, channels), dtype=dtype, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -139,7 +145,9 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
         max_level(dtype),
         dtype == torch.int8,
         block,
+        early,
         num_warps=max(1, min(8, block // 512)),
+        **options(early),
     )
     return out, scale
 

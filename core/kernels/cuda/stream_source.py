@@ -4,8 +4,9 @@ Decode is bound by reading the weights once, so all that counts is that reads ne
 of 128 bytes of weights and of x into a ring by TMA; one or two warpgroups multiply with `wgmma`, weights as the left
 operand (64 rows of them at a time), tokens as the right one (as few as 8). Weights depend on no earlier kernel: the
 ring is filled with them before the kernel waits for the previous one (programmatic dependent launch). The depth is
-split over the blocks of a cluster, which sum their parts through each other's shared memory: integers, so that the
-result does not depend on the split. `stream.py` prepares the arguments.
+split over the blocks of a cluster, which sum their parts through each other's shared memory, or of few tokens over
+blocks that leave their parts to the next kernel: integers, so that the result does not depend on the split. `stream.py`
+prepares the arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class StreamVariant:
 
     `tokens`: of a tile, at least those of x. `blocks`: 64-row products of weights per tile. `splits`: blocks of a
     cluster, which split the depth. `resident`: blocks per multiprocessor. `gated`: act(gate) · up, half of the tile's
-    weight rows each; with `gelu` GELU by tanh, else SiLU. `dtype`: of the gated output, "s8" or "bf16".
+    weight rows each; with `gelu` GELU by tanh, else SiLU. `dtype`: of the gated output, "s8" or "bf16"; and "f32" of
+    a product whose sums are scaled by row and by column, where others leave them as integers. `apart`: the splits are
+    no cluster, and leave a part of the sums each.
     """
 
     tokens: int
@@ -36,12 +39,20 @@ class StreamVariant:
     gated: bool = False
     gelu: bool = False
     dtype: str = "s8"
+    apart: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
-        kind = ("_geglu" if self.gelu else "_swiglu") + f"_{self.dtype}" if self.gated else ""
+        kind = "_scaled" if self.scaled else ""
+        kind = ("_geglu" if self.gelu else "_swiglu") + f"_{self.dtype}" if self.gated else kind
+        kind += "_apart" if self.apart else ""
         return f"stream_{64 * self.blocks}x{self.tokens}_splits{self.splits}_resident{self.resident}{kind}"
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether sums are scaled."""
+        return self.dtype == "f32"
 
     @property
     def consumers(self) -> int:
@@ -76,6 +87,7 @@ def source(variant: StreamVariant) -> str:
         "TOKENS": variant.tokens,
         "WM": variant.blocks,
         "SPLITS": variant.splits,
+        "CLUSTER": 1 if variant.apart else variant.splits,
         "STAGES": variant.stages,
         "RESIDENT": variant.resident,
         "CONSUMERS": variant.consumers,
@@ -83,6 +95,7 @@ def source(variant: StreamVariant) -> str:
         "GATED": int(variant.gated),
         "GELU": int(variant.gelu),
         "OUT_INT8": int(variant.dtype == "s8"),
+        "SCALED": int(variant.scaled),
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     wgmma = product(variant.tokens // variant.consumers, fp8=False)
@@ -97,7 +110,8 @@ _KERNEL = r"""
 
 // The order and types of these fields are repeated in stream.py.
 struct Problem {
-  void* out; const float* scale; const float* bias; const float* inverse;  // [N]; of a gated product 2N, but inverse
+  void* out; const float* scale; const float* bias;        // [N]; of a gated product 2N
+  const float* inverse;                                    // [N] of a gated product; of a scaled one rows' scales [T]
   int rows, columns, steps;                                // tokens, columns of the output, 128 bytes of depth a block
 };
 
@@ -123,10 +137,10 @@ __device__ __forceinline__ int4 sums_of(u32 at, u32 rank) {  // four words of an
   return v;
 }
 __device__ __forceinline__ int4 summed(u32 at, u32 rank) {
-#if SPLITS > 1
+#if CLUSTER > 1
   int4 v = sums_of(at, 0);
   #pragma unroll
-  for (u32 r = 1; r < SPLITS; ++r) {
+  for (u32 r = 1; r < CLUSTER; ++r) {
     int4 w = sums_of(at, r);
     v.x += w.x; v.y += w.y; v.z += w.z; v.w += w.w;
   }
@@ -137,6 +151,9 @@ __device__ __forceinline__ int4 summed(u32 at, u32 rank) {
     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 #endif
+}
+__device__ __forceinline__ float scaled(int sum, float row, float column, float bias) {  // nothing is contracted
+  return __fadd_rn(__fmul_rn(__fmul_rn((float)sum, row), column), bias);
 }
 #if GATED
 __device__ __forceinline__ float activated(float x) {
@@ -166,14 +183,14 @@ __device__ __forceinline__ u32 pair(float lo, float hi) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS + 32, RESIDENT)
-#if SPLITS > 1
-__cluster_dims__(SPLITS, 1, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
 #endif
 NAME(const __grid_constant__ Map map_w, const __grid_constant__ Map map_x, const __grid_constant__ Problem p) {
   extern __shared__ u8 memory[];
   u32 ring = (shared_address(memory) + 1023) & ~1023u, full = ring + RING_BYTES, empty = full + 8 * STAGES;
-  u32 rank = SPLITS > 1 ? cluster_rank() : 0;
-  int n = blockIdx.x / SPLITS * (GATED ? 32 * WM : 64 * WM), first = rank * p.steps * 128;
+  u32 part = blockIdx.x % SPLITS, rank = CLUSTER > 1 ? part : 0;  // of the depth; of the blocks that share sums
+  int n = blockIdx.x / SPLITS * (GATED ? 32 * WM : 64 * WM), first = part * p.steps * 128;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, CONSUMERS); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -245,13 +262,13 @@ NAME(const __grid_constant__ Map map_w, const __grid_constant__ Map map_x, const
           "r"(acc[m][i]) : "memory");
     asm volatile("bar.sync 1, %0;" :: "n"(128 * CONSUMERS) : "memory");
   }
-#if SPLITS > 1
+#if CLUSTER > 1
   __syncwarp();
   cluster_sync();
 #endif
   if (threadIdx.x < 128 * CONSUMERS) {
     const int WIDE = GATED ? 8 * WM : 16 * WM;  // words of four columns that a token has
-    for (int i = rank * 128 * CONSUMERS + threadIdx.x; i < p.rows * WIDE; i += SPLITS * 128 * CONSUMERS) {
+    for (int i = rank * 128 * CONSUMERS + threadIdx.x; i < p.rows * WIDE; i += CLUSTER * 128 * CONSUMERS) {
       int token = i / WIDE, c = i % WIDE * 4;
       u32 at = ring + 4 * (token * LINE + c);
 #if GATED
@@ -264,12 +281,19 @@ NAME(const __grid_constant__ Map map_w, const __grid_constant__ Map map_x, const
 #else
       *(uint2*)((u8*)p.out + ((u64)token * p.columns + n + c) * 2) = make_uint2(pair(y0, y1), pair(y2, y3));
 #endif
+#elif SCALED
+      int4 v = summed(at, rank);
+      float4 s = *(const float4*)(p.scale + n + c), b = p.bias ? *(const float4*)(p.bias + n + c) : float4{};
+      float r = p.inverse[token];
+      *(float4*)((float*)p.out + (u64)token * p.columns + n + c) = make_float4(
+        scaled(v.x, r, s.x, b.x), scaled(v.y, r, s.y, b.y), scaled(v.z, r, s.z, b.z), scaled(v.w, r, s.w, b.w));
 #else
-      *(int4*)((int*)p.out + (u64)token * p.columns + n + c) = summed(at, rank);
+      u64 row = token + (SPLITS > CLUSTER ? (u64)part * p.rows : 0);
+      *(int4*)((int*)p.out + row * p.columns + n + c) = summed(at, rank);
 #endif
     }
   }
-#if SPLITS > 1
+#if CLUSTER > 1
   __syncwarp();
   cluster_sync();  // no block may end while another still reads its sums
 #endif

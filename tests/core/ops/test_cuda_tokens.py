@@ -14,6 +14,7 @@ from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.kv_cache import KVCache
 from core.ops.cuda_tokens import CudaTokenOps, Residual
 from core.ops.reference import TorchOps
+from core.quant.dynamic import Int8DynamicLinear
 from core.quant.fp8 import Fp8Linear
 from core.quant.int4 import Int4Linear
 from core.quant.linear import Int8Linear, quantize
@@ -115,8 +116,29 @@ def test_joined_weights_are_held_once_and_counted() -> None:
     assert block.up.weight.untyped_storage().data_ptr() == block.gate.weight.untyped_storage().data_ptr()
     assert torch.equal(block.up.weight, before)
     assert token.weight_bytes == (2 * 48 + 70) * 32 * DTYPE.itemsize
-    made = token.linear(torch.ones(2, 32, device=DEVICE, dtype=DTYPE), block.head)
-    assert isinstance(made, SplitSums) and token.weight_bytes == (2 * 48 + 70) * 32 * DTYPE.itemsize
+    token.head(torch.ones(2, 32, device=DEVICE, dtype=DTYPE), block.head)
+    token.pack("head", (Int8DynamicLinear.of(block.head, None),))
+    assert token.weight_bytes == (2 * 48 + 70) * 32 * DTYPE.itemsize + 70 * 32
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_in_int8_is_that_of_its_module_in_any_company(bias: bool) -> None:
+    block, token = Block(), ops()
+    layer = nn.Linear(32, 70, bias=bias).to(DEVICE, DTYPE)
+    head = Int8DynamicLinear.of(layer, None)
+    x = token.embed((torch.arange(MOST_ROWS + 5, device=DEVICE) % 50).int(), block.embedding)
+    a = token.rms_norm(x, block.last, to=(head,))
+    assert isinstance(a, Tensor) and a.dtype == DTYPE
+    logits = token.head(a, head)
+    expected = head(a.float())
+    step = expected.abs().max() / 127  # a level of an input may be the neighbouring one
+    assert (logits - expected).abs().max() < step and logits.dtype == torch.float32
+    for rows in (1, 3, 70):
+        assert torch.equal(token.head(a[:rows].contiguous(), head), logits[:rows])
+    with pytest.raises(ValueError, match="Int8DynamicLinear"):
+        token.pack("linear", (head,))
+    with pytest.raises(ValueError, match="head of Int4Linear"):
+        token.pack("head", (Int4Linear.of(layer.float(), None),))
 
 
 def test_layers_that_are_no_product_are_refused() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.kernels.cuda import driver, stream
+from core.kernels.cuda.stream import scaled_reference
 from core.kernels.cuda.stream_kernel import MOST_ROWS, gated_reference, stream_reference
-from core.kernels.cuda.stream_source import SHARED_BYTES, source
+from core.kernels.cuda.stream_source import SHARED_BYTES, StreamVariant, source
 from tests.core.kernels.cuda.device import DEVICE
 
 _PROCESSORS = 132
@@ -29,6 +30,11 @@ def test_variants_fit_the_multiprocessor(rows: int, tiles: int, steps: int, gate
     sums = variant.tokens * variant.blocks // variant.consumers // 2  # registers of a thread
     assert sums <= 128 and variant.resident * variant.threads * (sums + 40) <= _REGISTERS
     assert f"#define STAGES {variant.stages}\n" in source(variant)
+
+
+def test_a_vocabularys_tiles_are_two_products_high_where_they_fit() -> None:
+    assert [stream.choose(1, n, 4096, _PROCESSORS).blocks for n in (128_256, 64_128, 32_064, 6144)] == [2, 2, 1, 1]
+    assert [stream.choose(n, 4096, 4096, _PROCESSORS).splits for n in (1, 64, 65)] == [4, 4, 2]
 
 
 def test_other_products_are_refused_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +58,28 @@ def test_sums_are_exact(columns: int, depth: int) -> None:
     expected = stream_reference(x, weight)[0]
     for rows in (1, 7, 8, 9, 33, 64, 100, 129, 256):
         for early in (False, True):
-            assert torch.equal(stream.stream(x[:rows], weight, early=early), expected[:rows])
+            assert torch.equal(stream.stream(x[:rows], weight, early=early).sum(0), expected[:rows])
+    for splits in (n for n in (2, 4, 7) if depth // 128 % n == 0):
+        variant = StreamVariant(8, splits=splits, resident=2, apart=True)
+        parts = stream.stream(x[:5], weight, variant=variant, early=True)
+        assert len(parts) == splits and torch.equal(parts.sum(0), expected[:5])
+
+
+@hopper
+@pytest.mark.parametrize(("columns", "depth"), [(64, 128), (1088, 1024), (128_256, 4096), (32_064, 4096)])
+def test_scaled_products_do_not_depend_on_their_company(columns: int, depth: int) -> None:
+    draw = torch.Generator(DEVICE).manual_seed(2)
+    weight = torch.randint(-127, 128, (columns, depth), generator=draw, device=DEVICE, dtype=torch.int8)
+    x = torch.randint(-127, 128, (256, depth), generator=draw, device=DEVICE, dtype=torch.int8)
+    rows, scale = torch.rand(256, generator=draw, device=DEVICE), torch.rand(columns, generator=draw, device=DEVICE)
+    bias = torch.randn(columns, generator=draw, device=DEVICE)
+    for added in (None, bias) if columns < 2000 else (None,):
+        whole = stream.scaled(x, rows, weight, scale, added, torch.empty(256, columns, device=DEVICE))
+        assert torch.equal(whole[::37], scaled_reference(x[::37], rows[::37], weight, scale, added))
+        for count in (1, 2, 7, 8, 33, 64, 100, 129, 256):
+            out = torch.full((count, columns), torch.nan, device=DEVICE)
+            stream.scaled(x[:count], rows, weight, scale, added, out, early=True)
+            assert torch.equal(out, whole[:count]), count
 
 
 @hopper
