@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,4 +37,4 @@ def named(source: str) -> Asset | None:
     """Return the archive that is meant by a model's name, or by the file or address of a `.zip` of that name."""
     file = Path(source.partition("?")[0])
     name = file.stem if file.suffix == ".zip" else source
-    return None if Path(source).is_dir() else listed().get(name)
+    return listed().get(name) if not os.path.isdir(source) else None  # noqa: PTH112 - any name has an answer
