@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm import sample
+from llm.draft_graphs import DraftGraphs
 from llm.execution import TextExecution
 from llm.load import TextModelError
 from llm.sequence import SequenceState
@@ -81,6 +82,11 @@ class Drafter(Protocol):
     @property
     def size_bytes(self) -> int:
         """Bytes of its weights and of its cache."""
+        ...
+
+    @property
+    def graphs(self) -> DraftGraphs | None:
+        """What guesses on the device, before the host knows which of the last guesses were right."""
         ...
 
     def limit(self, work: SequenceState, count: int) -> int:
@@ -152,7 +158,7 @@ class LookupDrafter:
     """Guesses what followed the last tokens at their previous occurrence (`PromptLookup`)."""
 
     features: tuple[int, ...] = ()
-    reads, at_once, most, lookahead, cost, size_bytes = False, False, MOST, 0, 0.05, 0
+    reads, at_once, most, lookahead, cost, size_bytes, graphs = False, False, MOST, 0, 0.05, 0, None
 
     def limit(self, work: SequenceState, count: int) -> int:
         lookup: PromptLookup = work.own or PromptLookup()
@@ -177,7 +183,7 @@ class ModelDrafter:
     """A smaller model of the same vocabulary, which guesses token by token."""
 
     features: tuple[int, ...] = ()
-    reads, at_once, most, lookahead, cost = True, False, MOST, 0, 0.12
+    reads, at_once, most, lookahead, cost, graphs = True, False, MOST, 0, 0.12, None
 
     def __init__(self, execution: TextExecution) -> None:
         self._execution = execution

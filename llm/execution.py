@@ -93,6 +93,11 @@ class TextExecution:
         return None if self._fused is None else self._fused.best
 
     @property
+    def step_graphs(self) -> StepGraphs | None:
+        """Those of a fused model."""
+        return None if self._fused is None else self._fused.graphs
+
+    @property
     def states(self) -> Tensor | None:
         """Hidden states [S, C] of the last step's `state_rows`, after the last norm."""
         if self._programs is not None:

@@ -207,6 +207,8 @@ class TextRunner:
                     return False
                 if beams.states:  # they have all pages that they need
                     continue
+            if work.guesses and self.guessing.ahead:  # if there is room: the device may make the next guesses too
+                self._allocator.grow(work, min(work.computed + 2 * work.guesses + 2, self.context))
             room = len(work.holding.pages) * PAGE - work.computed
             # Of one that decodes, as most of hundreds do, one row, unless it has guesses.
             rows = 1 if request.phase == DECODE and not work.guesses else self.rows(request)

@@ -3,7 +3,8 @@ inputs at fixed addresses.
 
 A step of decoding has one row per sequence and wants all logits; a mixed one reads prompts too, in tiles beside the
 rows that decode. Padding rows are at position -1: they write no page and read none. Tokens that the host does not know
-yet are -1: a row then takes its sequence's latest one, which the step before has left on the device.
+yet are negative: at -1 a row takes its sequence's latest one, which the step before has left on the device, and at
+-2 - j the j-th guess of what follows it, which the drafter has left there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
 from llm.ranks import StageLink
+from llm.speculate import MOST_AT_ONCE, NO_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +97,13 @@ class StepGraphs:
         self._outputs = max(self._most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
         self._mixed = mixed_buckets(rows)
         self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
-        # Each sequence's latest token; the last one is of padding rows.
-        self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+        # Each sequence's latest token, and the guesses behind it; the last column is of padding rows.
+        guesses = MOST_AT_ONCE if model.feature_width else 0
+        self._unknown = torch.zeros(1 + guesses, sequences + 1, dtype=torch.int32, device=device)
+        self.latest, self.guesses = self._unknown[0], self._unknown[1:]
+        most = max(self._mixed[-1], self._most)
+        # The tokens of the last step's rows, all of them known, where guesses are made; the last one is nobody's.
+        self.tokens = torch.full((most + 1 if guesses else 0,), NO_TOKEN, dtype=torch.int32, device=device)
         shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
         self._logits = torch.zeros(self._outputs, model.vocabulary, device=device)
@@ -104,14 +111,14 @@ class StepGraphs:
         # `likeliest` of the last step, also of one without a graph.
         self.best = torch.zeros(max(self._outputs, sequences), dtype=torch.int64, device=device)
         # Of the last step; those of a larger step without a graph have memory of their own.
-        self._features = torch.zeros(self._mixed[-1], model.feature_width, dtype=model.dtype, device=device)
+        self.captured = torch.zeros(most, model.feature_width, dtype=model.dtype, device=device)
         self.features: Tensor | None = None
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of inputs, logits and what was captured."""
-        tensors = (self.latest, self.best, self._inputs, self._logits, self._features)
+        tensors = (self._unknown, self.tokens, self.best, self._inputs, self._logits, self.captured)
         return sum(x.nbytes for x in tensors) + (0 if self._recorder is None else self._recorder.size_bytes)
 
     def prepare(self, sequences: int) -> None:
@@ -145,7 +152,7 @@ class StepGraphs:
         graph()
         if self._link is not None:
             self._link.send(shape.rows)
-        self.features = self._features if self._model.feature_width else None
+        self.features = self.captured if self._model.feature_width else None
         return self._logits[: len(step.output_rows)]
 
     def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
@@ -154,7 +161,7 @@ class StepGraphs:
         if self._link is not None:
             self._link.receive(rows)
         if self._model.feature_width:
-            self.features = self._features.new_empty(len(batch.tokens), self._model.feature_width)
+            self.features = self.captured.new_empty(len(batch.tokens), self._model.feature_width)
             batch = replace(batch, features=self.features)
         best, logits = self._step(batch, owners, None)
         if self._link is not None:
@@ -164,8 +171,13 @@ class StepGraphs:
         return logits
 
     def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        latest = self.latest[batch.sequences.long()].clamp_(min=0)  # -1 where the logits were NaN
-        known = torch.where(batch.tokens < 0, latest, batch.tokens)
+        sequences = batch.sequences.long()
+        if len(self.tokens):
+            unknown = self._unknown[(-1 - batch.tokens).clamp_(min=0).long(), sequences].clamp_(min=0)
+            known = torch.where(batch.tokens < 0, unknown, batch.tokens, out=self.tokens[: len(sequences)])
+        else:
+            latest = self.latest[sequences].clamp_(min=0)  # -1 where the logits were NaN
+            known = torch.where(batch.tokens < 0, latest, batch.tokens)
         before, after = (None, None) if self._link is None else self._link.of(len(known))
         if after is not None:
             after.copy_(self._model.stage(batch.of(known), before))
@@ -235,7 +247,7 @@ class StepGraphs:
         tokens, positions, sequences, owners, *rest = _split(self._inputs, layout)
         output_rows, singles, cut = rest or (None, None, None)
         cut = None if cut is None else cut.view(-1, 3)
-        features = self._features[: shape.rows] if self._model.feature_width else None
+        features = self.captured[: shape.rows] if self._model.feature_width else None
         batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts, features=features)
         count = len(owners)
 

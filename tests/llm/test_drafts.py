@@ -22,7 +22,7 @@ class Witness:
     """Guesses the model's own next tokens, one of them wrong, and keeps the features of all that it reads."""
 
     name, features, lookahead, size_bytes = "witness", LAYERS, 1, 0
-    reads, at_once, most, cost = True, False, 15, 0.1
+    reads, at_once, most, cost, graphs = True, False, 15, 0.1, None
 
     def __init__(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._known = known  # answers by prompt
