@@ -112,8 +112,9 @@ class Speculator:
         if self.drafter is None or not self.drafter.reads or all(part.next_guesses is not None for part in parts):
             return
         requests: list[DraftRequest] = []
-        if features is not None and features.is_cuda:
-            features = features.clone()  # the next forward overwrites them
+        graphs = self.drafter.graphs
+        if features is not None and graphs is not None and features is graphs.captured:  # the next forward's too
+            features = features[: sum(part.count + len(part.guess.tokens) for part in parts)].clone()
         first = 0
         for part in parts:
             start, work, unread = part.start, part.work, part.count
