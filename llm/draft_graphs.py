@@ -18,7 +18,7 @@ from core.kernels.cuda.decode_kernel import part_count
 from core.kernels.kv_cache import PAGE
 from llm.draft_forwards import FusedForwards
 from llm.speculate import agreeing
-from llm.step_graphs import BUCKETS, Array, StepGraphs, bucket, recorder, rung
+from llm.step_graphs import BUCKETS, Array, StepGraphs, bucket, recorder, rung, stage
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class DraftGraphs:
         for i, column in enumerate(columns):
             staged.columns[:2, i, : column.shape[1]] = column
             staged.columns[2, i] = ends[0, i]
-        self._stage(staged.whole[: -staged.places.size])
+        stage(staged.whole[: -staged.places.size], self._inputs)
         for i, own in enumerate(features):
             if own is not None:
                 self._features[i * self._width : i * self._width + len(own)].copy_(own)
@@ -134,7 +134,7 @@ class DraftGraphs:
         guesses, bests, own = staged.places[:, :n]
         guesses[:] = np.where(slots < counts, firsts + 1 + slots, guesses)
         bests[:], own[:] = outputs + np.minimum(slots, counts), firsts + np.minimum(slots, counts)
-        self._stage(staged.whole)
+        stage(staged.whole, self._inputs)
         begin()
         return self._accepted[:n], guess
 
@@ -180,11 +180,6 @@ class DraftGraphs:
         columns, ends, places = self._inputs[: 6 * rows + 5 * size].split([3 * rows, 5 * size, 3 * rows])
         return Unread(*columns.view(3, -1), *ends.view(5, -1)), *places.view(3, -1)
 
-    def _stage(self, inputs: Array) -> None:
-        staged = torch.from_numpy(inputs)
-        staged = staged.pin_memory() if self._device.type == "cuda" else staged
-        self._inputs[: len(staged)].copy_(staged, non_blocking=True)
-
     # -- graphs --------------------------------------------------------------------------------------------------------
 
     def _fitting(self, size: int, counts: Sequence[int], reach: int) -> tuple[Callable[[], object], int]:
@@ -202,7 +197,7 @@ class DraftGraphs:
         if self._device.type != "cuda":
             return run
         self._recorder = self._recorder or recorder(self._device)
-        self._stage(self._staged(key[0]).whole)  # what is run to compile, and to record, writes nothing
+        stage(self._staged(key[0]).whole, self._inputs)  # what is run to compile, and to record, writes nothing
         try:
             return self._recorder.record(run)[0]
         except RuntimeError as error:

@@ -324,10 +324,11 @@ class FusedTextExecution:
 
     def _step(self, batch: TokenBatch) -> StepInputs:
         """The step's rows, grouped for attention."""
-        columns = np.stack([part.cpu().numpy() for part in (batch.tokens, batch.positions, batch.sequences)])
-        rows = columns.shape[1]
-        firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
-        counts = np.diff(firsts, append=rows)
+        columns = np.array([part.numpy(force=True) for part in (batch.tokens, batch.positions, batch.sequences)])
+        sequences = columns[2]
+        starts = np.flatnonzero(sequences[1:] != sequences[:-1]) + 1  # of each sequence's rows but the first
+        bounds = np.array([0, *starts.tolist(), len(sequences)])
+        firsts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
         singles, many = firsts[counts == 1], counts > 1
         runs = np.stack([firsts[many], counts[many], columns[2, firsts[many]]], 1).tolist()
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)

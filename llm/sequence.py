@@ -28,8 +28,8 @@ class SequenceState:
     __slots__ = (
         "__weakref__", "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "features",
         "finish", "guessed", "guesses", "holding", "index", "logprobs", "matcher", "modifies_logits", "own", "pace",
-        "parameters", "pending", "pending_row", "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings",
-        "tokens", "writer",
+        "parameters", "pending", "pending_row", "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row",
+        "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(

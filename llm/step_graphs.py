@@ -23,7 +23,6 @@ from torch import Tensor
 from core.cuda_graphs import CudaRecorder
 from core.kernels.cuda.chunk_kernel import tiles, tokens_per_tile
 from core.kernels.cuda.decode_kernel import PARTS, part_count
-from core.kernels.kv_cache import on_device
 from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
@@ -145,8 +144,7 @@ class StepGraphs:
         if shape is None:
             return None
         graph = self._graph(shape)
-        staged = torch.from_numpy(self._padded(step, shape))
-        self._inputs[: len(staged)].copy_(on_device(staged, self._device), non_blocking=True)
+        stage(self._padded(step, shape), self._inputs)
         if self._link is not None:
             self._link.receive(shape.rows)
         graph()
@@ -206,7 +204,8 @@ class StepGraphs:
         return None if branches is None else branches.shape
 
     def _tiles(self, rows: int) -> int:
-        return rows // tokens_per_tile(self._model.group) + self._most
+        """The most tiles of a graph: each sequence, and the padding, may have one that is not full."""
+        return rows // tokens_per_tile(self._model.group) + self._most + 1
 
     def _layout(self, shape: Shape) -> list[int]:
         """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,
@@ -269,6 +268,12 @@ class StepGraphs:
         except RuntimeError as error:
             log.warning("steps of %d rows run without a graph: %s", shape.rows, error)
             return run
+
+
+def stage(values: Array, inputs: Tensor) -> None:
+    """Copy values to the first of the inputs; to a GPU without waiting for what runs there."""
+    staged = torch.from_numpy(values)
+    inputs[: len(staged)].copy_(staged.pin_memory() if inputs.is_cuda else staged, non_blocking=True)
 
 
 def recorder(device: torch.device) -> CudaRecorder:

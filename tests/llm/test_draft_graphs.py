@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,17 @@ from torch import Tensor
 from core.batching.engine import Engine
 from core.kernels.kv_cache import PAGE, KVCache
 from core.ops.cuda_tokens import FusedBatch
+from llm import tiny
 from llm.draft_forwards import FusedForwards
 from llm.draft_graphs import DraftGraphs, Unread
 from llm.drafts import DraftRequest
 from llm.execution import FusedTextExecution, TextExecution
 from llm.feature_drafter import FeatureDrafter
+from llm.load import TextModel, load
 from llm.parameters import TextParameters
 from llm.runner import TextRunner
 from llm.speculator import Speculator
+from tests.interpreted import CUDA
 from tests.llm import stage
 
 WORDS = 60
@@ -51,7 +55,7 @@ class Rule:
         rows.features.copy_(torch.stack([rows.tokens, rows.positions, rows.sequences], 1))
         index = slice(None) if rows.output_rows is None else rows.output_rows.long()
         best = following(rows.tokens[index], rows.positions[index])
-        logits = torch.zeros(len(best), self.vocabulary) if out is None else out.zero_()
+        logits = torch.zeros(len(best), self.vocabulary, device=best.device) if out is None else out.zero_()
         return logits.scatter_(1, best[:, None], 9.0)
 
     def likeliest(self, logits: Tensor) -> Tensor:
@@ -69,7 +73,7 @@ class RuleDrafter(FeatureDrafter):
     def __init__(self, lookahead: int, execution: TextExecution, sequences: int) -> None:
         self.lookahead = lookahead
         forwards: Any = FusedForwards.__new__(FusedForwards)
-        forwards.cache, forwards.device, forwards.release = execution.cache, torch.device("cpu"), lambda: None
+        forwards.cache, forwards.device, forwards.release = execution.cache, execution.model.device, lambda: None
         forwards._bytes = 0
         self.state: dict[tuple[int, int], tuple[int, int]] = {}  # by page and position: its token and the next one
         super().__init__((0,), forwards, execution, counts=[self.most], reaches=(), sequences=sequences)
@@ -94,22 +98,32 @@ class RuleDrafter(FeatureDrafter):
         return int(self._forwards.cache.table[row, position // PAGE])
 
     def _walk(self, features: Tensor, unread: Unread, count: int) -> Tensor:
-        columns = zip(unread.tokens.tolist(), unread.positions.tolist(), unread.sequences.tolist(), strict=True)
-        for feature, (behind, position, row) in zip(features.tolist(), columns, strict=True):
-            if position >= 0:
-                self._take(feature, int(feature[0]), position, row, behind)
         token, position = unread.token, unread.stop
+        if not CUDA:  # where this is recorded
+            self._check(features, unread)
+        drafts = []
+        for _ in range(count):
+            token, position = following(token, position), position + 1
+            drafts.append(torch.where(position % 5 == 0, 1, token))  # wrong, and what follows builds on what is right
+        return torch.stack(drafts)
+
+    def _check(self, features: Tensor, unread: Unread) -> None:
+        token, position = unread.token, unread.stop
+        columns = zip(unread.tokens.tolist(), unread.positions.tolist(), unread.sequences.tolist(), strict=True)
+        for feature, (behind, place, row) in zip(features.tolist(), columns, strict=True):
+            if place >= 0:
+                self._take(feature, int(feature[0]), place, row, behind)
         for row, stop, last in zip(
             unread.sequences.view(len(token), -1)[:, 0].tolist(), position.tolist(), token.tolist(), strict=True
         ):
             state = [self.state[self._page(row, p), p] for p in range(stop)]
             for (_, behind), (own, _) in zip(state, [*state[1:], (last, 0)], strict=True):
                 assert behind in (own, -1)  # -1: not known when it was read
-        drafts = []
-        for _ in range(count):
-            token, position = following(token, position), position + 1
-            drafts.append(torch.where(position % 5 == 0, 1, token))  # wrong, and what follows builds on what is right
-        return torch.stack(drafts)
+
+
+@functools.cache
+def model() -> TextModel:
+    return load(tiny.TINY, precision="bf16", device="cuda") if CUDA else stage.small()
 
 
 @contextmanager
@@ -131,7 +145,7 @@ def ruled(monkeypatch: pytest.MonkeyPatch, lookahead: int, **options: Any) -> It
 
     monkeypatch.setattr(TextExecution, "_on_gpu", on_gpu)
     monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)  # load decides nothing
-    with stage.serving(stage.small(), draft=Draft(), context=128, **options) as served:
+    with stage.serving(model(), draft=Draft(), context=128, **options) as served:
         yield served
 
 
