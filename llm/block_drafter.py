@@ -74,8 +74,8 @@ class BlockDrafter(FeatureDrafter):
         """Raises ValueError for layers that the kernels do not support."""
         self.most, self._mask = draft.checkpoint.block - 1, draft.checkpoint.mask
         read, block = bind(dflash.read, decoder), bind(dflash.draft, decoder)
-        self._context = lambda ops, x, tokens, rows, ends: read(ops, x, rows)
-        self._block = lambda ops, x, tokens, rows, ends: block(ops, tokens, rows, ends)
+        self._context = lambda ops, x, tokens, rows, ends: (read(ops, x, rows),)[:0]
+        self._block = lambda ops, x, tokens, rows, ends: (block(ops, tokens, rows, ends),)
         runs.pack(self._context, int(decoder.fc.in_features))
         runs.pack(self._block, None)
         super().__init__(
@@ -94,7 +94,8 @@ class BlockDrafter(FeatureDrafter):
             columns = [r.tokens[r.stop], *[self._mask] * r.count], range(r.stop, end + 1), [r.row] * rows, [end] * rows
             for column, own in zip(blocks, columns, strict=True):
                 column += own
-        tokens = iter(self._forwards(self._block, None, self._columns(blocks)).argmax(-1).tolist())
+        (logits,) = self._forwards(self._block, None, self._columns(blocks))
+        tokens = iter(logits.argmax(-1).tolist())
         return [[*islice(tokens, r.count + 1)][1:] for r in requests]
 
     def _walk(self, features: Tensor, unread: Unread, count: int) -> Tensor:
@@ -110,5 +111,5 @@ class BlockDrafter(FeatureDrafter):
             sequences,
             torch.where(inside, (unread.stop + unread.counts)[:, None], -1),
         )
-        best = self._forwards(self._block, None, [column.reshape(-1) for column in columns]).argmax(-1)
-        return best.view(n, -1)[:, 1 : count + 1].T
+        (logits,) = self._forwards(self._block, None, [column.reshape(-1) for column in columns])
+        return logits.argmax(-1).view(n, -1)[:, 1 : count + 1].T

@@ -1,8 +1,8 @@
 """The forwards of a drafter that reads the model's hidden states: by torch, as programs of CPU kernels, or as fused
 ones, which `llm.draft_graphs` records.
 
-A walk `walk(ops, x, tokens, rows, ends)` computes one array of R rows: of floats x [R, C], tokens [R], or both. `rows`
-are the rows' positions and sequences, `ends` the same at the positions up to which each attends.
+A walk `walk(ops, x, tokens, rows, ends)` computes a tuple of arrays of R rows: of floats x [R, C], tokens [R], or both.
+`rows` are the rows' positions and sequences, `ends` the same at the positions up to which each attends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from llm.step_graphs import Array, rung
 from llm.torch_ops import TorchTokenOps
 
 D = TypeVar("D")
-Walk = Callable[..., Any]
+Walk = Callable[..., tuple[Any, ...]]
+Columns = Tensor | Sequence[Tensor]  # int32 [R] each: tokens, positions, sequences, and ends unless as the positions
 
 
 def forwards(
@@ -81,16 +82,17 @@ class Forwards:
     def tensor(self, column: Array) -> Tensor:
         return on_device(torch.from_numpy(column), self.device)
 
-    def __call__(self, walk: Walk, x: Tensor | None, columns: Sequence[Tensor] = (), *, stream: bool = False) -> Tensor:
-        """The array of a walk. `columns` are int32 [R]: tokens, positions, sequences, and ends unless these are the
-        positions; `stream`: x is the residual stream.
+    def __call__(self, walk: Walk, x: Tensor | None, columns: Columns = (), *, stream: bool = False) -> list[Tensor]:
+        """The arrays of a walk, which the next call may overwrite. `stream`: x is the residual stream, which may be
+        changed in place.
         """
-        y: Tensor = walk(self._ops, x, *(_rows(_torch_rows, columns) if columns else (None,) * 3))
-        return y
+        return [*walk(self._ops, x, *_rows(_torch_rows, columns))]
 
 
-def _rows(make: Callable[[Tensor, Tensor, Tensor], Any], columns: Sequence[Tensor]) -> tuple[Tensor, Any, Any]:
+def _rows(make: Callable[[Tensor, Tensor, Tensor], Any], columns: Columns) -> tuple[Tensor | None, Any, Any]:
     """A walk's tokens, rows and ends."""
+    if not len(columns):
+        return None, None, None
     tokens, positions, sequences, *ends = columns
     rows = make(tokens, positions, sequences)
     return tokens, rows, make(tokens, ends[0], sequences) if ends else rows
@@ -104,7 +106,7 @@ class _Program(NamedTuple):
     ops: CpuTokenOps
     x: CpuArray | None
     columns: Tensor  # int32 [4, R]
-    out: CpuArray
+    out: list[CpuArray]
 
 
 class ProgramForwards(Forwards):
@@ -125,15 +127,15 @@ class ProgramForwards(Forwards):
     def pack(self, walk: Walk, channels: int | None) -> None:
         self._program(walk, 1, channels)
 
-    def __call__(self, walk: Walk, x: Tensor | None, columns: Sequence[Tensor] = (), *, stream: bool = False) -> Tensor:
-        count, channels = (len(columns[0]), None) if x is None else x.shape
+    def __call__(self, walk: Walk, x: Tensor | None, columns: Columns = (), *, stream: bool = False) -> list[Tensor]:
+        count, channels = (columns[0].shape[0], None) if x is None else x.shape
         program = self._programs.get((walk, count)) or self._program(walk, count, channels)
         if x is not None and program.x is not None:
             program.x.x.copy_(x)
-        for buffer, column in zip(program.columns, columns, strict=False):
-            buffer.copy_(column)
+        if isinstance(columns, Tensor):
+            program.columns[: len(columns)].copy_(columns)
         program.ops.program.run()
-        return program.out.x.clone()  # programs share their memory
+        return [array.x for array in program.out]
 
     def _program(self, walk: Walk, count: int, channels: int | None) -> _Program:
         ops = CpuTokenOps(self._layers.library, self._layers, self.cache, self._angles)
@@ -142,7 +144,7 @@ class ProgramForwards(Forwards):
         tokens, positions, sequences, ends = columns
         rows = TokenPositions(positions, sequences, self.cache.table)
         out = walk(ops, x, CpuArray(tokens, (count,), None), rows, replace(rows, positions=ends))
-        program = self._programs[walk, count] = _Program(ops, x, columns, out)
+        program = self._programs[walk, count] = _Program(ops, x, columns, [*out])
         return program
 
 
@@ -164,13 +166,14 @@ class FusedForwards(Forwards):
         for call in followed.calls:  # joined weights exist before anything is recorded
             self._ops.pack(call.operation, call.layers)
 
-    def __call__(self, walk: Walk, x: Tensor | None, columns: Sequence[Tensor] = (), *, stream: bool = False) -> Tensor:
-        given = Residual(x.clone()) if stream and x is not None else x
-        y = walk(self._ops, given, *(_rows(self._fused_rows, columns) if columns else (None,) * 3))
+    def __call__(self, walk: Walk, x: Tensor | None, columns: Columns = (), *, stream: bool = False) -> list[Tensor]:
+        given = Residual(x) if stream and x is not None else x
+        return [self._whole(y) for y in walk(self._ops, given, *_rows(self._fused_rows, columns))]
+
+    def _whole(self, y: Tensor | SplitSums | Residual) -> Tensor:
         if isinstance(y, SplitSums):
             return y.whole().to(self._dtype)
-        whole: Tensor = y.settle(None) if isinstance(y, Residual) else y
-        return whole
+        return y.settle(None) if isinstance(y, Residual) else y
 
     def _fused_rows(self, tokens: Tensor, positions: Tensor, sequences: Tensor) -> FusedBatch:
         return FusedBatch(tokens, positions, sequences, None, None, None, self.parts)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from core.kernels.kv_cache import Kind
 from llm import eagle
-from llm.draft_forwards import Forwards, forwards
+from llm.draft_forwards import Columns, Forwards, forwards
 from llm.draft_graphs import Unread
 from llm.drafts import DraftRequest, companion_cache
 from llm.eagle import EagleDecoder, EagleNetwork
@@ -70,12 +71,12 @@ class EagleDrafter(FeatureDrafter):
         """Raises ValueError for layers that the kernels do not support."""
         network = draft.network
         self._words = torch.arange(len(network.d2t), device=network.d2t.device) + network.d2t
-        self._project = lambda ops, x, tokens, rows, ends: ops.linear(x, decoder.fc)
-        self._states = lambda ops, x, tokens, rows, ends: eagle.draft(ops, decoder, tokens, x, rows)
-        self._logits = lambda ops, x, tokens, rows, ends: eagle.logits(ops, decoder, x)
+        self._project = lambda ops, x, tokens, rows, ends: (ops.linear(x, decoder.fc),)
+        self._states = lambda ops, x, tokens, rows, ends: (eagle.draft(ops, decoder, tokens, x, rows),)
+        self._logits = lambda ops, x, tokens, rows, ends: (eagle.logits(ops, decoder, x),)
+        self._next = partial(_next, decoder)
         runs.pack(self._project, network.fc.in_features)
-        runs.pack(self._states, network.fc.out_features)
-        runs.pack(self._logits, network.fc.out_features)
+        runs.pack(self._next, network.fc.out_features)
         counts = range(1, MOST + 1)
         super().__init__(draft.features, runs, execution, counts=counts, reaches=(), sequences=_GRAPHED)
 
@@ -88,19 +89,26 @@ class EagleDrafter(FeatureDrafter):
 
     def _eager(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         features, columns = self._unread(requests)
-        last = (np.cumsum([r.stop - r.read for r in requests]) - 1).tolist()
-        x, positions, sequences = self._at(last, self._computed(features, columns), *columns[1:])
+        last: Any = slice(-1, None)  # of one sequence nothing is gathered
+        if len(requests) > 1:
+            last = (np.cumsum([r.stop - r.read for r in requests]) - 1).tolist()
+        x, columns = self._computed(features, columns)[last].clone(), columns[:, last].clone()
         drafts: list[list[int]] = [[] for _ in requests]
         live = [*range(len(requests))]
+        (logits,) = self._forwards(self._logits, x, stream=True)
         for turn in range(1, max(r.count for r in requests) + 1):
-            tokens = self._guessed(x)
+            tokens = self._words[logits.argmax(-1)]
             for i, token in zip(live, tokens.tolist(), strict=True):
                 drafts[i].append(token)
             left = [place for place, i in enumerate(live) if requests[i].count > turn]
-            live = [live[place] for place in left]
-            if live:
-                x, tokens, positions, sequences = self._at(left, x, tokens.int(), positions + 1, sequences)
-                x = self._forwards(self._states, x, (tokens, positions, sequences), stream=True)
+            if not left:
+                break
+            columns[0] = tokens
+            columns[1] += 1
+            if len(left) < len(live):
+                live, x, columns = [live[place] for place in left], x[left], columns[:, left]
+            x, logits = self._forwards(self._next, x, columns, stream=True)
+            x = x.clone()
         return drafts
 
     def _walk(self, features: Tensor, unread: Unread, count: int) -> Tensor:
@@ -108,21 +116,22 @@ class EagleDrafter(FeatureDrafter):
         n = len(unread.counts)
         last = torch.arange(0, len(states), len(states) // n, device=states.device) + unread.unread - 1
         x, positions, sequences = states[last], unread.positions[last], unread.sequences[last]
-        drafts = [self._guessed(x)]
+        (logits,) = self._forwards(self._logits, x, stream=True)
+        drafts = [self._words[logits.argmax(-1)]]
         for turn in range(1, count):
             positions = torch.where(turn < unread.counts, positions + 1, -1)
-            x = self._forwards(self._states, x, (drafts[-1].int(), positions, sequences), stream=True)
-            drafts.append(self._guessed(x))
+            x, logits = self._forwards(self._next, x, (drafts[-1].int(), positions, sequences), stream=True)
+            drafts.append(self._words[logits.argmax(-1)])
         return torch.stack(drafts)
 
-    def _computed(self, features: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    def _computed(self, features: Tensor, columns: Columns) -> Tensor:
         """States [R, C] after unread positions and the tokens behind them."""
-        return self._forwards(self._states, self._forwards(self._project, features), columns, stream=True)
+        (x,) = self._forwards(self._project, features)
+        (states,) = self._forwards(self._states, x.clone(), columns, stream=True)
+        return states
 
-    def _at(self, rows: Sequence[int], *arrays: Tensor) -> list[Tensor]:
-        index = self._forwards.tensor(np.array(rows))
-        return [array[index] for array in arrays]
 
-    def _guessed(self, x: Tensor) -> Tensor:
-        """The most likely token after each state."""
-        return self._words[self._forwards(self._logits, x, stream=True).argmax(-1)]
+def _next(decoder: EagleDecoder, ops: Any, x: Any, tokens: Any, rows: Any, ends: Any) -> tuple[Any, Any]:
+    """States of the tokens that follow states x, and the logits of what follows these."""
+    states = eagle.draft(ops, decoder, tokens, x, rows)
+    return states, eagle.logits(ops, decoder, states)

@@ -94,8 +94,8 @@ class FeatureDrafter(ABC):
     def _walk(self, features: Tensor, unread: Unread, count: int) -> Tensor:
         """The same on the device: `count` guesses of n sequences, int64 [count, n]."""
 
-    def _unread(self, requests: Sequence[DraftRequest]) -> tuple[Tensor, Sequence[Tensor]]:
-        """The features of the positions [R, F], and of each the next token, position and sequence."""
+    def _unread(self, requests: Sequence[DraftRequest]) -> tuple[Tensor, Tensor]:
+        """The features of the positions [R, F], and the next token, position and sequence of each, int32 [3, R]."""
         features = [r.features for r in requests if r.features is not None and r.stop > r.read]
         columns: list[list[int]] = [
             [token for r in requests for token in r.tokens[r.read + 1 : r.stop + 1]],
@@ -105,6 +105,6 @@ class FeatureDrafter(ABC):
         columns[0] += [0] * (len(columns[1]) - len(columns[0]))  # where none is needed
         return features[0] if len(features) == 1 else torch.cat(features), self._columns(columns)
 
-    def _columns(self, columns: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    def _columns(self, columns: Sequence[Sequence[int]]) -> Tensor:
         both: Array = np.array(columns, np.int32)
-        return self._forwards.tensor(both).unbind()
+        return self._forwards.tensor(both)
