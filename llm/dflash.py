@@ -19,6 +19,7 @@ from core.ops.ops import Layer, TokenOps
 from llm.draft_checkpoint import DraftCheckpoint
 from llm.load import TextModel
 from llm.network import DecoderLayer, decoder_layer
+from llm.speculate import MOST_OF_A_BLOCK
 
 ARCHITECTURE = "DFlashDraftModel"
 A = TypeVar("A")
@@ -118,7 +119,7 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
         raise refuse(f"config.json: {error}") from error
     if checkpoint.architectures != [ARCHITECTURE]:
         raise refuse(f"config.json: architectures must be {[ARCHITECTURE]}, not {checkpoint.architectures}")
-    for key, value, most in (("block_size", block, 64), ("mask_token_id", mask, model.vocabulary - 1)):
+    for key, value, most in (("block_size", block, MOST_OF_A_BLOCK + 1), ("mask_token_id", mask, model.vocabulary - 1)):
         if not isinstance(value, int) or not 2 * (key == "block_size") <= value <= most:
             raise refuse(f"config.json: {key} must be a whole number up to {most}, not {value!r}")
     if {*(config.layer_types or ())} - {"full_attention"} or fields.get("is_causal"):

@@ -185,7 +185,8 @@ class DraftGraphs:
     def _fitting(self, size: int, counts: Sequence[int], reach: int) -> tuple[Callable[[], object], int]:
         """The graph for so many guesses, and how many it makes."""
         count = next(count for count in self._counts if count >= max(counts))
-        return self._graph(size, count, next(p for p in self._reaches if p >= part_count(reach))), count
+        parts = next((parts for parts in self._reaches if parts >= part_count(reach)), self._reaches[-1])
+        return self._graph(size, count, parts), count
 
     def _graph(self, *key: int) -> Callable[[], object]:
         """That of `_guess` for these arguments, or of `_begin` for one."""

@@ -18,6 +18,7 @@ from llm import sample
 
 MOST = 8  # guesses at a time, made one after the other
 MOST_AT_ONCE = 15  # of a block
+MOST_OF_A_BLOCK = 63  # of the largest that is read
 NO_TOKEN = -2  # equal to no token, nor to -1, which stands for logits that are not finite
 USUAL = 0.7  # acceptance, before any is known
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)

@@ -27,7 +27,7 @@ from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
 from llm.ranks import StageLink
-from llm.speculate import MOST_AT_ONCE, NO_TOKEN
+from llm.speculate import MOST_OF_A_BLOCK, NO_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class StepGraphs:
         self._mixed = mixed_buckets(rows)
         self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
         # Each sequence's latest token, and the guesses behind it; the last column is of padding rows.
-        guesses = MOST_AT_ONCE if model.feature_width else 0
+        guesses = MOST_OF_A_BLOCK if model.feature_width else 0
         self._unknown = torch.zeros(1 + guesses, sequences + 1, dtype=torch.int32, device=device)
         self.latest, self.guesses = self._unknown[0], self._unknown[1:]
         most = max(self._mixed[-1], self._most)
