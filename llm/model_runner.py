@@ -174,8 +174,10 @@ class ModelRunner:
             timer.waited(computed)
 
     def _runs_ahead(self, step: Step) -> bool:
-        """Return whether the device alone can draw all tokens of the step."""
-        return self._ahead and not step.scored and all(part.work.drawn_on_device for part in step.sampled)
+        """Return whether the device alone can draw all tokens of the step, and the host need not know any to guess."""
+        if not self._ahead or step.scored:
+            return False
+        return all(part.work.drawn_on_device and not part.work.guessable for part in step.sampled)
 
     def _draw(self, step: Step, logits: Tensor) -> PendingTokens:
         """Draw the step's tokens on the device, for the next iteration to collect."""
