@@ -6,7 +6,6 @@ blocks of a row are one forward, and tokens far behind their anchor weigh less.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from llm.dflash import DFlashNetwork
 from training import checkpoint, lm, loop, tokens
 from training.run import TrainingRun, command
 
-RATE = float(os.environ.get("RATE", "5e-3"))
 ANCHORS = 6  # blocks of a row
 _FADE = 4.0  # tokens behind the anchor over which weights fall to 1/e
 _CHUNK = {False: 250, True: 4096}  # prompts at a time, on a GPU

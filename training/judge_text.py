@@ -5,14 +5,18 @@ Uses the exported models through transformers' own classes.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice, takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import functional as F
 
 from evaluation.scenes import emoji
@@ -25,6 +29,7 @@ from training.scene_chats import SceneChat, SceneExpander, keeps
 
 T = TypeVar("T")
 CHUNK = 64
+_WIDTH = 4  # tokens of a place that a tree may try
 SEED = 4321  # the corpus is drawn from the run's own seed: these chats are others
 
 
@@ -159,41 +164,78 @@ def _written(
 
 def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
     """Mean accepted lengths of the drafter's blocks along the target's greedy and sampled answers, about emoji and
-    scenes: tokens for each forward of the target, its own one among them.
+    scenes: tokens for each forward of the target, its own one among them. For comparison those of trees of guesses.
     """
     target, drafter = CaptionModel(run, "emoji-lm"), draft.build(run).eval()
     drafter.load_state_dict(load_file(run.models / "emoji-lm-draft" / "model.safetensors", str(run.device)))
     figures: dict[str, Any] = {}
+    most = run.shapes.draft_block - 1
     scenes, _ = scene_chats(run, expansions, held_out=False)
     for name, chats in (("", held_out_chats(run, expansions)), ("scene_", [scene.chat for scene in scenes])):
         for kind, sampled in (("greedy", False), ("sampled", True)):
             torch.manual_seed(SEED)
-            written, forwards = 0, 0
+            written, forwards = 0, Counter[str]()
             for chat, answer in zip(chats, target.answers(chats, sampled=sampled), strict=True):
                 written += len(answer) - 1  # the first token is the prompt's
-                forwards += _forwards(run, target, drafter, target.prompt(chat), answer)
-            figures |= {f"{name}{kind}_tokens": written, f"{name}{kind}_accepted_length": written / max(1, forwards)}
+                places = _places(run, target, drafter, target.prompt(chat), answer)
+                forwards["accepted_length"] += _forwards(places, answer, lambda place: [place.tokens[:, 0].tolist()])
+                for size in (most, 31):
+                    key = f"accepted_length_of_trees_of_{size}"
+                    forwards[key] += _forwards(places, answer, partial(likeliest_prefixes, size=size))
+            figures |= {f"{name}{kind}_tokens": written}
+            figures |= {f"{name}{kind}_{key}": written / max(1, count) for key, count in forwards.items()}
     cost = sum(weight.numel() for weight in drafter.parameters()) / target.model.num_parameters()
     return figures | {"parameters_against_target": cost}
 
 
+class Place(NamedTuple):
+    """The likeliest tokens of a block behind a token of an answer, and their probabilities, [guesses, _WIDTH]."""
+
+    tokens: Tensor
+    probabilities: Tensor
+
+
 @torch.no_grad()
-def _forwards(
+def _places(
     run: TrainingRun, target: CaptionModel, drafter: DFlashNetwork, prompt: list[int], answer: list[int]
-) -> int:
-    """Forwards of the target that write an answer behind its first token. A guess that is its most likely token is
-    accepted as often as the target draws it: so the drawn answer tells.
-    """
+) -> list[Place]:
+    """The blocks behind each token of an answer but its last."""
     if len(answer) < 2:
-        return 0
+        return []
     ids = torch.tensor([prompt + answer], device=run.device)
     anchors = torch.arange(len(prompt), ids.shape[1] - 1, device=run.device)[None]
     mask = target.tokenizer.pad_token_id
     states = draft.blocks(drafter, target.model, ids, anchors, run.shapes.draft_block, mask)[0, :, 1:]
-    guesses = target.model.get_output_embeddings()(states).argmax(-1).tolist()
+    probabilities, tokens = target.model.get_output_embeddings()(states).float().softmax(-1).topk(_WIDTH, -1)
+    return [Place(*place) for place in zip(tokens.cpu(), probabilities.cpu(), strict=True)]
+
+
+def _forwards(places: Sequence[Place], answer: list[int], guesses: Callable[[Place], list[list[int]]]) -> int:
+    """Forwards of the target that write an answer behind its first token. A guess that is its most likely token is
+    accepted as often as the target draws it: so the drawn answer tells.
+    """
     at = count = 0
     while at < len(answer) - 1:
-        pairs = zip(guesses[at], answer[at + 1 :], strict=False)
-        at += 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        rest = answer[at + 1 :]
+        at += 1 + max(_shared(path, rest) for path in guesses(places[at]))
         count += 1
     return count
+
+
+def _shared(path: list[int], answer: list[int]) -> int:
+    """The length of the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, answer, strict=False)))
+
+
+def likeliest_prefixes(place: Place, size: int) -> list[list[int]]:
+    """The tree of the `size` likeliest beginnings of a block whose places are independent, as its paths."""
+    tokens, logs = place.tokens.tolist(), place.probabilities.log().tolist()
+    heap: list[tuple[float, list[int]]] = [(0.0, [])]
+    paths: list[list[int]] = []
+    while heap and len(paths) <= size:
+        cost, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < len(tokens):
+            for token, log in zip(tokens[len(path)], logs[len(path)], strict=True):
+                heapq.heappush(heap, (cost - log, [*path, token]))
+    return paths

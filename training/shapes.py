@@ -36,8 +36,8 @@ class Shapes:
     lm: TrainedLlamaShape
     draft: TrainedLlamaShape
     draft_sources: tuple[int, ...]  # layers of `lm`, from 0, whose states the drafter reads
-    draft_block: int = 8
-    answers: int = 20_000  # of `lm`, that the drafter learns from
+    draft_block: int = 12
+    answers: int = 80_000  # of `lm`, that the drafter learns from
     chats: int = 120_000  # a shorter corpus is a beginning of a longer one
     scenes: int = 12_000  # captions of scenes that the vocabulary is learnt from
 

@@ -1,7 +1,7 @@
 """CUDA C++ source of decode attention over pages of 8-bit keys and values for Hopper, compiled by NVRTC.
 
-Decode is bound by reading the cache once, so reads never pause. Blocks are persistent: a producer warp walks the
-block's parts of sequences and keeps a ring of pages in flight by bulk copies, across parts; consumer warps take two
+Decode is bound by reading the cache once, so reads never pause. Blocks are persistent: producer warps walk the
+block's parts of sequences and keep a ring of pages in flight by bulk copies, across parts; consumer warps take two
 pages (32 tokens) of a part in turn, each with a softmax of its own, and merge theirs at the part's end in a fixed
 order. Tensor cores multiply keys and values as they are stored: a query and a weight are each the sum of two numbers
 in 8 bits, the second of what the first leaves. The running maximum is of scores plus the logarithm of the value's
@@ -26,7 +26,8 @@ class DecodeVariant:
 
     `head`: dimensions of a head (64, 128 or 256). `group`: query heads of a key head, at most 8. `int8`: keys and
     values in int8, else E4M3. `half`: queries in fp16, else bf16. `output`: bf16, fp16, int8 or e4m3. `part`: least
-    tokens of a part. `warps` that consume. `resident`: blocks per multiprocessor.
+    tokens of a part. `warps` that consume, `producers` (1 or 2) that fetch.
+    `resident`: blocks per multiprocessor.
     """
 
     head: int
@@ -37,16 +38,18 @@ class DecodeVariant:
     part: int = 256
     warps: int = 4
     resident: int = 2
+    producers: int = 2
 
     @property
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
         kinds = f"{'int8' if self.int8 else 'e4m3'}_{'fp16' if self.half else 'bf16'}_{self.output}"
-        return f"decode_head{self.head}_group{self.group}_{kinds}_part{self.part}_{self.warps}x{self.resident}"
+        warps = f"{self.warps}x{self.resident}x{self.producers}"
+        return f"decode_head{self.head}_group{self.group}_{kinds}_part{self.part}_{warps}"
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps + 32
+        return 32 * (self.warps + self.producers)
 
     @property
     def stage_bytes(self) -> int:
@@ -84,6 +87,7 @@ def source(variant: DecodeVariant, parts: int, unit: int) -> str:
         "UNIT": unit,
         "WARPS": variant.warps,
         "RESIDENT": variant.resident,
+        "PRODUCERS": variant.producers,
         "STAGES": variant.stages,
         "HEADERS": _HEADERS,
     }
@@ -241,7 +245,8 @@ __device__ __forceinline__ Part part_of(int item, const Problem& p) {
   a.pages = most(0, (a.end + 15) / 16 - a.begin / 16);
   return a;
 }
-__device__ __forceinline__ void produce(const Problem& p, const Memory& m, int lane) {
+// Of several producers each fetches some kinds of arrays of each page: a single one does not issue copies fast enough.
+__device__ __forceinline__ void produce(const Problem& p, const Memory& m, int producer, int lane) {
   u32 stage = 0, parity = 1, header = 0, turn = 1;
   bool waited = false;
   const int items = p.rows * p.kv_heads * p.reach;
@@ -265,14 +270,14 @@ __device__ __forceinline__ void produce(const Problem& p, const Memory& m, int l
           // A part's last page is read twice where it has no other to go with it.
           u64 number = (u64)__shfl_sync(ALL, page, least(2 * pair + second, pages - 1) % 32) * p.kv_heads + head;
           barrier_wait(m.empty + 8 * stage, parity);
-          if (lane == 0) barrier_expect(bar, STAGE_BYTES);
+          if (producer == 0 && lane == 0) barrier_expect(bar, STAGE_BYTES);
           __syncwarp();
-          if (lane < 4)
-            bulk_load(at + (lane / 2 * 2 + second) * PAGE_BYTES, (lane < 2 ? p.keys : p.values) + number * PAGE_BYTES,
-              PAGE_BYTES, bar);
-          else if (lane < 8)
-            bulk_load(at + 4 * PAGE_BYTES + (lane - 4) * 64, (lane < 6 ? p.key_scales : p.value_scales) + number * 16,
-              64, bar);
+          const bool levels = lane < 4 / PRODUCERS, of_values = PRODUCERS == 2 ? producer : lane / 2 % 2;
+          const u8* all = levels ? (of_values ? p.values : p.keys)
+            : (const u8*)(of_values ? p.value_scales : p.key_scales);
+          const u32 bytes = levels ? PAGE_BYTES : 64, kind = 2 * of_values + second;
+          if (lane < 8 / PRODUCERS)
+            bulk_load(at + kind * bytes + (levels ? 0 : 4 * PAGE_BYTES), all + number * bytes, bytes, bar);
           __syncwarp();
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
@@ -286,8 +291,8 @@ __device__ __forceinline__ void produce(const Problem& p, const Memory& m, int l
         let_next_start();
         waited = true;
       }
-      barrier_wait(m.taken + 8 * header, turn);
-      if (lane == 0) {
+      if (producer == 0) barrier_wait(m.taken + 8 * header, turn);
+      if (producer == 0 && lane == 0) {
         u32 at = m.headers + header * HEADER_BYTES, bar = m.ready + 8 * header;
         write4(at + QUERY_BYTES, row, place, head, split);
         write4(at + QUERY_BYTES + 16, begin, end, pages, 0);
@@ -299,6 +304,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Memory& m, int l
     }
   }
   if (!waited) { wait_for_previous(); let_next_start(); }
+  if (producer > 0) return;
   barrier_wait(m.taken + 8 * header, turn);
   if (lane == 0) {
     write4(m.headers + header * HEADER_BYTES + QUERY_BYTES, -1, 0, 0, 0);
@@ -582,7 +588,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Memory& m, int w
     merge(p, m, s, a, warp, lane);
   }
 }
-extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, RESIDENT) NAME(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + PRODUCERS), RESIDENT)
+NAME(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) u8 memory[];
   const Memory m = layout(shared_address(memory));
   if (threadIdx.x == 0) {
@@ -592,6 +599,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, RESIDENT) NAME(con
   }
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (warp == WARPS) produce(p, m, lane); else consume(p, m, warp, lane);
+  if (warp >= WARPS) produce(p, m, warp - WARPS, lane); else consume(p, m, warp, lane);
 }
 """
