@@ -15,7 +15,7 @@ COMPOSE := $(shell command -v docker-compose || echo docker compose)
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help clients costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
+.PHONY: help clients costs coverage docs rooms pins sbom wheel audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -27,8 +27,8 @@ serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model 
 test: .venv/.installed  ## all tests, on all cores; ARGS="-k floors -x" is passed to pytest
 	$(BIN)/pytest $(SPREAD) $(ARGS)
 
-test-long: .venv/.installed  ## the tests marked `long`, which take minutes to hours each; `make test` leaves them out
-	$(BIN)/pytest -m long $(ARGS)
+test-long: .venv/.installed  ## the tests marked `long`, which `make test` leaves out: further cases, and what takes minutes to hours; ARGS="tests/pipeline"
+	$(BIN)/pytest -m long $(SPREAD) $(ARGS)
 
 clients: .venv/.installed build/clients/.installed  ## the tests of clients from PyPI and npm, which it installs in build/clients; ARGS="-k langchain"
 	$(BIN)/pytest -m long tests/clients $(ARGS)
@@ -50,10 +50,21 @@ GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/tes
     tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/test_execution.py
 
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
-	$(BIN)/pytest -W default $(GPU_TESTS) $(ARGS)
+	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
 
-test-cpus: .venv/.installed  ## the numerical tests (core/quant, unet_opt, pipeline, llm …) as on other processors; ARGS="avx2 -- -x"
-	$(BIN)/python -m tests.cpus --jobs $(JOBS) $(ARGS)
+# Torch, oneDNN and MKL held to one instruction set; our kernels compiled for AVX2.
+avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_ENABLE_INSTRUCTIONS=AVX512
+avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+kernels-avx2 := $(avx2) CXX=$(CURDIR)/build/avx2/c++
+NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graphs.py unet_opt pipeline llm models evaluation)
+
+test-cpus: $(addprefix test-cpu-,$(or $(CPUS),avx512 avx2 default kernels-avx2))  ## the numerical tests as on other processors; CPUS="avx2 kernels-avx2" for some
+
+test-cpu-%: .venv/.installed
+	mkdir -p build/avx2 && printf '#!/bin/sh\nexec g++ -mno-avx512f "$$@"\n' > build/avx2/c++ && chmod +x build/avx2/c++
+	$($*) $(BIN)/python -c "import torch; print('$*: torch takes', torch.backends.cpu.get_cpu_capability())"
+	$($*) $(BIN)/pytest $(SPREAD) $(NUMERICAL) $(ARGS)
 
 check: .venv/.installed  ## style and types; changes nothing
 	$(BIN)/ruff check .
@@ -81,8 +92,21 @@ figures: .venv/.installed  ## writes the measurements in README.md and docs/ fro
 chaos: .venv/.installed  ## random faults under random client load, with a checker of histories; ARGS="--faults 500 --seed 7"; resumes
 	$(BIN)/python -m tests.faults.histories $(ARGS)
 
-mutants: .venv/.installed  ## mutation testing of ROOM=core/jobs/keyring.py: lists mutants that no test detects; ARGS="--sample 60"
-	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)
+mutants: .venv/.installed build/mutants/.installed  ## mutation testing by cosmic-ray: FILE=core/jobs/keyring.py TESTS=tests/core/jobs/test_keyring.py
+	git worktree remove --force build/mutants/tree 2> /dev/null || true
+	git worktree add --quiet --force --detach build/mutants/tree
+	printf '[cosmic-ray]\nmodule-path = "%s"\ntimeout = %s\nexcluded-modules = []\ntest-command = "%s"\n[cosmic-ray.distributor]\nname = "local"\n' \
+	    $(or $(FILE),$(error FILE= is needed)) $(or $(SECONDS),60.0) \
+	    "$(CURDIR)/$(BIN)/python -m pytest -xq -p no:cacheprovider $(or $(TESTS),$(error TESTS= is needed))" > build/mutants/tree/mutants.toml
+	cd build/mutants/tree && export PYTHONPATH=$$PWD HYPOTHESIS_PROFILE=mutants PATH="$(CURDIR)/build/mutants/python/bin:$$PATH" && \
+	    cosmic-ray init mutants.toml mutants.sqlite && cosmic-ray baseline mutants.toml && \
+	    cosmic-ray exec mutants.toml mutants.sqlite && cr-report --surviving-only --show-diff mutants.sqlite
+	git worktree remove --force build/mutants/tree
+
+build/mutants/.installed: $(TOOLS)/.installed
+	$(TOOLS)/bin/uv venv --quiet --clear --python $(PYTHON) build/mutants/python
+	$(TOOLS)/bin/uv pip install --quiet --python build/mutants/python/bin/python cosmic-ray==8.7.0
+	touch $@
 
 coverage: .venv/.installed  ## coverage of the tests of ROOMS="api core/jobs" (default: all), child processes included
 	rm -rf build/coverage
@@ -90,7 +114,7 @@ coverage: .venv/.installed  ## coverage of the tests of ROOMS="api core/jobs" (d
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report $(if $(ROOMS),--include='$(subst $(eval ) ,$(comma),$(addsuffix /*,$(ROOMS)))')
 
-rooms: .venv/.installed  ## draws docs/rooms.svg, docs/rooms.md and docs/life.svg from the code
+rooms: .venv/.installed  ## draws docs/internals/rooms.svg, docs/internals/rooms.md and docs/internals/life.svg from the code
 	$(BIN)/python -m tests.drawings
 
 docs: .venv/.docs  ## builds the docs site with the API reference in build/site; warnings are errors
@@ -116,12 +140,19 @@ train: .venv/.installed  ## trains the embedded models: DATA=folder with emoji/ 
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
 
-pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes, and base images by digest; ARGS="--upgrade", ARGS="packages"
+pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes; ARGS="--upgrade"
 	$(TOOLS)/bin/python -m deployment.pins --uv $(TOOLS)/bin/uv $(ARGS)
 
-sbom: .venv/.installed $(TOOLS)/.installed  ## build/sbom.cdx.json: the packages of .venv in CycloneDX format
-	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON \
-	    --output-file build/sbom.cdx.json $(BIN)/python
+sbom: $(TOOLS)/.installed  ## build/sbom.cdx.json: the pinned packages of a service in CycloneDX format, with their hashes
+	$(PYTHON) install.py --set base --set serve --set text --list | $(TOOLS)/bin/cyclonedx-py requirements \
+	    --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file build/sbom.cdx.json -
+
+# Equal bytes for equal commits.
+wheel: $(TOOLS)/.installed  ## build/release: the wheel and the models beside it; DIPTYCH_RELEASE_URL= where they will be
+	rm -rf build/release
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/uv build --quiet --wheel --python $(PYTHON) \
+	    --build-constraints constraints.txt --require-hashes --out-dir build/release
+	$(PYTHON) -m deployment.assets build/release
 
 audit: $(TOOLS)/.installed  ## checks pinned packages for known vulnerabilities; exit code 2 if the database does not answer
 	$(TOOLS)/bin/python -m deployment.audit $(ARGS)

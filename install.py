@@ -3,6 +3,7 @@
     install.py [VENV]                    the project, editable, with what serves, answers as text and develops it
     install.py VENV --set tools          what pyproject.toml lists in an extra or a group (`base`: its dependencies)
     install.py VENV --only NAME [NAME …] these packages and what they need
+    install.py --set base --list         prints the pinned versions and hashes of these sets, and installs nothing
 
 Standard library only, and it knows no mirrors: every request goes through pip and whatever pip is configured
 with. The one address in it is PyTorch's own index of CPU builds (DIPTYCH_TORCH_INDEX names another; empty,
@@ -44,7 +45,13 @@ def main() -> int:
     parser.add_argument("venv", nargs="?", default=".venv")
     parser.add_argument("--set", action="append", default=[], dest="sets", help="an extra or a group of pyproject.toml")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="what --set and --only name, as a requirements file")
     asked = parser.parse_args()
+    if asked.list:
+        known = pins(CONSTRAINTS.read_text("utf-8"))
+        names = closure({*roots(asked.sets), *map(normal, asked.only)}, known, cpu=False)
+        print(*(known[name].requirement for name in names), sep="", end="")
+        return 0
     venv = ROOT / asked.venv
     python = make_venv(venv)
     if asked.sets or asked.only:

@@ -26,7 +26,10 @@ from benchmarks import gpu_tables, quality_tables, simulate, tables
 from benchmarks.harness import provenance
 
 TABLES = {**tables.TABLES, **quality_tables.TABLES, **gpu_tables.TABLES}
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (provenance.ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    *sorted(str(path.relative_to(provenance.ROOT)) for path in (provenance.ROOT / "docs").rglob("*.md")),
+)
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
 ELSEWHERE = re.compile(r"(<!-- elsewhere: ([^>]+?) -->)(.*?)(\s*)(<!-- end -->)", re.DOTALL)
@@ -48,8 +51,8 @@ class PlotFile(NamedTuple):
 
 
 PLOTS = {
-    "docs/planning-h200.svg": PlotFile("simulate-h200", simulate.plot),
-    "docs/planning-fleet.svg": PlotFile("simulate-fleet", simulate.plot),
+    "docs/internals/planning-h200.svg": PlotFile("simulate-h200", simulate.plot),
+    "docs/internals/planning-fleet.svg": PlotFile("simulate-fleet", simulate.plot),
 }
 
 

@@ -1,13 +1,13 @@
-"""Capacity planning: a fleet of simulated devices with the real scheduler, against request-level batching.
+"""Capacity planning: a fleet of simulated devices with the real scheduler.
 
-One trace of arrivals is run with each way of batching, at each number of devices and each load. Figures follow from a
-cost table and a seed only, and are the same on every machine. The fleet is in `benchmarks.simulation`.
+One trace of arrivals is run at each number of devices and each load. Figures follow from a cost table and a seed only,
+and are the same on every machine. The fleet is in `benchmarks.simulation`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from benchmarks.simulation.costs import ENCODE, SHIPPED, STEPS, Costs, read
 from benchmarks.simulation.fleet import Served, StepLevel
 from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
-from benchmarks.simulation.static import SimulatedRequestLevel
 from benchmarks.simulation.traffic import Bursts, Guidance, Mix, SimulatedJob
 from contract.image import ImageParameters
 from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
@@ -44,17 +43,14 @@ class Plan:
     pictures: int = 20_000
     seed: int = 0
     image_jobs: int = 32
-    batch: int = 8
-    window_s: float = 3.0
     device: Device = field(default_factory=Device)
 
-    def policies(self) -> dict[str, str]:
-        return policies(self.window_s)
 
-
-def policies(window_s: float) -> dict[str, str]:
-    """The ways of batching, and how a person calls them."""
-    return {"step_level": "step-level", "window_free": "no window", "window": f"{window_s:g} s window"}
+def policies(result: Mapping[str, Any]) -> dict[str, str]:
+    """How a person calls the ways of batching in a result. Older results have request-level batching beside ours."""
+    labels = {"step_level": "step-level", "window_free": "no window"}
+    window = f"{result.get('window_s', 0):g} s window"
+    return {name: labels.get(name, window) for name in result["points"][0]["policies"]}
 
 
 def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "simulate") -> dict[str, Any]:
@@ -66,7 +62,7 @@ def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "s
     folder = record.writable(results or record.RESULTS)
     result = about(costs, plan)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(plan.gpus) * len(plan.loads) * 3)
+        task = progress.add_task("", total=len(plan.gpus) * len(plan.loads))
         for point, label in points(costs, plan):
             progress.update(task, description=label, advance=1)
             if point is not None:
@@ -97,8 +93,6 @@ def about(costs: Costs, plan: Plan) -> dict[str, Any]:
         "image_jobs": plan.image_jobs,
         "max_requests": plan.device.max_requests,
         "max_rows": plan.device.max_rows,
-        "batch": plan.batch,
-        "window_s": plan.window_s,
         "capacity_per_s": round(capacity(costs, plan.device, plan.mix), 4),
         "solo_s": round(sum(share * solo_s(costs, parameters) for parameters, share in kinds), 4),
         "points": [],
@@ -106,24 +100,15 @@ def about(costs: Costs, plan: Plan) -> dict[str, Any]:
 
 
 def points(costs: Costs, plan: Plan) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """Each way of batching at each number of devices and load, with what comes next; a point where it is complete."""
+    """Each number of devices and load, with what comes next; a point where it is complete."""
     for gpus in plan.gpus:
         for load in plan.loads:
+            yield None, f"{gpus} GPUs, load {load:g}"
             rate = load * gpus * capacity(costs, plan.device, plan.mix)
             jobs = traffic.jobs(plan.seed, plan.pictures, rate, plan.mix, plan.bursts)
-            measured = {}
-            for policy, label in plan.policies().items():
-                yield None, f"{gpus} GPUs, load {load:g}: {label}"
-                measured[policy] = figures(serve(policy, costs, plan, gpus, jobs), jobs, gpus)
+            served = StepLevel(costs, plan.device, gpus=gpus, image_jobs=plan.image_jobs).run(jobs)
+            measured = {"step_level": figures(served, jobs, gpus)}
             yield {"gpus": gpus, "load": load, "rate_per_s": round(rate, 4), "policies": measured}, ""
-
-
-def serve(policy: str, costs: Costs, plan: Plan, gpus: int, jobs: Sequence[SimulatedJob]) -> Served:
-    """Play the jobs to one way of batching."""
-    if policy == "step_level":
-        return StepLevel(costs, plan.device, gpus=gpus, image_jobs=plan.image_jobs).run(jobs)
-    window_s = plan.window_s if policy == "window" else 0.0
-    return SimulatedRequestLevel(costs, plan.device, gpus=gpus, batch=plan.batch, window_s=window_s).run(jobs)
 
 
 def figures(served: Served, jobs: Sequence[SimulatedJob], gpus: int) -> dict[str, Any]:
@@ -197,9 +182,7 @@ def check(costs: Costs, plan: Plan) -> None:
     for option, values, low, high in (
         ("--gpus", plan.gpus, 1, MOST_GPUS),
         ("--pictures", (plan.pictures,), 1, MOST_PICTURES),
-        ("--batch", (plan.batch,), 1, 1024),
         ("--load", plan.loads, 0.001, 100),
-        ("--window", (plan.window_s,), 0, 3600),
     ):
         for value in values:
             if not low <= value <= high:
@@ -250,25 +233,23 @@ def _tabulate(result: dict[str, Any], plan: Plan) -> None:
     swept = sweep_parameter(result)
     rows = []
     for point in result["points"]:
-        for policy, label in plan.policies().items():
-            m = point["policies"][policy]
-            rows.append(
-                (
-                    label,
-                    f"{point[swept]:g}",
-                    f"{m['throughput_per_s']:.2f}",
-                    *("–" if m[field] is None else f"{m[field]:.2f}" for field in ("mean_s", "p50_s", "p99_s")),
-                    f"{m['missed']:.1%}",
-                    f"{m['utilisation']:.0%}",
-                    "–" if m["rows"] is None else f"{m['rows']:.1f}",
-                )
+        m = point["policies"]["step_level"]
+        rows.append(
+            (
+                f"{point[swept]:g}",
+                f"{m['throughput_per_s']:.2f}",
+                *("–" if m[field] is None else f"{m[field]:.2f}" for field in ("mean_s", "p50_s", "p99_s")),
+                f"{m['missed']:.1%}",
+                f"{m['utilisation']:.0%}",
+                "–" if m["rows"] is None else f"{m['rows']:.1f}",
             )
+        )
     other = f"load {plan.loads[0]:g}" if swept == "gpus" else f"GPUs: {plan.gpus[0]}"
     traffic_ = "bursts" if plan.bursts else "Poisson"
     record.table(
         f"{result['costs']['device']}: at most {result['capacity_per_s']:.2f} images/s per GPU, one alone takes "
         f"{result['solo_s']:.2f} s. {other}; {plan.pictures} arrivals, {traffic_}, seed {plan.seed}; times in s",
-        ("batching", _AXES[swept][0], "per s", "mean", "p50", "p99", "missed", "busy", "rows"),
+        (_AXES[swept][0], "per s", "mean", "p50", "p99", "missed", "busy", "rows"),
         rows,
     )
     for note in result["notes"]:
@@ -279,7 +260,7 @@ def plot(result: dict[str, Any]) -> str:
     """p99 (and p50, dashed) over load or number of devices; of a single point, the distribution of latencies."""
     lines = []
     swept = sweep_parameter(result)
-    for series, (policy, label) in enumerate(policies(result["window_s"]).items()):
+    for series, (policy, label) in enumerate(policies(result).items()):
         measured = [(point[swept], point["policies"][policy]) for point in result["points"]]
         if len(measured) == 1:
             at = measured[0][1]["percentiles_s"]

@@ -201,7 +201,7 @@ def _simulated(*results: Result) -> Rows:
 def _point_columns(*columns: tuple[str, str]) -> Any:
     return lambda result, *_: [
         ("images", "{kind}"), *columns,
-        *((label, f"{{{name}}}") for name, label in simulate.policies(result["window_s"]).items()),
+        *((label, f"{{{name}}}") for name, label in simulate.policies(result).items()),
     ]  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _saturated(result: Result) -> Rows:
     point = max(result["points"], key=lambda point: float(point["load"]))
     rates = {name: policy["throughput_per_s"] for name, policy in point["policies"].items()}
     best = max(rate for name, rate in rates.items() if name != "step_level")
-    for name, label in simulate.policies(result["window_s"]).items():
+    for name, label in simulate.policies(result).items():
         yield {"label": label, "rate": rates[name], "ratio": rates[name] / best}
 
 
@@ -241,10 +241,7 @@ TABLES: dict[str, Table | Text] = {
         ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
         lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
                             result["quality"][0])),
-    "sparse-quality": Table(("sparse",), (
-        ("model", "`{model}`"), ("weights", "{weights}"), ("perplexity", "{perplexity:.2f}"),
-        ("bytes of the layers", "{layer_bytes:,}")), items("quality"),
-        lambda result: cell("{texts:,} captions; a model in fp32 is listed as unquantized.", result["quality"][0])),
+    "sparse-quality": recorded("history/sparse", "sparse-quality"),
     "agreement": recorded("history/agreement", "agreement"),
     "arrivals": Table(("arrivals",), (
         ("batching", "{label}"), ("mean", "{mean_s:.2f} s"), ("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"),

@@ -100,7 +100,6 @@ def _add_simulate(benches: Commands) -> None:
     text = "a fleet of devices under a virtual clock, by measured costs: throughput and latency, to plan capacity with"
     parser = _parser(benches, "simulate", text, (
         ("pictures", 20_000, "arrivals"), ("seed", 0, "of all that is random"),
-        ("batch", 8, "pictures of a request-level batch"), ("window", 3.0, "of request-level batching"),
         ("gpus", "1", "devices, such as 1,8"), ("load", "0.8", "shares of the table's capacity, such as 0.5,0.8"),
         ("steps", "20", "of denoising, as values with weights, such as 20=3,30=1"),
         ("guidance", "on", "on, off, 0:0.5"),

@@ -27,8 +27,8 @@ from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
 
 _ANSWER_S = 10.0
 _GIB = 2**30
-_ABOUT = """SOURCE is an SDXL checkpoint in one .safetensors file, its https address, a folder or a hub id.
-The model then goes by its name:
+_ABOUT = """SOURCE is an SDXL checkpoint in one .safetensors file, its https address, a folder or a hub id, or the name
+of a model that is offered beside the wheel (`diptych models list`). The model then goes by its name:
 
   diptych models add juggernautXL.safetensors --name juggernaut --quantize int8
   diptych serve --model juggernaut
@@ -53,7 +53,9 @@ def add(commands: Commands) -> None:
         "Put a model into DIPTYCH_MODELS_DIR, converted and quantized as asked.",
         _ABOUT,
     )
-    adding.add_argument("source", metavar="SOURCE", help="a .safetensors file, its https address, a folder or a hub id")
+    adding.add_argument(
+        "source", metavar="SOURCE", help="a file, its https address, a folder, a hub id, or an offered name"
+    )
     adding.add_argument("--name", default="", metavar="N", help="of the model; default: the file's or folder's own")
     adding.add_argument("--sha256", default="", metavar="HEX", help="that the file must have")
     adding.add_argument("--variant", metavar="WORD", help="of a folder's weight files, such as fp16")
@@ -101,16 +103,24 @@ def _print_added(store: Path) -> None:
     from pipeline.checkpoints.model_store import names
 
     for name in names(store):
-        print(f"{name}  (added; --model {name} loads it)")
+        is_model = any((store / name / file).is_file() for file in ("model_index.json", "config.json"))
+        print(f"{name}  (added; {f'--model {name} loads it' if is_model else f'a folder of adapters: {store / name}'})")
 
 
 def _list(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints import release_assets
+
     for name in _embedded():
         print(f"{name}  (embedded; --model {name} loads it)")
     text = EMBEDDED_TEXT_MODEL.name
     if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file():
         print(f"{text}  (embedded, for text; DIPTYCH_TEXT_MODEL, unless it is off or another)")
-    _print_added(read_settings(options).models_dir)
+    store = read_settings(options).models_dir
+    _print_added(store)
+    for asset in release_assets.listed().values():
+        if not (store / asset.name).exists():
+            size = f"{asset.size_bytes / 1e6:.0f} MB"
+            print(f"{asset.name}  (not installed; `diptych models add {asset.name}` downloads it, {size})")
     return 0
 
 

@@ -80,7 +80,7 @@ class DeepCache:
 
 AUTO = DeepCache(interval=2, depth=RESNET, last=1)
 """The schedule of "auto": the submission's, with a deep last step, which avoids its loss in caption score; with it, the
-shorter depth loses nothing more (docs/results.md)."""
+shorter depth loses nothing more (docs/internals/results.md)."""
 
 
 @dataclass(frozen=True, slots=True)

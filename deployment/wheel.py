@@ -3,12 +3,15 @@
 In a checkout the packages are top-level (`core`, `api` …). Installed under these names they would collide with others,
 so a wheel is built from a copy of the tree in which they are in `diptych/`, and in which their imports and names read
 `diptych.core`. Editable installs and source distributions are setuptools' own.
+
+Of the embedded models a wheel has those that a service loads by default, and the others' digests: deployment/assets.py.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -27,6 +30,8 @@ from setuptools.build_meta import (
     get_requires_for_build_wheel,
     prepare_metadata_for_build_editable,
 )
+
+from deployment import assets
 
 __all__ = [
     "build_editable", "build_sdist", "build_wheel", "get_requires_for_build_editable", "get_requires_for_build_sdist",
@@ -72,7 +77,13 @@ def stage(root: Path, folder: Path) -> None:
     shutil.copytree(root / "LICENSES", folder / "LICENSES")
     packages = packages_of(root)
     modules = {_dotted(path, root) for room in packages for path in (root / room).rglob("*.py")}
-    for top in (*sorted(packages), "models", TOP):
+    for model in assets.INCLUDED:
+        for name, path in assets.files(root / "models" / model):
+            target = folder / TOP / "models" / model / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link(path, target)
+    (folder / TOP / "models" / "assets.json").write_text(json.dumps(assets.index(root), indent=1), "utf-8")
+    for top in (*sorted(packages), TOP):
         for path in sorted((root / top).rglob("*")):
             name = path.relative_to(root).as_posix()
             if not path.is_file() or "__pycache__" in path.parts or name.startswith(_LEFT_OUT):
@@ -81,7 +92,7 @@ def stage(root: Path, folder: Path) -> None:
             if path.suffix == ".py":
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(rename_imports(path.read_bytes(), modules, name))
-            elif top == "models" or path.suffix in _DATA:
+            elif path.suffix in _DATA:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, target)
 
@@ -163,6 +174,6 @@ def _dotted(path: Path, root: Path) -> str:
 def _link(path: Path, target: Path) -> None:
     """Hard-link the file; copy it if the two are on different disks."""
     try:
-        os.link(path, target)
+        os.link(path.resolve(), target)
     except OSError:
         shutil.copy2(path, target)

@@ -49,6 +49,8 @@ class Drafter(Protocol):
     What it guesses must depend on the request alone, whatever else is read or guessed with it.
     """
 
+    graphs: DraftGraphs | None  # which guess on the device, before the host knows which of the last guesses were right
+
     @property
     def features(self) -> tuple[int, ...]:
         """The layers whose inputs it reads, the model's residual stream; none: it reads tokens."""
@@ -82,11 +84,6 @@ class Drafter(Protocol):
     @property
     def size_bytes(self) -> int:
         """Bytes of its weights and of its cache."""
-        ...
-
-    @property
-    def graphs(self) -> DraftGraphs | None:
-        """What guesses on the device, before the host knows which of the last guesses were right."""
         ...
 
     def limit(self, work: SequenceState, count: int) -> int:
@@ -158,7 +155,8 @@ class LookupDrafter:
     """Guesses what followed the last tokens at their previous occurrence (`PromptLookup`)."""
 
     features: tuple[int, ...] = ()
-    reads, at_once, most, lookahead, cost, size_bytes, graphs = False, False, MOST, 0, 0.05, 0, None
+    reads, at_once, most, lookahead, cost, size_bytes = False, False, MOST, 0, 0.05, 0
+    graphs: DraftGraphs | None = None
 
     def limit(self, work: SequenceState, count: int) -> int:
         lookup: PromptLookup = work.own or PromptLookup()
@@ -183,7 +181,8 @@ class ModelDrafter:
     """A smaller model of the same vocabulary, which guesses token by token."""
 
     features: tuple[int, ...] = ()
-    reads, at_once, most, lookahead, cost, graphs = True, False, MOST, 0, 0.12, None
+    reads, at_once, most, lookahead, cost = True, False, MOST, 0, 0.12
+    graphs: DraftGraphs | None = None
 
     def __init__(self, execution: TextExecution) -> None:
         self._execution = execution

@@ -261,13 +261,13 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, bool, WeightFiles
 
     from llm import int4_checkpoint
     from llm.attention import NAME
-    from llm.weight_files import CheckpointError, hollow
+    from llm.weight_files import CheckpointError, meta_network
 
     files = None
     try:
         if int4_checkpoint.published(folder) is not None:
             network, info = int4_checkpoint.read(folder, dtype, NAME)
-        elif (on_meta := hollow(folder, dtype, NAME)) is not None:
+        elif (on_meta := meta_network(folder, dtype, NAME)) is not None:
             network, info, files = on_meta
         else:
             network, info = AutoModelForCausalLM.from_pretrained(

@@ -32,6 +32,7 @@ from llm.speculate import MOST_OF_A_BLOCK, NO_TOKEN
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of steps of decoding
+VERIFIED = 16  # rows of guesses, of all sequences together, that are attended to as those that decode, at most
 _OUTPUTS = 128  # rows of a mixed graph whose logits it computes, at least: guesses of a few sequences are many rows
 REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up to 1,024, any
 
@@ -92,18 +93,18 @@ class StepGraphs:
         self._device = device
         self._recorder: CudaRecorder | None = None
         self._sequences = sequences
-        self._most = bucket(sequences) or BUCKETS[-1]
-        self._outputs = max(self._most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
+        self.most = bucket(max(sequences, VERIFIED if model.feature_width else 1)) or BUCKETS[-1]
+        self._outputs = max(self.most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
         self._mixed = mixed_buckets(rows)
         self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
         # Each sequence's latest token, and the guesses behind it; the last column is of padding rows.
         guesses = MOST_OF_A_BLOCK if model.feature_width else 0
         self._unknown = torch.zeros(1 + guesses, sequences + 1, dtype=torch.int32, device=device)
         self.latest, self.guesses = self._unknown[0], self._unknown[1:]
-        most = max(self._mixed[-1], self._most)
+        most = max(self._mixed[-1], self.most)
         # The tokens of the last step's rows, all of them known, where guesses are made; the last one is nobody's.
         self.tokens = torch.full((most + 1 if guesses else 0,), NO_TOKEN, dtype=torch.int32, device=device)
-        shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
+        shapes = Shape(self._mixed[-1], True, 1), Shape(self.most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
         self._logits = torch.zeros(self._outputs, model.vocabulary, device=device)
         self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
@@ -122,7 +123,7 @@ class StepGraphs:
 
     def prepare(self, sequences: int) -> None:
         """Compile and capture what so many sequences need; the largest first, whose memory the others share."""
-        largest = min(bucket(sequences) or self._most, self._most)
+        largest = bucket(max(sequences, VERIFIED if self._model.feature_width else 1)) or self.most
         for rows in reversed(self._mixed):
             for parts in self.rungs:
                 self._graph(Shape(rows, True, parts))
@@ -189,10 +190,10 @@ class StepGraphs:
 
     def _shape(self, step: StepInputs) -> Shape | None:
         rows, parts = step.columns.shape[1], rung(step.parts)
-        if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
+        if step.decodes and (size := bucket(rows)) is not None and size <= self.most:
             return Shape(size, False, parts, self._branches)
         width = next((size for size in self._mixed if size >= rows), None)
-        if width is None or len(step.output_rows) > min(width, self._outputs) or len(step.singles) > self._most:
+        if width is None or len(step.output_rows) > min(width, self._outputs) or len(step.singles) > self.most:
             return None
         padding = -(-(width - rows) // tokens_per_tile(self._model.group))
         return Shape(width, True, parts, self._branches) if len(step.tiles) + padding <= self._tiles(width) else None
@@ -205,14 +206,14 @@ class StepGraphs:
 
     def _tiles(self, rows: int) -> int:
         """The most tiles of a graph: each sequence, and the padding, may have one that is not full."""
-        return rows // tokens_per_tile(self._model.group) + self._most + 1
+        return rows // tokens_per_tile(self._model.group) + self.most + 1
 
     def _layout(self, shape: Shape) -> list[int]:
         """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,
         singles and tiles. Each begins aligned to 16 bytes: kernels are compiled for that.
         """
         rows, outputs = shape.rows, min(shape.rows, self._outputs)
-        return [rows] * 3 + ([outputs, outputs, self._most, 3 * self._tiles(rows)] if shape.mixed else [rows])
+        return [rows] * 3 + ([outputs, outputs, self.most, 3 * self._tiles(rows)] if shape.mixed else [rows])
 
     def _padded(self, step: StepInputs, shape: Shape) -> Array:
         rows, nobody = step.columns.shape[1], self._sequences

@@ -96,7 +96,7 @@ class WeightFiles:
         return tensors
 
 
-def hollow(folder: Path, dtype: dtype, attention: str) -> tuple[Any, dict[str, Any], WeightFiles] | None:
+def meta_network(folder: Path, dtype: dtype, attention: str) -> tuple[Any, dict[str, Any], WeightFiles] | None:
     """A network with its parameters on meta, transformers' account of keys that did not fit, and the files.
 
     None for a checkpoint whose keys or types transformers converts as it reads. Raises `CheckpointError`, and what

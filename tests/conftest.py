@@ -48,9 +48,11 @@ from tests import forks  # noqa: E402
 from tests.children import python_path  # noqa: E402
 from tests.costs import pytest_runtest_call, pytest_runtest_setup, pytest_runtest_teardown  # noqa: E402
 from tests.parallel import pytest_addoption, pytest_runtestloop  # noqa: E402
+from tests.tiers import pytest_collection_modifyitems  # noqa: E402
 
 __all__ = [
     "pytest_addoption",
+    "pytest_collection_modifyitems",
     "pytest_runtest_call",
     "pytest_runtest_setup",
     "pytest_runtest_teardown",
@@ -65,15 +67,16 @@ if not has_gpu():
 # ci: the same examples every time, and no clock, since a shared machine may stall anywhere.
 settings.register_profile(
     "ci",
+    max_examples=50,
     deadline=None,
     derandomize=True,
     database=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# explore: new examples every time, and ten times as many; HYPOTHESIS_PROFILE=explore make test
+# explore: new examples every time, and twenty times as many; HYPOTHESIS_PROFILE=explore make test
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
-# mutants: as ci, but the first example that fails is enough (tests/mutants.py).
+# mutants: as ci, but the first example that fails is enough (`make mutants`).
 settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

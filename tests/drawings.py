@@ -1,7 +1,7 @@
-"""`make rooms` draws the import graph of the packages and the life of an image: docs/rooms.svg, rooms.md and life.svg.
+"""`make rooms` draws packages and the life of an image from the code: docs/internals/rooms.svg, rooms.md and life.svg.
 
 It reads imports with the functions of tests/test_floors.py, so that drawing and rule cannot differ. The drawing omits
-arrows that a longer chain of imports implies; the table in docs/rooms.md lists all imports.
+arrows that a longer chain of imports implies; the table in docs/internals/rooms.md lists all imports.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def life() -> str:
 
 
 def page(edges: Edges) -> str:
-    """Renders docs/rooms.md."""
+    """Renders docs/internals/rooms.md."""
     lists = {name: ", ".join(f"`{one}`" for one in sorted(there)) or "–" for name, there in edges.items()}
     rows = [f"| {FLOORS[name]} | `{name}` | {named} |" for name, named in lists.items()]
     return "\n".join([
@@ -152,7 +152,7 @@ def page(edges: Edges) -> str:
 def drawn() -> dict[Path, str]:
     """Maps each generated file to its content."""
     edges = imports()
-    docs = ROOT / "docs"
+    docs = ROOT / "docs" / "internals"
     return {docs / "rooms.svg": rooms(edges), docs / "rooms.md": page(edges), docs / "life.svg": life()}
 
 

@@ -159,6 +159,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ADDITIONS)
 def test_an_addition_takes_the_files_that_the_page_says(what: str, errors: dict[str, str]) -> None:
     assert what not in errors, errors[what]

@@ -40,7 +40,7 @@ def source_files() -> set[str]:
     return {
         str(path.relative_to(ROOT))
         for kind in ("py", "sh", "h", "cpp", "yml", "toml")
-        for top in (*ROOMS.split("|"), ".")
+        for top in (*ROOMS.split("|"), "diptych", ".github", ".")
         for path in (ROOT / top).glob(f"*.{kind}" if top == "." else f"**/*.{kind}")
     }
 
@@ -85,7 +85,7 @@ def test_what_is_not_there_is_found(files: set[str]) -> None:
 
 
 def test_every_room_has_its_floor_in_the_picture() -> None:
-    _, picture, _ = PAGES["architecture.md"].split("```", 2)
+    _, picture, _ = PAGES["internals/architecture.md"].split("```", 2)
     floor, told = 0, {}
     for line in picture.splitlines():
         left = re.match(r" ?(\d+) +", line)
@@ -191,6 +191,19 @@ def test_an_unmarked_figure_is_found(text: str, found: list[str]) -> None:
 
 def test_limits_are_listed_one_by_one() -> None:
     assert limits("a <!-- limits: 15 s; 2%;\n 1 MiB --> b") == {"15 s", "2%", "1 MiB"}
+
+
+def test_every_cell_of_the_comparison_has_a_source() -> None:
+    lines = [line for line in PAGES["comparison.md"].splitlines() if line.startswith("|") and "|---" not in line]
+    cells = [cell.strip() for line in lines for cell in line.strip("|").split("|")[1:]]
+    heads = {"what it is", "requests in one batch", "caches between steps", "LoRAs", "eight bits", "image models"}
+    assert len(cells) > 30
+    unsourced = [cell for cell in cells if cell and "](" not in cell and "][" not in cell]
+    assert set(unsourced) - heads - {"a request's progress"} == {
+        line.strip("| ").split(" | ")[1]
+        for line in lines
+        if line.startswith("| [")  # of a project that is linked
+    }
 
 
 # -- the site ----------------------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ def test_offered_honours_pips_own_configuration(index, monkeypatch):
     assert "2.13.0+cpu" in install.offered(PYTHON, timeout_s=60)
 
 
+@pytest.mark.quick("trickling")
 @pytest.mark.usefixtures("bare_pip")
 def test_index_that_hangs_costs_seconds(blackhole):
     start = time.monotonic()
@@ -244,6 +245,12 @@ def test_a_set_is_all_that_it_needs(tmp_path):
     assert "torch" not in install.closure(install.roots(["serve", "otel"]), KNOWN, cpu=True)
 
 
+def test_a_set_is_listed_with_its_hashes():
+    command = [sys.executable, install.__file__, "--set", "build", "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert install.pins(listed).keys() == {"setuptools"} and "--hash=sha256:" in listed
+
+
 def test_a_cpu_build_needs_no_cuda():
     with_cuda, without = (install.closure(["torch"], KNOWN, cpu=cpu) for cpu in (False, True))
     left = set(with_cuda) - set(without)
@@ -290,6 +297,7 @@ def wheel(folder: Path, name: str, version: str, needs: str = "") -> Path:
     return path
 
 
+@pytest.mark.quick("True")
 @pytest.mark.usefixtures("bare_pip")
 @pytest.mark.parametrize("tampered", [False, True])
 def test_pip_refuses_a_file_of_another_hash(tampered, tmp_path, monkeypatch, capfd):

@@ -8,13 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.children import ROOT
-from tests.parallel import pytest_runtestloop
 
 HEAD = "import os, pathlib, signal, time, pytest\nhere = pathlib.Path(__file__).parent\n"
 LOG = HEAD + (
@@ -111,28 +108,6 @@ def test_a_process_that_dies_fails_its_test_and_the_rest_of_its_files_is_run(tmp
     assert "FAILED test_a.py::test_2" in done.stdout
 
 
-def test_a_fixture_of_the_session_that_fails_at_its_end_fails_the_run(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        HEAD + "@pytest.fixture(scope='session')\ndef late():\n    yield\n    raise KeyError('at the end')\n"
-    )
-    (tmp_path / "test_a.py").write_text("def test_1(late): pass\n")
-    done = run(tmp_path, "--processes", "1", ".")
-    assert done.returncode != 0 and "1 passed" in done.stdout
-    assert "KeyError: 'at the end'" in done.stderr and "a process of tests ended with exit code 1" in done.stdout
-
-
-def test_the_first_failure_ends_a_run_with_x(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(LOG)
-    (tmp_path / "test_a.py").write_text("def test_fails(): assert False\ndef test_later(): pass\n")
-    body = "import time\n" + "".join(f"def test_{k}(service): time.sleep(0.1)\n" for k in range(100))
-    (tmp_path / "test_b.py").write_text(body)
-    done = run(tmp_path, "--processes", "2", "-x", ".")
-    assert done.returncode == 1 and "stopping after 1 failures" in done.stdout, done.stdout
-    assert "1 failed" in done.stdout and "100 passed" not in done.stdout
-    kinds = [kind for kind, _ in log(tmp_path)] if (tmp_path / "log").exists() else []
-    assert kinds.count("up") == kinds.count("down")
-
-
 def test_an_interrupt_tears_down_what_was_set_up(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(LOG)
     for name in "ab":
@@ -150,14 +125,6 @@ def test_an_interrupt_tears_down_what_was_set_up(tmp_path: Path) -> None:
     pids = {kind: sorted(pid for one, pid in log(tmp_path) if one == kind) for kind in ("up", "down")}
     assert len(pids["up"]) == 2 and pids["up"] == pids["down"]
     assert not any(Path("/proc", pid).exists() for pid in pids["up"])
-
-
-def test_elsewhere_than_on_linux_pytest_runs_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    option = SimpleNamespace(collectonly=False, usepdb=False, trace=False)
-    config = SimpleNamespace(option=option, getoption=lambda *_: 2)
-    session: Any = SimpleNamespace(config=config, items=[], testsfailed=0)
-    assert pytest_runtestloop(session) is None
 
 
 def test_threads_that_a_fork_would_lack_are_named(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 SERVE = (ROOT / "docs" / "serve.md").read_text("utf-8")
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / "SECURITY.md"]
-LINKED += sorted((ROOT / "docs" / "decisions").glob("index.md"))
-PAGES = [README, *(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+LINKED += sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, *(path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def blocks(heading: str, page: str = README) -> list[str]:
@@ -72,7 +72,13 @@ def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
 
 def test_every_variable_is_a_setting() -> None:
     known = {f"DIPTYCH_{name.upper()}" for name in Settings.model_fields}
-    others = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT", "DIPTYCH_API_KEY", "DIPTYCH_URL"}  # of set-up and of clients
+    others = {
+        "DIPTYCH_TORCH_INDEX",
+        "DIPTYCH_COMMIT",
+        "DIPTYCH_API_KEY",
+        "DIPTYCH_URL",
+        "DIPTYCH_RELEASE_URL",
+    }  # of set-up and of clients
     for page in PAGES:
         assert set(re.findall(r"\bDIPTYCH_[A-Z_]+", page)) - others <= known
 
@@ -92,11 +98,18 @@ def test_the_newest_release_is_this_version() -> None:
     assert releases[0] == diptych.__version__
 
 
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and the hosts of repositories name them."""
+    heads = (re.sub(r"\[(.*?)\]\(.*?\)|[`*]", r"\1", head) for head in re.findall(r"^#+ (.*)$", page, re.MULTILINE))
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(path: Path) -> None:
     text = path.read_text("utf-8")
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
-    assert len(links) >= 1
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    for link, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)", text):
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target.read_text("utf-8")), f"{link}#{anchor}"
     named, defined = set(re.findall(r"\]\[(\w+)\]", text)), set(re.findall(r"^\[(\w+)\]: \S+$", text, re.MULTILINE))
     assert named == defined

@@ -7,11 +7,14 @@ dependencies, and theirs; nothing else of the test environment is visible. One t
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -19,6 +22,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from deployment import assets
 from deployment.wheel import BuildError, packages_of, rename_imports
 from tests.core.quant.stage import CACHE
 from tests.deployment.served import Served
@@ -66,9 +70,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file() and not name.startswith(("tests/", "docs/")):
+        if name and (ROOT / name).exists() and not name.startswith(("tests/", "docs/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, source / name)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     pip = [sys.executable, "-m", "pip"]
     quick = "--config-settings=--build-option=--compression=stored"
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", folder, source], check=True)
@@ -81,6 +85,15 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("-q", "--no-deps", "--no-index", "--no-compile")
     subprocess.run([*pip, "--python", python, "install", *options, wheel], check=True)
     return python.parent
+
+
+def asset(name: str, folder: Path) -> Path:
+    """The archive of a model, as a release has it."""
+    archive = folder / f"{name}.zip"
+    if not archive.exists():
+        with archive.open("wb") as stream:
+            assets.write(ROOT, name, stream)
+    return archive
 
 
 def cache(bare: Path) -> str:
@@ -139,6 +152,19 @@ def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
     ]
 
 
+def test_it_fits_an_index_and_pins_the_models_that_it_leaves_out(bare: Path) -> None:
+    (wheel,) = bare.parents[1].glob("diptych-*.whl")
+    assert wheel.stat().st_size < 95e6  # without compression, even
+    index = json.loads((packages(bare.parent) / "diptych" / "models" / "assets.json").read_text("utf-8"))
+    assert index["models"].keys() == set(assets.left_out(ROOT))
+    for name, entry in index["models"].items():
+        assert not (packages(bare.parent) / "diptych" / "models" / name).exists()
+        archive = asset(name, bare.parent)
+        assert hashlib.sha256(archive.read_bytes()).hexdigest() == entry["sha256"], name
+        with zipfile.ZipFile(archive) as opened:
+            assert {Path(file).parts[0] for file in opened.namelist()} == {name}
+
+
 def test_it_carries_every_lua_script(bare: Path) -> None:
     installed, ours = packages(bare.parent) / "diptych" / "core" / "jobs" / "lua", ROOT / "core" / "jobs" / "lua"
     scripts = {path.relative_to(ours) for path in ours.rglob("*.lua")}
@@ -191,21 +217,29 @@ def test_it_talks(bare: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
+@pytest.mark.long
 def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) -> None:
-    """Both commands in one process, which imports torch once."""
+    """With a model that is not in the wheel; all commands in one process, which imports torch once."""
+    model = "emoji-xl-turbo"
     words = (
+        ("models", "add", str(asset(model, bare.parent))),
+        ("models", "list"),
         ("captions", "--count", "2", "-o", "captions.tsv"),
-        ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--steps", "1", "--resamples", "2"),
-    )
+        ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--steps", "1", "--resamples", "2",
+         "--model", model, "--lens", "emoji-clip"),
+    )  # fmt: skip
     code = f"import sys, diptych.cli as cli; sys.exit(any([cli.main(one) for one in {words}]))"
+    variables = {**environment(bare), "DIPTYCH_MODELS_DIR": str(tmp_path / "models")}
     done = subprocess.run(
-        [bare / "python", "-c", code], cwd=tmp_path, env=environment(bare), capture_output=True, text=True, timeout=300
+        [bare / "python", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    assert "emoji-xl-turbo  (added; --model" in done.stdout and "emoji-z  (not installed; `diptych" in done.stdout
     assert "noise" not in done.stderr
     assert (tmp_path / "run" / "scores.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_models")
 def test_the_lens_that_is_not_there_is_named(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "captions.tsv").write_text("id\tcaption\n1\ta hat\n")
@@ -222,6 +256,12 @@ def test_it_quantizes(bare: Path, tmp_path: Path) -> None:
     done = run(bare, *words, where=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "made").is_dir()
+
+
+def test_a_model_that_was_left_out_is_named_with_its_command(bare: Path, tmp_path: Path) -> None:
+    done = run(bare, "generate", "a hat", "--model", "emoji-z", where=tmp_path)
+    assert done.returncode == 2
+    assert "emoji-z: is not installed; `diptych models add emoji-z` downloads it" in done.stderr
 
 
 def test_what_needs_an_extra_names_it(bare: Path, tmp_path: Path) -> None:
@@ -241,6 +281,8 @@ def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
         service.ready()
         assert service.picture("a hat", steps=1).startswith(b"\x89PNG")
         assert "emoji-xl" in service.out
+        _, models = service.call("/v1/models")
+        assert b'"emoji-lm"' in models
         status, page = service.call("/")
         assert status == 200 and b"<html" in page
     finally:

@@ -12,7 +12,7 @@ from contract.printable import printable, printable_message
 from core.batching.runner import DeviceLost, OutOfMemory
 from core.digests import digest_of
 from core.json_files import read_object
-from pipeline.checkpoints import safetensors_header
+from pipeline.checkpoints import release_assets, safetensors_header
 
 TINY_VAE = "vae-tiny"  # a part that a model's folder may have, whatever its family
 _STEMS = {"encoder": "model", "network": "diffusion_pytorch_model"}  # of weight files, as the two libraries name them
@@ -114,6 +114,8 @@ def local(name: str) -> Path | None:
     if not name:
         raise ModelError("the name is empty; a model is a folder in diffusers' format or a hub id")
     short = _short(name)
+    if asset := release_assets.named(name):
+        raise ModelError(f"{short}: is not installed; `diptych models add {asset.name}` downloads it")
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():

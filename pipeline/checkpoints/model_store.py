@@ -7,12 +7,13 @@ import os
 import re
 import secrets
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.checkpoints import checkpoint, download, single_file
+from pipeline.checkpoints import checkpoint, download, release_assets, single_file
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.single_file import CheckpointOptions
@@ -55,7 +56,8 @@ class AddOptions:
 def add(source: str, store: Path, options: AddOptions) -> Added:
     """Put the model into the folder `store`. Nothing of it is left there if that fails but a broken download.
 
-    source: a safetensors file of an SDXL checkpoint, its https address, a folder in diffusers' format or a hub id.
+    source: a safetensors file of an SDXL checkpoint, its https address, a folder in diffusers' format, a hub id, or a
+    model of `release_assets`: its name, or its archive's file or address elsewhere.
 
     Raises `ModelError`, naming the source, or the option, and what is wrong.
     """
@@ -63,6 +65,8 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
         raise ModelError("--sha256: must be 64 hexadecimal digits")
     if options.name:
         _check_name(options.name, store, options)
+    if asset := release_assets.named(source):
+        return _add_asset(asset, source, store, options)
     if "://" in source:
         return _add_address(source, store, options)
     if Path(source).expanduser().is_file():
@@ -70,6 +74,53 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
     if options.sha256:
         raise ModelError(f"--sha256: is of a file, and {source} is none")
     return Added(_add_folder(source, store, options), "")
+
+
+def _add_asset(asset: release_assets.Asset, source: str, store: Path, options: AddOptions) -> Added:
+    out = store / (options.name or _check_name(asset.name, store, options))
+    file, url = Path(source).expanduser(), source if "://" in source else asset.url
+    if file.is_file():
+        return _unpack(file, source, out, asset, options)
+    if not url:
+        raise ModelError(
+            f"{source}: this build has no address of its release; give the file or address of {asset.name}.zip"
+        )
+    limits = download.DownloadOptions(
+        min(options.max_bytes, asset.size_bytes), lambda file, size: None, lambda start: 0,
+        lambda done, total: options.count("downloading", done, total),
+    )  # fmt: skip
+    file, _ = download.download(url, store / _DOWNLOADS, limits)
+    try:
+        return _unpack(file, download.redacted(url), out, asset, options)
+    finally:
+        download.remove(file)
+
+
+def _unpack(file: Path, label: str, out: Path, asset: release_assets.Asset, options: AddOptions) -> Added:
+    sha256 = _check_hash(file, label, options.sha256 or asset.sha256, options)
+    partial = _ensure_parent(out).with_name(f".{out.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(partial)
+        (partial / asset.name).rename(out)
+    except OSError as error:
+        raise ModelError(f"{out}: cannot be written ({error.strerror or error})") from error
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"{label}: is no archive ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Added(out, sha256)
+
+
+def _check_hash(file: Path, label: str, expected: str, options: AddOptions) -> str:
+    """Return the file's SHA-256. Raises `_WrongHash` if it is not the expected one; "": any."""
+    options.say("computing its SHA-256")
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if expected and sha256 != expected.lower():
+        raise _WrongHash(f"{label}: its SHA-256 is {sha256}, not {expected.lower()}")
+    return sha256
 
 
 def _add_address(url: str, store: Path, options: AddOptions) -> Added:
@@ -99,11 +150,7 @@ class _WrongHash(ModelError):
 def _add_file(file: Path, label: str, store: Path, options: AddOptions, name: str) -> Added:
     checkpoint.check_checkpoint(label, checkpoint.read_header(file, label))  # before it is read whole
     out = store / (options.name or _check_name(re.sub(r"[^\w.-]+", "-", name).strip("-."), store, options))
-    options.say("computing its SHA-256")
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    if options.sha256 and sha256 != options.sha256.lower():
-        raise _WrongHash(f"{label}: its SHA-256 is {sha256}, not {options.sha256.lower()}")
+    sha256 = _check_hash(file, label, options.sha256, options)
     single_file.convert(file, _ensure_parent(out), options.checkpoint, name=label, say=options.say)
     return Added(out, sha256)
 

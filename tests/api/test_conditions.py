@@ -261,13 +261,6 @@ def test_a_repeated_request_is_one_job_and_another_picture_is_another_request(
     check_error(other, 422)
 
 
-@pytest.mark.parametrize("field", KINDS)
-def test_a_batchs_lines_may_have_pictures(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
-    array = pixels(seed=5)
-    batch_of(shared, body(**{field: [{"model": KINDS[field][1], "image": inline(array)}]}))
-    assert np.array_equal(handed_on(worker, easel.seen[-1], field)[0], array)
-
-
 def test_the_work_of_a_job_counts_its_pictures() -> None:
     costs = replace(CARD.costs, row_step_s={"128x128": 1.0}, control_row_step_s={"128x128": 0.25})
     card = replace(CARD, costs=costs, deepcache="off")
@@ -388,6 +381,7 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
 # -- at the end: another API on the same Redis, which begins anew ------------------------------------------------------
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_model_without_any_says_so(precision: str, redis_url: str, folder: Path) -> None:
     with opened(settings_of(redis_url, folder), replace(CARD, precision=precision)) as (api, worker):

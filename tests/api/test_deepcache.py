@@ -46,37 +46,6 @@ def test_who_does_not_say_leaves_it_to_the_worker() -> None:
     assert _passed_on(None) is None
 
 
-@pytest.mark.parametrize(
-    ("value", "param"),
-    [
-        ("on", "deepcache"),
-        ("", "deepcache"),
-        (2, "deepcache"),
-        (True, "deepcache"),
-        ([2], "deepcache"),
-        ({"interval": 0}, "deepcache.interval"),
-        ({"interval": "2"}, "deepcache.interval"),
-        ({"interval": 2.0}, "deepcache.interval"),
-        ({"interval": 1001}, "deepcache.interval"),
-        ({"first": -1}, "deepcache.first"),
-        ({"last": True}, "deepcache.last"),
-        ({"depth": "abyss"}, "deepcache.depth"),
-        ({"every": 2}, "deepcache.every"),
-        ({"deep_steps": 3}, "deepcache.deep_steps"),
-        ({"deep_steps": [0, "1"]}, "deepcache.deep_steps"),
-        ({"deep_steps": [20]}, "deepcache.deep_steps"),
-        ({"deep_steps": [-1]}, "deepcache.deep_steps"),
-        ({"deep_steps": [3, 3]}, "deepcache.deep_steps"),
-        ({"deep_steps": [3], "interval": 2}, "deepcache.deep_steps"),
-        ({"deep_steps": list(range(1001))}, "deepcache.deep_steps"),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(value: Any, param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        _passed_on(value)
-    assert (caught.value.status, caught.value.param) == (400, param)
-
-
 # -- what it costs -------------------------------------------------------------------------------------------------
 
 CACHED = dataclasses.replace(

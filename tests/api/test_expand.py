@@ -111,21 +111,6 @@ def test_without_it_nothing_changes(world: tuple[Api, Worker], given: bool | Non
     assert "revised_prompt" not in api.job(id)["images"][0]
 
 
-def test_a_batch_is_told_it_line_by_line(world: tuple[Api, Worker]) -> None:
-    api, worker = world
-    asked = {"custom_id": "c", "method": "POST", "url": URL,
-             "body": {"prompt": "a cat", "expand_prompt": True, "n": 2, "response_format": "url"}}  # fmt: skip
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        file = client.files.create(file=("asked.jsonl", json.dumps(asked).encode()), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint=URL, completion_window="24h",  # type: ignore[arg-type]
-        )  # fmt: skip
-        expand(worker)
-        ended: Any = eventually(lambda: found if (found := client.batches.retrieve(batch.id)).output_file_id else None)
-        line = json.loads(client.files.content(str(ended.output_file_id)).text)
-    assert [image["revised_prompt"] for image in line["response"]["body"]["data"]] == PROMPTS
-
-
 @pytest.mark.parametrize(
     "workers",
     [((CARD,),), ((CARD, TEXT), (CARD,)), ((CARD,), (TEXT,)), ((CARD, EMBEDS, TEXT),)],

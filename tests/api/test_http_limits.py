@@ -235,6 +235,7 @@ def test_lines_of_a_body_are_no_header_fields(shared: Api) -> None:
         assert answer(ended(client))[0] == 400
 
 
+@pytest.mark.quick(0, 2)
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/images/generations", "/v1/files", "/v1/batches"])
 def test_the_first_key_closes_the_service_to_a_body_that_is_on_its_way(
     redis_url: str, tmp_path: Path, path: str

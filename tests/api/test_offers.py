@@ -85,6 +85,7 @@ def test_text_models_bring_the_chat_and_a_choice(browser: Browser, redis_url: st
         page.context.close()
 
 
+@pytest.mark.long
 def test_a_model_that_writes_prompts_is_called_so(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     with opened(settings, dataclasses.replace(TEXT, expansion_instruction="Expand.")) as (api, _):
@@ -135,6 +136,7 @@ def test_an_answer_is_stopped_copied_and_cleared(
         page.context.close()
 
 
+@pytest.mark.long
 def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     with opened(settings) as (api, worker), Easel(worker) as easel:
@@ -163,6 +165,7 @@ def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str
         page.context.close()
 
 
+@pytest.mark.long
 def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     student = students.of_lora("sdxl_lightning_4step_lora")
@@ -198,6 +201,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
         page.context.close()
 
 
+@pytest.mark.long
 def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     card = dataclasses.replace(CARD, plans={"fast": {"steps": 7, "guidance_interval": [0.0, 0.5], "deepcache": "off"}})
@@ -217,6 +221,7 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
         page.context.close()
 
 
+@pytest.mark.long
 def test_a_tiny_decoder_can_be_chosen_where_there_is_one(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     other = dataclasses.replace(CARD, name="emoji-z")

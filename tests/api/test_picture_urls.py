@@ -68,6 +68,7 @@ def test_what_is_no_base64_is_refused_when_it_is_read(text: str) -> None:
             source.read()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("width", [60, 64, 76, 2**18 - 1])
 def test_a_long_text_is_the_same_bytes_with_line_ends(end: str, width: int) -> None:

@@ -77,6 +77,7 @@ def test_a_picture_comes_step_by_step_and_stays(page: Page, easel: Easel) -> Non
     assert all(page.locator(".tile.done img").nth(k).evaluate("image => image.naturalWidth") for k in range(2))
 
 
+@pytest.mark.long
 def test_the_same_again_and_another(page: Page, easel: Easel) -> None:
     page.fill("#seed", "77")
     ask(page, "a blue whale")
@@ -140,6 +141,7 @@ def test_errors_are_told_where_they_belong(page: Page, easel: Easel) -> None:
     expect(page.locator(".tile")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_side_by_side(page: Page, easel: Easel) -> None:
     """A row for each seed and a column for each variant, also after a reload, and less what is deleted."""
     boxes = page.locator("#variants label")
@@ -176,6 +178,7 @@ def test_side_by_side(page: Page, easel: Easel) -> None:
     expect(page.locator(".side-seed")).to_have_text(["seed 71", "seed 72", "seed 74"])
 
 
+@pytest.mark.long
 def test_by_keyboard_alone(page: Page) -> None:
     for prompt in ("one", "two", "three"):
         ask(page, prompt)
@@ -201,6 +204,7 @@ def test_by_keyboard_alone(page: Page) -> None:
     expect(page.locator(".tile")).to_have_count(2)
 
 
+@pytest.mark.long
 def test_light_and_dark(page: Page) -> None:
     colour = lambda: page.evaluate_handle("document.body").evaluate(  # noqa: E731
         "() => getComputedStyle(document.documentElement).backgroundColor"
@@ -216,6 +220,7 @@ def test_light_and_dark(page: Page) -> None:
     assert colour() == light, "a choice is kept"
 
 
+@pytest.mark.long
 def test_everything_can_be_named(page: Page) -> None:
     """What has a role has a name; what is a field has a label; nothing is wider than a telephone."""
     ask(page, "a cat")

@@ -31,6 +31,7 @@ def without_names(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", QUEUES)
 @pytest.mark.parametrize("priority", range(10))
 @pytest.mark.parametrize("model", ["", "emoji-xl", 'owner/"a: 50%"'])

@@ -252,7 +252,7 @@ class Desk:
         return found
 
 
-@examples(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=9), share=st.integers(1, 4), data=st.data())
 def test_every_line_is_told_once_in_order(
     redis_server: RedisServer, folder: Path, ways: list[str], share: int, data: st.DataObject

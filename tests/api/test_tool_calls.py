@@ -135,6 +135,7 @@ def test_what_models_write(format: str, text: str, content: str, calls: list[tup
     assert read(format, list(text)) == (content, calls)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("format", [HERMES, JSON])
 @pytest.mark.parametrize(
     ("text", "more"), [

@@ -84,6 +84,7 @@ def client(api: Api) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.quick(0, 3)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "mood"}}])
 @pytest.mark.parametrize("model", [HERMES, JSON, PLAIN])
 def test_a_required_call_is_one_whole_and_streamed(client: openai.OpenAI, model: str, choice: Any) -> None:

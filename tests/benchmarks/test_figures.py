@@ -84,8 +84,8 @@ def test_no_file_lies_about_that_nothing_is_made_from() -> None:
 
 
 def test_every_file_has_its_command() -> None:
-    """Except those of a GPU, of studies that are over, of training/ways.sh, and of what training.prune writes."""
-    assert {name for name in stored() if "/" not in name} - {"ways", "sparse"} <= set(results.RUNS)
+    """Except those of a GPU, of studies that are over, and of training/ways.sh."""
+    assert {name for name in stored() if "/" not in name} - {"ways"} <= set(results.RUNS)
 
 
 @pytest.mark.parametrize("name", results.RUNS)

@@ -11,6 +11,7 @@ from benchmarks import fleet
 from benchmarks.harness.record import BenchError
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_parts")
 def test_a_host_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--tiny", "--plans", "half,4-steps-png", "--warm", "0.5", "--in-flight", "4"]

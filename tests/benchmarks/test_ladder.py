@@ -41,6 +41,7 @@ def states(contender: Contender) -> set[str]:
     return {psutil.Process(process._process.pid).status() for process in contender._processes}
 
 
+@pytest.mark.long
 def test_rungs_take_turns_in_processes_of_their_own(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def test_rungs_take_turns_in_processes_of_their_own(
     assert not left, "every process has ended"
 
 
+@pytest.mark.long
 def test_a_process_that_takes_too_long_or_ends_is_left_out(settings: Settings) -> None:
     environment = ladder._environment(settings, ladder.NATIVE)
     request = first_request("step-batching", settings, 1, None, None)

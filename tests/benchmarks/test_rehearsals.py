@@ -20,6 +20,7 @@ def stored(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' samplers
 def test_rungs_take_turns_and_are_counted_in_whole_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

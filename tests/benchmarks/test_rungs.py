@@ -82,6 +82,7 @@ def test_a_z_image_is_drawn_with_its_own_defaults() -> None:
             served(name, settings, steps=2)
 
 
+@pytest.mark.long
 def test_the_tuned_plan_is_a_rung(settings: Settings, tmp_path: Path, drawn: list[ImageParameters]) -> None:
     found = {"steps": 3, "deepcache": {"interval": 2}, "guidance_interval": [0.0, 0.5], "scheduler": "dpm++2m"}
     plans.write(tmp_path / "plans.json", "int8", {"plans": {"balanced": found}})
@@ -93,6 +94,7 @@ def test_the_tuned_plan_is_a_rung(settings: Settings, tmp_path: Path, drawn: lis
     assert len({one.prompt for one in drawn}) == 2, "no rung lives on remembered embeddings"
 
 
+@pytest.mark.long
 def test_a_student_draws_in_its_own_steps(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(LeftOut, match="no student beside it"):
         served("turbo", settings)

@@ -10,26 +10,19 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from benchmarks import flood, serve, tenants
+from benchmarks import flood, serve
 from benchmarks.harness import record, service
 from core.config import Settings
 from core.jobs.keyring import Keyring
 from deployment.children import ChildProcess
-from deployment.redis import free_port
 
 Running = tuple[str, str, ChildProcess, float]
 SETTINGS = Settings(model="random:tiny", text_model="off", compile=False, kernels=False, threads=1)
 
 
 @pytest.fixture(scope="module")
-def metrics() -> int:
-    """The port of the worker's metrics."""
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def running(metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    settings = SETTINGS.model_copy(update={"metrics": f"127.0.0.1:{metrics}", "max_queued": 1_000_000})
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    settings = SETTINGS.model_copy(update={"max_queued": 1_000_000})
     with service.running(settings, tmp_path_factory.mktemp("service")) as started:
         yield started
 
@@ -52,6 +45,7 @@ def shared(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert service.until(lambda: httpx2.get(f"{url}/v1/models", trust_env=False).is_success, 30)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared")
 def test_every_figure_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -82,20 +76,3 @@ def test_every_figure_is_measured(
 def test_no_arrivals_are_refused() -> None:
     with pytest.raises(record.BenchError, match="--pictures"):
         serve.run(Settings(), steps=1, pictures=0, results=None)
-
-
-@pytest.mark.usefixtures("shared")
-def test_every_phase_of_two_tenants_is_measured(metrics: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "_WARM", 2)
-    monkeypatch.setattr(tenants, "_WARM_PICTURES", 1)
-    monkeypatch.setattr(tenants, "free_port", lambda: metrics)
-    words = ["--device", "cpu", "--tiny", "--jobs", "100", "--pictures", "1", "--steps", "20"]
-    assert tenants.main([*words, "--results", str(tmp_path)]) == 0
-    result = json.loads((tmp_path / "tenants.json").read_text("utf-8"))
-    assert [result[phase]["pictures"] for phase in ("alone", "peer", "flood")] == [2, 1, 1]
-    assert all(result[phase]["p99_s"] >= result[phase]["p50_s"] > 0 for phase in ("alone", "peer", "flood"))
-    for phase in ("alone", "peer", "flood"):
-        assert 0 < result[phase]["in_engine_p50_s"] <= result[phase]["p99_s"]
-        assert result[phase]["rows"]["deep"] >= 1 and result[phase]["rows"]["vae"] >= 1
-    assert 0 < result["waiting_at_end"] < 100
-    assert result["flood_p50_ratio"] > 0

@@ -58,11 +58,11 @@ def test_a_sweep_is_reported(tmp_path: Path, table: Path, capsys: pytest.Capture
             assert percentiles == sorted(percentiles)
             assert 0 < measured["p50_s"] <= measured["p99_s"] and measured["p50_s"] == measured["percentiles_s"]["50"]
             assert 0 < measured["utilisation"] <= 1 and 1 <= measured["rows"] <= 32 and 0 <= measured["missed"] <= 1
-    for word in ("step-level", "no window", "3 s window", "p99", "missed", "bursts"):
+    for word in ("p99", "missed", "bursts"):
         assert word in out
     drawn = ElementTree.fromstring((tmp_path / "r" / "mine.svg").read_text())
     lines = list(drawn.iter("{http://www.w3.org/2000/svg}polyline"))
-    assert len(lines) == 6 and all(len((line.get("points") or "").split()) == 2 for line in lines)
+    assert len(lines) == 2 and all(len((line.get("points") or "").split()) == 2 for line in lines)
 
 
 def test_equal_seeds_give_equal_figures_on_every_machine() -> None:
@@ -87,15 +87,6 @@ def test_equal_seeds_give_equal_figures_on_every_machine() -> None:
     plan = simulate.Plan(mix, gpus=(3,), loads=(0.9,), pictures=300, seed=1)
     here = json.loads(json.dumps([point for point, _ in simulate.points(affine(), plan) if point]))
     assert here == json.loads(said[0]) != json.loads(said[1])
-
-
-def test_step_level_batching_beats_a_window() -> None:
-    plan = simulate.Plan(Mix(size=always(SIZE)), loads=(0.6,), pictures=2000)
-    (point,) = (point for point, _ in simulate.points(affine(), plan) if point)
-    figures = point["policies"]
-    assert figures["step_level"]["p99_s"] < figures["window"]["p99_s"]
-    assert figures["step_level"]["p50_s"] < figures["window_free"]["p50_s"]
-    assert all(m["throughput_per_s"] == pytest.approx(point["rate_per_s"], rel=0.1) for m in figures.values())
 
 
 def test_deadlines_that_nobody_can_keep_are_said() -> None:
@@ -139,8 +130,6 @@ def test_the_bound_is_that_of_the_best_width() -> None:
         (["--load", "-1"], "--load: must be between"),
         (["--load", "x"], "--load: must be numbers"),
         (["--pictures", "0"], "--pictures: must be between 1"),
-        (["--batch", "0"], "--batch: must be between 1"),
-        (["--window", "-1"], "--window: must be between 0"),
         (["--seed", "-1"], "--seed: must be at least 0"),
         (["--bursts", "5"], "--bursts: must be two numbers"),
         (["--bursts", "0,5"], "--bursts: must be two numbers"),

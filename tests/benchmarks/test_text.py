@@ -62,6 +62,7 @@ def shared(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
+@pytest.mark.long
 def test_both_panels_are_measured(shared: Runtime, tmp_path: Path) -> None:
     assert shared.texts is not None
     result = cohost.run(settings(tmp_path), seconds=0.3, steps=2, results=tmp_path, turns=1)

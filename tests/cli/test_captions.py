@@ -29,6 +29,7 @@ def write(shell: Shell, out: str, count: int, *words: str) -> bytes:
     return (shell.folder / out).read_bytes()
 
 
+@pytest.mark.long
 def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same captions at every width of batches; other seeds, other captions; nothing twice."""
     files = {}
@@ -53,6 +54,7 @@ def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, mo
     assert len(other & {one.text for one in found}) < 12
 
 
+@pytest.mark.long
 def test_subjects_are_taken_in_turn(shell: Shell) -> None:
     (shell.folder / "s.tsv").write_text("name\tcaption\nx\tfox\ny\tred  heart\nz\tpizza\n")
     write(shell, "c.tsv", 6, "--subjects", "s.tsv", "--temperature", "1")
@@ -118,6 +120,7 @@ def small(folder: Path, chat: bool) -> Path:
     return folder
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("chat", [True, False])
 def test_any_llama_writes(chat: bool, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(small(shell.folder / "words", chat))

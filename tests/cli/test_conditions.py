@@ -104,6 +104,7 @@ SAID: dict[str, list[tuple[Options, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("control", "lora")
 @pytest.mark.parametrize("field", SAID)
 def test_pictures_follow_it_and_say_so(shell: Shell, assets: Path, field: str) -> None:
     found = set()

@@ -255,6 +255,7 @@ def test_a_picture_that_the_checker_flags_is_not_written_or_blurred_or_told(
 LONG = "very long words here " * 120
 
 
+@pytest.mark.quick(0, 3, 7)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["too long", "a damaged embedding", "an embedding in a pickle", "weights"])
 def test_a_row_that_the_model_refuses_is_named_and_the_others_are_drawn(shell: Shell, place: int, kind: str) -> None:
@@ -306,6 +307,7 @@ def test_a_prompt_alone_that_the_model_refuses_is_unusable_input(shell: Shell) -
     assert "PROMPT: has 2040 tokens" in shell.refused(LONG)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("name", ["Detail Tweaker XL (v2)", "[SDXL] Ink & Wash", "线稿.v1"])
 def test_loras_are_named_as_their_files_are(shell: Shell, name: str) -> None:
     (shell.folder / "loras").mkdir()

@@ -146,6 +146,7 @@ def test_what_an_interrupted_removal_left_goes_with_the_next(
     assert not list((shell.folder / "store").iterdir())
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("scheme", "more"), [("int8", ("--limit", "1")), ("int8-dynamic", ())])
 def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: str, more: tuple[str, ...]) -> None:
     said = shell("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)

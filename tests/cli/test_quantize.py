@@ -140,6 +140,7 @@ def test_without_a_folder_it_goes_into_the_cache_where_auto_finds_it(shell: Shel
     assert precisions(shell) == {"int8"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cached")
 def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivities_suggests(shell: Shell) -> None:
     given = ("quantize", "--model", TINY, "--limit", "2", "-o", "variant", "--search")

@@ -69,6 +69,7 @@ def nearly(found: Any, rel: float = 1e-4) -> Any:
     return pytest.approx(found, rel=rel, abs=1e-4) if isinstance(found, float) else found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     said = shell("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
@@ -230,6 +231,7 @@ def pair(shell: Shell) -> list[str]:
     return ["--model", "painter", "--cascade", "sketcher", "--cascade-scorer", str(scorer)]
 
 
+@pytest.mark.long
 def test_a_gate_is_found_stored_and_read(
     shell: Shell, prompts: str, pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +259,7 @@ def test_a_gate_is_found_stored_and_read(
     assert front(shell.folder / "painter")["cascades"] == tuned["cascades"]
 
 
+@pytest.mark.quick(0, 1, 2)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

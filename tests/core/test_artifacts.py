@@ -103,6 +103,7 @@ def test_many_parts_of_a_large_one(put: Put, artifacts: Artifacts) -> None:
     assert artifacts.get(put(artifacts, data)) == data
 
 
+@pytest.mark.quick(0, 2)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
 @pytest.mark.parametrize("put", WAYS)
 def test_it_is_on_the_disk_before_anybody_is_told(put: Put, tmp_path: Path) -> None:

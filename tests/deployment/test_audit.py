@@ -59,6 +59,7 @@ def test_a_vulnerable_package_is_named(service: str) -> None:
     assert "PYSEC-2026-1, mended in 99.0\n1 vulnerabilities in" in done.stdout and done.stdout.startswith("idna ")
 
 
+@pytest.mark.long
 @needs_tools
 @pytest.mark.parametrize("service", [[]], indirect=True)
 def test_nothing_known_is_well(service: str) -> None:
@@ -102,6 +103,7 @@ def test_what_was_not_looked_up_is_told_apart(
     assert shown.out == out and err in shown.err and bool(shown.err) == bool(err)
 
 
+@pytest.mark.long
 @needs_tools
 def test_the_bill_of_materials_is_cyclonedx(tmp_path: Path) -> None:
     """Of the tools' own environment, which is small; the schema's own validator reads it, once."""

@@ -27,6 +27,7 @@ def test_without_a_gpu_none_is_served(serve: Callable[..., Served]) -> None:
     assert "--each-gpu: no GPU is visible here" in served.err
 
 
+@pytest.mark.long
 def test_an_artifacts_url_of_no_use_ends_it(serve: Callable[..., Served]) -> None:
     """On an address for everyone, with variables that are no settings: all is said once, and the error last."""
     variables = {"DIPTYCH_ARTIFACTS_URL": "gopher://pictures", "DIPTYCH_PRECISON": "fp16", "diptych_port": "80"}
@@ -116,6 +117,7 @@ def test_parts_on_their_own_need_a_redis(
     assert out == "" and err.startswith(f"diptych: DIPTYCH_REDIS_URL: {message}") and "secret" not in err
 
 
+@pytest.mark.long
 def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path) -> None:
     port = free_port()
     service = Client(f"http://127.0.0.1:{port}")

@@ -28,6 +28,7 @@ def test_captions_are_read_as_each_alone() -> None:
     torch.testing.assert_close(clip.read(texts), torch.cat([clip.read([text]) for text in texts]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_score_is_torchmetrics(emoji: Path) -> None:
     from torchmetrics.multimodal.clip_score import CLIPScore
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel, CLIPProcessor

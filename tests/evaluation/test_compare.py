@@ -143,6 +143,7 @@ def test_what_cannot_be_compared_is_named(runs: dict[str, Path], shell: Shell) -
         assert answer.code == 2 and said in answer.err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell, alexnet_file: Path) -> None:
     words = ["evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--steps", "4", "--limit", "4"]
     words += ["--variants", "fp32", "fp32@50", "fp32+3:resnet", "--out", "runs", "--lpips"]

@@ -125,6 +125,7 @@ def test_a_killed_run_ends_with_the_scores_of_an_unbroken_one(shell: Shell) -> N
     assert not list((shell.folder / "broken/run/pictures").glob(".*"))
 
 
+@pytest.mark.quick(0, 3)
 @pytest.mark.parametrize("places", [(0,), (1,), (3,), (0, 2), (0, 1, 2, 3, 4)])
 def test_captions_that_the_model_refuses_are_all_named_before_any_is_drawn(
     places: tuple[int, ...], shell: Shell
@@ -232,6 +233,7 @@ def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -
     assert "guidance_interval" not in asked
 
 
+@pytest.mark.long
 def test_a_tuned_plan_says_what_the_options_leave_open(shell: Shell) -> None:
     found = {"steps": 3, "guidance_interval": [0.0, 0.7], "deepcache": {"interval": 2}}
     plans.write(shell.folder / "mine.json", "fp32", {"plans": {"fast": found}})

@@ -99,6 +99,7 @@ def pictures(count: int, seed: int, side: int) -> list[np.ndarray]:
     return [np.asarray((one.permute(1, 2, 0) * 255).round().to(torch.uint8)) for one in large]
 
 
+@pytest.mark.long
 def test_it_sees_what_an_independent_forward_sees(file: Path) -> None:
     """Of a picture that is enlarged, and of one that is reduced; test_mlperf_files.py makes a FID of it by hand."""
     ours = Inception(file)

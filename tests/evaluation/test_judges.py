@@ -51,6 +51,7 @@ def test_hpsv2_sees_whole_pictures_between_black_borders() -> None:
     torch.testing.assert_close(judge.network.see([tall]), usual.see([np.pad(halved, ((0, 0), (32, 32), (0, 0)))]))
 
 
+@pytest.mark.long
 def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward: Path, shell: Shell) -> None:
     given = {"fd-dinov2": dino, "cmmd": CLIP, "pickscore": CLIP, "hpsv2": CLIP, "imagereward": image_reward}
     words = [word for figure, folder in given.items() for word in ("--judge", f"{figure}={folder}")]

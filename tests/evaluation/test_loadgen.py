@@ -27,6 +27,7 @@ CAPTIONS = ("a fox", "a hen", "a pig", "an owl", "a cow")
 SHORT = ["--duration", "0.1", "--queries", "70", "--latent", "off", *QUICK[:2], "--threads", "1"]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("scenario", "rate"), [("Offline", ["--target-qps", "1000"]), ("SingleStream", [])]
 )  # Server is VALID from some 460 queries on: too long for a test
@@ -205,6 +206,7 @@ def test_failures_end_the_test_and_are_told(tmp_path: Path) -> None:
         loadgen.run(loadgen.LoadGenSettings("Offline", loadgen.ACCURACY), Failing(), tmp_path)
 
 
+@pytest.mark.quick("Offline")
 @pytest.mark.parametrize("scenario", ["Offline", "SingleStream"])
 def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
     words = ["mlperf", "--panel", "text", "--prompts", str(table(shell.folder, CAPTIONS)), "--scenario", scenario]

@@ -37,6 +37,7 @@ def test_all_that_is_missing_is_told_at_once_with_its_source(shell: Shell) -> No
     assert not (shell.folder / "out" / "accuracy").exists()
 
 
+@pytest.mark.long
 def test_other_files_than_the_published_ones_are_refused_and_in_a_dry_run_stand_ins(made: Path) -> None:
     refused = mlperf_files.check_all(made, str(EMBEDDED), None)
     told = {one.name: one.wrong for one in refused}
@@ -50,6 +51,7 @@ def test_other_files_than_the_published_ones_are_refused_and_in_a_dry_run_stand_
     assert mlperf_files._model(made, sdxl.NAME, None).stand_in
 
 
+@pytest.mark.long
 def test_files_that_cannot_be_read_are_wrong_even_in_a_dry_run(made: Path, tmp_path: Path) -> None:
     files = tmp_path / "files"
     shutil.copytree(made, files)

@@ -80,6 +80,7 @@ def test_it_follows_light_and_dark_and_fits_a_phone(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 420
 
 
+@pytest.mark.long
 def test_a_single_runs_page_shows_its_pictures_and_nothing_to_compare(page: Any) -> None:
     """Last in this file: it leaves the page of the comparison."""
     page.goto(page.alone)

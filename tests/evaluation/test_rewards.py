@@ -59,6 +59,7 @@ def test_safetensors_are_the_same(image_reward: Path, tmp_path: Path) -> None:
     assert one.digest != other.digest  # of the file
 
 
+@pytest.mark.long
 def test_hpsv3s_frequencies_are_rounded_as_published(hpsv3: Path) -> None:
     """Alone, since other roundings of bf16 hide theirs."""
     network = HpsV3(hpsv3, dtype=torch.float32)

@@ -22,6 +22,7 @@ from tests.http_server import Handler, LocalServer
 WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
 
 
+@pytest.mark.long
 def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -> None:
     service = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
     try:

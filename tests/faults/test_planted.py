@@ -205,10 +205,12 @@ def broken(
     return check(History(0, faults, book.calls, limits(world), left, levels=held))
 
 
+@pytest.mark.long
 def test_nothing_is_found_where_nothing_is_wrong(world: World) -> None:
     assert broken(world, (), peaceful, strangers, killed) == []
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("number", range(len(GROUPS)), ids=lambda number: "+".join(GROUPS[number][2]))
 def test_planted_bugs_are_found(world: World, number: int) -> None:
     acts, end_s, bugs = GROUPS[number]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from core.jobs.record import JobState
 from tests.faults.histories.checker import disorder
@@ -132,6 +133,7 @@ def test_a_rolling_restart_is_not_noticed(tmp_path: Path) -> None:
         assert len(clients.accepted) > 10
 
 
+@pytest.mark.long
 def test_a_model_of_another_name_takes_over(tmp_path: Path) -> None:
     with house(tmp_path, workers=1) as here:
         world, address = here.world, here.world.urls()[0]

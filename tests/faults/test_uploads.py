@@ -18,7 +18,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoneApi]:
         yield running
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies)
 def test_a_hostile_body_is_refused_by_name(running: LoneApi, body: Body) -> None:
     assert fault(body.send(running.client)) is None

@@ -81,6 +81,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield Pair(world, [stack.enter_context(httpx2.Client(base_url=url, timeout=PATIENCE_S)) for url in urls])
 
 
+@pytest.mark.long
 def test_two_versions_serve_side_by_side_in_both_orders(pair: Pair) -> None:
     """Each worker generates each API's images with the same pixels, and each API lists and ends the other's jobs.
 

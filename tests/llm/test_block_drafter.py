@@ -93,6 +93,7 @@ def published(weights: dict[str, Tensor], config: Any, x: Tensor, features: Tens
     return norm(x, "norm.weight")
 
 
+@pytest.mark.quick("torch", "kernels")
 @pytest.mark.parametrize("kind", ["torch", "kernels", "graphs"])
 def test_blocks_are_those_of_the_published_architecture(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences: contexts read in pieces, the last of them with blocks of different lengths."""

@@ -141,6 +141,7 @@ def cache_of(kind: Kind, heads: int, d: int, *, sequences: int = 6, context: int
 KINDS: list[Kind] = ["float", "int8", "fp8"] if len(EIGHT) > 1 else ["float", "int8"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32), (4, 4, 64)])
 @pytest.mark.parametrize("normed", [False, True])
@@ -176,6 +177,7 @@ def test_gate(to: torch.dtype) -> None:
         close(gate(x, inverse, to, gelu=gelu), gate_reference(x, inverse, to, gelu=gelu))
 
 
+@pytest.mark.quick("4-2-16-float", "16-4-32-int8", "3-1-32-int8")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (16, 4, 32), (3, 1, 32)])
 def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
@@ -212,6 +214,7 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
             close(out, expected)
 
 
+@pytest.mark.quick("16-int8", "32-float")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("d", [16, 32])
@@ -296,6 +299,7 @@ PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8", *FOUR_BITS) for kv in K
 ]  # fmt: skip
 
 
+@pytest.mark.quick("plain-float", "int8-float")
 @pytest.mark.parametrize(("kind", "kv"), [(kind, kv) for kind, kv in PAIRS if kind != "fp8" or len(EIGHT) > 1])
 def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     """Against transformers' own forward of the same layers, quantized or not."""
@@ -313,6 +317,7 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
         assert cosine(made, expected) > least, cosine(made, expected)
 
 
+@pytest.mark.quick("qwen3", "gemma3")
 @pytest.mark.parametrize("name", ["llama-with-biases", "qwen3", "gemma2", "gemma3"])
 def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> None:
     """With biases, with norms of heads, and Gemma's embeddings, norms, caps and windows."""
@@ -384,6 +389,7 @@ def test_weights_are_held_once() -> None:
     )
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])])
 def test_equal_bits_alone_and_in_a_crowd(kind: str) -> None:
     """Decoding rows, whatever fills the batch up beside them."""
@@ -408,6 +414,7 @@ def test_rows_that_fill_up_write_nowhere() -> None:
         assert changed == [3, 13, 23]  # the pages of these positions, and no others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])] if CUDA else ["plain"])
 def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
     """Prompts in chunks beside rows that decode, padded to a graph's shape, against the same steps as they are."""
@@ -472,6 +479,19 @@ def merged_logits(model: TextModel, own: dict[str, LowRank], tokens: list[int]) 
             weight = network.get_submodule(name).weight
             weight += ((pair.up @ pair.down) * pair.scale).to(weight)
     return stage.logits(replace(model, network=network), tokens)
+
+
+@pytest.mark.long
+def test_guesses_have_the_bits_of_single_steps() -> None:
+    """Of a sequence whose next tokens are known, in one step beside another that decodes."""
+    model = model_of("int8")
+    tokens = [1, 40, 41]
+    run, single = fused(model, features=(0, 1)), fused(model)
+    step = TokenBatch.of([9, *tokens], [0, 0, 1, 2], [1, 0, 0, 0], [0, 1, 2, 3])
+    assert run._step(step).decodes
+    together = run(step)[1:].clone()
+    alone = [single(TokenBatch.of([token], [place], [0], [0])).clone() for place, token in enumerate(tokens)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_steps_that_no_graph_fits_run_without() -> None:

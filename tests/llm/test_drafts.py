@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llm.draft_graphs import DraftGraphs
 from llm.drafts import DraftRequest
 from llm.sequence import SequenceState
 from llm.speculate import DraftTokens
@@ -22,7 +23,8 @@ class Witness:
     """Guesses the model's own next tokens, one of them wrong, and keeps the features of all that it reads."""
 
     name, features, lookahead, size_bytes = "witness", LAYERS, 1, 0
-    reads, at_once, most, cost, graphs = True, False, 15, 0.1, None
+    reads, at_once, most, cost = True, False, 15, 0.1
+    graphs: DraftGraphs | None = None
 
     def __init__(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._known = known  # answers by prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
+
+# isort: split
 from core.kernels.kv_cache import KVCache
 from llm import load_draft
 from llm.draft_forwards import FusedForwards, ProgramForwards
@@ -138,24 +142,32 @@ def test_programs_of_kernels_draft_alike(folder: Path) -> None:
     assert right > 24
 
 
+@pytest.mark.long
 def test_graphs_run_the_same_loop(folder: Path) -> None:
-    """The fused form's padding and its fixed steps, on the operations of torch."""
+    """The fused form's padding and its fixed steps."""
     draft, model = loaded(folder), stage.small()
-    cache = KVCache(layers=1, kv_heads=2, head_dim=16, **SIZE)
-    cache.place(0, [3, 5])
-    cache.place(1, [7, 9])
     tokens = [5, 9, 17, 40, 3, 8]
     features = torch.randn(5, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
-    _, expected = chains(draft.network, tokens, features)
-    decoder = EagleDecoder.of(draft.network, model.network.get_input_embeddings(), lambda layer: layer)
-    execution: Any = SimpleNamespace(step_graphs=stage.step_graphs(features.shape[1]))
-    drafter = EagleDrafter(draft, decoder, FusedForwards(draft.network, cache), execution)
+    scores, expected = chains(draft.network, tokens, features)
+    cache = KVCache(layers=1, kv_heads=2, head_dim=16, dtype=DTYPE, device=DEVICE, turned=True, **SIZE)
+    cache.place(0, [3, 5])
+    cache.place(1, [7, 9])
+    network, embedding = draft.network.to(DEVICE, DTYPE), copy.deepcopy(model.network.get_input_embeddings())
+    decoder = EagleDecoder.of(network, embedding.to(DEVICE, DTYPE), lambda layer: layer)
+    execution: Any = SimpleNamespace(step_graphs=stage.step_graphs(features.shape[1], DTYPE, DEVICE))
+    drafter = EagleDrafter(draft, decoder, FusedForwards(network, cache), execution)
     assert drafter.graphs is not None
     for first, last, count in ((0, 2, 2), (2, 5, 4)):
-        (made,) = drafter.guess([request(0, tokens, first, last, count, features)])
-        assert made.tokens == expected[last - 1, :count].tolist()
+        (made,) = drafter.guess([request(0, tokens, first, last, count, features.to(DEVICE, DTYPE))])
+        if CUDA:  # in 16 bits; what follows a guess depends on it
+            word = (torch.arange(WORDS) + draft.network.d2t.cpu()).tolist().index(made.tokens[0])
+            likely = scores[last - 1, 0]
+            assert len(made.tokens) == count and likely.max() - likely[word] < 0.1 * likely.abs().max()
+        else:
+            assert made.tokens == expected[last - 1, :count].tolist()
 
 
+@pytest.mark.quick("True-options0", "False-options1")
 @pytest.mark.parametrize(
     ("on_kernels", "options"), [(True, {}), (False, {}), (True, {"chunk": 7, "pages": 30, "max_requests": 6})]
 )

@@ -60,6 +60,7 @@ def answered(engine: Engine, given: list[tuple[int, ...]], *, on: bool) -> list[
     return [text.tokens[: next((n for n, t in enumerate(text.tokens, 1) if t in ends), MOST)][:MOST] for text in made]
 
 
+@pytest.mark.quick("preempted", "draft-preempted", "lookup")
 @pytest.mark.parametrize(
     ("count", "options", "guessing"),
     [
@@ -89,6 +90,7 @@ def test_prompts_on_our_kernels(
     check(found, wanted()[:count], given)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("drafted", [False, True])
 def test_prompts_on_torch(drafted: bool) -> None:
     """The models' own code on our attention, with too few pages."""

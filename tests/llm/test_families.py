@@ -51,6 +51,7 @@ def answered(name: str, count: int, **options: Any) -> tuple[str, list[tuple[int
     return runner.execution.kind, [text.tokens[:end][:MOST] for text, end in zip(texts, ends, strict=True)]
 
 
+@pytest.mark.quick(0, 1, 2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_in_flight(name: str) -> None:
     model, prompts, expected = reference(name)

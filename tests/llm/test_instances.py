@@ -102,7 +102,7 @@ def smallest(schema: dict[str, Any], defs: dict[str, Any], depth: int) -> bool:
     return True
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(schemas, st.fixed_dictionaries(dict.fromkeys(NAMES, schemas)))
 def test_as_building_one_finds_it(root: dict[str, Any], defs: dict[str, Any]) -> None:
     """With three names a shortest instance follows each of them once on a way: three references deep at most."""

@@ -104,6 +104,7 @@ def logits(execution: TextExecution, ids: torch.Tensor, chunks: list[int]) -> to
     return torch.cat(made, dim=1)
 
 
+@pytest.mark.quick("mixtral", "qwen3", "gemma2", "phi3", "llama", "cohere2", "olmo3")
 @pytest.mark.parametrize("name", FAMILY)
 def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, kind = FAMILY[name]

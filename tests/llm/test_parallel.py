@@ -54,6 +54,7 @@ def compare(actual: Sequence[GeneratedText], expected: Sequence[GeneratedText]) 
     torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("tp2pp2")
 @pytest.mark.parametrize("parallel", ["tp2", "tp4", "pp2", "tp2pp2"])  # tp4: more ranks than heads of keys
 def test_text_of_ranks_is_that_of_one_process(parallel: str, expected: list[GeneratedText]) -> None:
     with ranks.serving(tiny.TINY, parallel, **OPTIONS) as (engine, runner):

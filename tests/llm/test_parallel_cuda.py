@@ -51,6 +51,7 @@ def results(run: FusedTextExecution) -> list[Tensor | None]:
     return [logits, None if run.best is None else run.best.clone()]
 
 
+@pytest.mark.quick("tp2-int8")
 @pytest.mark.parametrize(("parallel", "kind"), [("tp2", "int8"), ("pp2", "plain")])
 def test_ranks_give_the_logits_of_one_process(parallel: str, kind: str) -> None:
     expected = results(fused(model_of(kind)))

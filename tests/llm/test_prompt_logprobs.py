@@ -34,6 +34,7 @@ def assert_transformers_own(model: TextModel, prompt: Sequence[int], logprobs: S
             assert value == pytest.approx(row[token].item(), abs=1e-3)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "emoji"])
 def test_they_are_transformers_own(name: str, kernels: bool) -> None:

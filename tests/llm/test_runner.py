@@ -35,6 +35,7 @@ def sampled(model: stage.TextModel, count: int, **options: Any) -> list[TextPara
     ]
 
 
+@pytest.mark.quick("model")
 @pytest.mark.parametrize("draft", [None, "model", "lookup"])
 def test_a_seed_means_one_text_whatever_the_companions(draft: str | None) -> None:
     """Alone, in a crowd, and sent away: also with guesses, whose number must then not depend on the load."""
@@ -107,6 +108,7 @@ def test_iterations_ahead_of_their_tokens_write_the_same(monkeypatch: pytest.Mon
         assert [text.tokens for text in stage.answers(engine, requests)] == [text.tokens for text in expected]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pages", [None, 14])
 def test_embeddings_and_schemas_beside_iterations_ahead(pages: int | None) -> None:
     """They need the host after each of their forwards, which the answers beside them then wait for."""

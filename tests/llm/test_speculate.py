@@ -36,6 +36,7 @@ def settings(n: int) -> sample.SamplingSettings:
     )  # fmt: skip
 
 
+@pytest.mark.quick("bad", "certain")
 @pytest.mark.parametrize("kind", ["bad", "good", "certain", "disjoint"])
 def test_rejection_sampling_follows_the_target(kind: str) -> None:
     """Two guesses and what follows: the first three tokens' joint distribution, over many seeds."""

@@ -31,7 +31,7 @@ from llm.attention import NAME
 from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import make
 from llm.shards import Rank, shard_
-from llm.weight_files import hollow
+from llm.weight_files import meta_network
 
 SIZE: dict[str, Any] = {
     "vocab_size": 300, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -108,7 +108,7 @@ def test_layers_are_those_of_a_model_that_is_read_whole(
     assert len(list(folder.glob("*.safetensors"))) >= min(2, shards)
     if precision in SCHEMES:
         make(load(str(folder)), [tuple(range(3, 40))], folder, scheme=cast(Scheme, precision))
-    assert hollow(folder, torch.float32, NAME) is not None
+    assert meta_network(folder, torch.float32, NAME) is not None
     split = parse(parallel)
     for rank in (None, *(Rank(number, split) for number in range(split.ranks if precision != "int8-sparse" else 0))):
         model = load(str(folder), precision=precision, rank=rank)
@@ -226,6 +226,7 @@ def peak_bytes(task: Callable[[], object]) -> int:
     return read("VmHWM:") - before
 
 
+@pytest.mark.quick("tp4-bf16")
 @pytest.mark.parametrize(("parallel", "precision"), [("tp4", "bf16"), ("pp4", "fp32")])
 def test_a_rank_takes_the_memory_of_its_part_and_a_layer(parallel: str, precision: str, tmp_path: Path) -> None:
     layers, sizes = 8, {"hidden_size": 512, "intermediate_size": 4096, "num_key_value_heads": 4}

@@ -92,6 +92,7 @@ def test_the_stock_pipeline_loads_it_and_draws_the_same_picture() -> None:
     assert np.abs(np.asarray(image).astype(int) - levels(drawn()[prompt])).max() <= 1
 
 
+@pytest.mark.quick("emoji-xl")
 @pytest.mark.parametrize("name", ["emoji-xl", "emoji-z"])
 def test_emoji_clip_finds_the_caption_of_each_picture(name: str) -> None:
     from transformers import CLIPModel, CLIPProcessor

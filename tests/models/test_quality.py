@@ -39,6 +39,7 @@ def check(name: str, way: str, count: int) -> None:
     assert gate.falls(found, STORED[str(count)][name][way]) == []
 
 
+@pytest.mark.quick(0, 3)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_pictures_are_as_near_to_fp32_as_when_the_figures_were_stored(name: str, way: str) -> None:
     check(name, way, gate.FEW)
@@ -75,6 +76,7 @@ def seven_bits(network: Any) -> None:
         layer.weight.copy_(layer.weight // 2 * 2)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("bug", [scale_of_one_kind, inputs_that_overflow, seven_bits])
 def test_a_planted_bug_is_found(bug: Callable[[Any], None]) -> None:
     few = 4  # pictures, beside the same ones without the bug

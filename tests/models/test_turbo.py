@@ -54,6 +54,7 @@ def test_it_is_a_student_of_four_steps_without_guidance(cache: Path) -> None:
     assert (own.student, own.steps, own.scheduler, own.rows(own.guidance_scale)) == ("lcm", 4, "lcm", 1)
 
 
+@pytest.mark.long
 def test_it_draws_what_emoji_xl_draws(cache: Path) -> None:
     """Its teacher was emoji-xl before its last training: the same things, in other shades."""
     other = drawn(cache, "emoji-xl", "fp32", 8)

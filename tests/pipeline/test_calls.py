@@ -31,7 +31,7 @@ from unet_opt import unet
 
 SHAPE = "heads-for-kernels"
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 MOST = 14  # calls, the kernel's with them
 KERNELS = {
     "programs": (Program.run, 1),  # and the C function that it calls

@@ -89,6 +89,7 @@ print(json.dumps(fingerprint(model, executable="kernels", bucket=None, kernels=k
 """
 
 
+@pytest.mark.long
 def test_equal_installations_print_the_same(tmp_path: Path) -> None:
     """This process and a fresh one in another folder, with other hashes, on a copy of the sources of another age."""
     own = KernelIdentity.on_cpu(stage.kernels())
@@ -146,6 +147,7 @@ def told(picture: Picture) -> dict[str, Any]:
     return dict(picture.fingerprint)
 
 
+@pytest.mark.long
 def test_one_constant_of_the_cpu_kernels_changes_bytes_and_fingerprint(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

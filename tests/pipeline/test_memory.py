@@ -32,6 +32,7 @@ def held(model: ImageModel) -> int:
     return sum(t.nbytes for module in (model.denoiser, model.vae.decoder) for t in module.state_dict().values())
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_frugal_lets_go_of_what_is_packed_and_draws_the_same(
     folder: Path, kernels: ctypes.CDLL, precision: str

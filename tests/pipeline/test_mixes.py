@@ -54,6 +54,7 @@ def wish(chance: random.Random, seed: int) -> ImageParameters:
     )  # fmt: skip
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["kernels", "torch"])
 def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDLL) -> None:
     """Bit by bit on the kernels; on torch deterministic ones bit by bit, others within a level."""

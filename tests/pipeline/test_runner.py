@@ -72,6 +72,7 @@ def check_parity(shape: str, parameters: ImageParameters, picture: Any) -> None:
     assert np.abs(levels(picture) - expected).max() <= 1, parameters
 
 
+@pytest.mark.quick("plain", "many-heads", "distilled", "v-prediction")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_picture_equals_diffusers_alone_and_in_a_batch_that_others_join_and_leave(shape: str) -> None:
     runner = Watching(model(shape), lane=shared_lane(), max_rows=64)
@@ -110,6 +111,7 @@ def deterministic(seed: int, **options: Any) -> ImageParameters:
     return wanted(seed=seed, deterministic=True, **options)
 
 
+@pytest.mark.quick(0, 1)
 @pytest.mark.parametrize(("threads", "scheduler"), [(2, "euler"), (1, "euler-ancestral"), (2, "dpm++2m")])
 def test_deterministic_bytes_are_equal_at_every_position_of_the_bucket(threads: int, scheduler: str) -> None:
     before = torch.get_num_threads()

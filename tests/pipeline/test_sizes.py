@@ -58,6 +58,7 @@ def mixture(**fields: Any) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "layers", "graphs"])
 def test_pictures_equal_diffusers_alone_and_in_batches_that_others_join(backend: str, kernels: ctypes.CDLL) -> None:
     options: dict[str, Any] = {
@@ -78,6 +79,7 @@ def test_pictures_equal_diffusers_alone_and_in_batches_that_others_join(backend:
     runner.close()
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_shallow_steps_are_torchs_on_all_backends(depth: str, kernels: ctypes.CDLL) -> None:
     parameters = mixture(deepcache=DeepCache(2, depth))
@@ -94,6 +96,7 @@ def test_shallow_steps_are_torchs_on_all_backends(depth: str, kernels: ctypes.CD
         runner.close()
 
 
+@pytest.mark.long
 def test_in_int8_they_are_as_near_to_fp32_as_those_that_halve_evenly(tmp_path: Path, kernels: ctypes.CDLL) -> None:
     """22.0 to 27.3 dB here, 23.2 for the native one, with random weights.
 
@@ -114,6 +117,7 @@ def test_in_int8_they_are_as_near_to_fp32_as_those_that_halve_evenly(tmp_path: P
         assert solo(runner, one).png() == picture.png()
 
 
+@pytest.mark.long
 def test_graphs_are_kept_of_the_sizes_that_were_drawn_last() -> None:
     """More sizes than there is room for: each picture is diffusers' own, and what was not used for longest goes."""
     tape, shape = Tape(), "wide-heads"

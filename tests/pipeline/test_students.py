@@ -71,6 +71,7 @@ def stock_picture(name: str, scheduler: Any, **given: Any) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
+@pytest.mark.quick("turbo", "lcm")
 @pytest.mark.parametrize("name", KINDS)
 def test_its_defaults_are_its_authors_and_its_picture_diffusers(folders: dict[str, Path], name: str) -> None:
     model = load(str(folders[name]))

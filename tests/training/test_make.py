@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"emoji-xl": "F16", "emoji-clip": "F16", "emoji-lm": "F16", "emoji-lm-draft": "F16"}
 
 
+@pytest.mark.long
 def test_make_train_leaves_models_that_the_stock_classes_load(data: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusionXLPipeline
     from transformers import AutoProcessor, CLIPModel

@@ -64,6 +64,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """The killed one is a process; the undisturbed one and the one that goes on are this one."""
     calm, broken = tmp_path / "calm", tmp_path / "broken"

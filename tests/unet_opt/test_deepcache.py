@@ -34,6 +34,7 @@ def own(features: Features) -> Features:
 SIZES = [(8, 8), (4, 12), (6, 5)]
 
 
+@pytest.mark.quick(0, 1, 2, 3)
 @pytest.mark.parametrize(
     ("name", "size"),
     [(name, SIZES[n % 3]) for n, name in enumerate(UNETS)] + [("three-levels", size) for size in (SIZES[0], SIZES[2])],
@@ -46,6 +47,7 @@ def test_on_torch_deep_is_diffusers(name: str, size: tuple[int, int]) -> None:
     check_close(deep(on_torch(one), given)[0], wanted, relative=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("on", "name", "scheme"),
     [(on, name, "floats") for on in ("torch", "kernels", "fused") for name in UNETS]

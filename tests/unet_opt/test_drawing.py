@@ -17,6 +17,7 @@ from tests.pipeline.worlds import SHAPES, Watching, levels, model, shared_lane, 
 from unet_opt.inputs import DenoiserInputs
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("guidance", [5.0, 1.0])
 def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:

@@ -39,6 +39,7 @@ def test_in_floats_it_is_diffusers(name: str) -> None:
             check_close(found, wanted, relative=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_in_8_bits_it_is_as_far_from_floats_as_the_quantized_modules(name: str, scheme: str) -> None:

@@ -40,6 +40,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", UNETS)
 @pytest.mark.parametrize("size", [(8, 8), (4, 12)])
 def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
@@ -54,6 +55,9 @@ def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
         check_close(out, wanted, relative=1e-5)
 
 
+@pytest.mark.quick(
+    "three-levels-int8-(9, 7)", "conv1x1-int8-(9, 7)", "distilled-int8-(9, 7)", "three-levels-fp8-(9, 7)"
+)
 @pytest.mark.parametrize(
     ("name", "scheme", "sides"),
     [(name, "int8", (9, 7)) for name in UNETS]
@@ -84,6 +88,7 @@ def test_rows_are_the_same_in_any_company(scheme: str) -> None:
     assert error(alone, together) < (0.02 if CUDA or scheme == "int8" else 1e-5)
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("scheme", ["floats", "int8", "fp8"])
 def test_a_network_with_anothers_weights_is_that_network(scheme: str) -> None:
     """Once these are copied to where its kernels read; a network that differs in more is refused."""

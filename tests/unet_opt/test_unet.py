@@ -20,6 +20,7 @@ from unet_opt.layout import _SUPPORTED, check_unet
 from unet_opt.unet import cross_attentions
 
 
+@pytest.mark.quick("plain", "three-levels", "many-heads", "distilled")
 @pytest.mark.parametrize("name", UNETS)
 def test_in_floats_it_equals_diffusers(name: str) -> None:
     """For several sizes, numbers of rows and lengths of prompts, one after another on the same programs.
@@ -35,6 +36,7 @@ def test_in_floats_it_equals_diffusers(name: str) -> None:
         assert (ours(programs, given) - wanted).abs().max() <= 1e-5
 
 
+@pytest.mark.quick("two-resnets-(9, 7)", "three-levels-(8, 8)", "distilled-(9, 7)", "plain-(5, 6)")
 @pytest.mark.parametrize(
     ("name", "sides"), [(name, (9, 7)) for name in UNETS] + [("three-levels", (8, 8)), ("plain", (5, 6))], ids=str
 )
@@ -62,6 +64,7 @@ def test_cross_attentions_are_in_the_order_of_diffusers(name: str) -> None:
     assert cross_attentions(one) == tuple(layer for layer in layers if layer.is_cross_attention)
 
 
+@pytest.mark.quick("int8", "half")
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
 def test_a_rows_bits_depend_on_nothing_but_the_row(scheme: str) -> None:
     """Not on how many ride along, on its place among them, on threads, or on what ran before."""
@@ -180,6 +183,7 @@ def with_int8(layers: str) -> Any:
     return one
 
 
+@pytest.mark.quick(0, 2, 5)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -200,6 +204,7 @@ def test_layers_in_int8_may_be_anywhere(layers: str) -> None:
     assert error < 0.5 * rounding
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", UNETS)
 def test_keys_and_values_are_those_of_the_model(name: str, half: bool) -> None:

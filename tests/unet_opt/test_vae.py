@@ -57,6 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("on", ["torch", "cpu"])
 @pytest.mark.parametrize("name", [*CONFIGS, *KNOWN])
 def test_in_floats_it_equals_diffusers(name: str, on: str) -> None:
@@ -93,6 +94,7 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     assert off(found, wanted).max() < 0.2  # eight random channels, of which each counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
 def test_avx2_says_the_same(scheme: str) -> None:
     one = vae("plain", mid_block_add_attention=True)

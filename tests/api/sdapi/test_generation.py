@@ -147,6 +147,7 @@ def half(mode: str = "L", size: tuple[int, int] = (128, 128), white: Any = 255, 
     return image
 
 
+@pytest.mark.quick(0, 3, 4)
 @pytest.mark.parametrize(
     "mask",
     [

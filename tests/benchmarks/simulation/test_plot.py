@@ -44,10 +44,3 @@ def test_axes_are_marked_at_round_values(log: bool, values: list[float], marks: 
     svg = draw([Line("one", [(value, 1.0) for value in values], 0)], "t", "x", "y", log_x=log)
     found = [e for e in ElementTree.fromstring(svg).iter(f"{SVG}text") if e.get("text-anchor") == "middle"]
     assert [e.text for e in found if e.text not in ("x", "y")] == marks
-
-
-def test_larger_is_further_right_and_higher() -> None:
-    svg = draw([Line("one", [(1, 1), (2, 3)], 0), Line("", [(1, 2)], 1, dashed=True)], "t", "x", "y", log_y=True)
-    first, second = ElementTree.fromstring(svg).iter(f"{SVG}circle")
-    assert float(second.get("cx")) > float(first.get("cx")) and float(second.get("cy")) < float(first.get("cy"))
-    assert svg.count("<polyline") == 2 and "prefers-color-scheme: dark" in svg

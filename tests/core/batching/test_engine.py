@@ -418,6 +418,7 @@ def test_close_waits_without_spinning(house: House) -> None:
     assert not closing.is_alive()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("end", ["close", "drain", "break"])
 def test_no_future_hangs_when_the_end_races_with_submissions(house: House, end: str) -> None:
     for turn in range(12):

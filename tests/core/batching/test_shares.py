@@ -287,6 +287,7 @@ def test_leaving_and_coming_back_mints_no_credit() -> None:
     assert visitor_s <= device.charged["stays", False] - before["stays", False] + _BURST_S + 1.0
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("comers", [1, 20])
 def test_many_who_come_back_together_cost_others_one_burst(comers: int) -> None:
     drive, runner = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})

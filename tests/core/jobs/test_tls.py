@@ -101,6 +101,7 @@ def test_the_right_authority_is_believed_by_all(encrypted: tuple[int, Path]) -> 
         assert client.llen("image") == 2, "kombu's too"
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("authority", ["other.pem", ""])
 def test_a_server_that_somebody_else_vouches_for_is_told_no_password(
     encrypted: tuple[int, Path], authority: str

@@ -101,6 +101,7 @@ def test_layer_norm(dtype: torch.dtype, rows: int, channels: int) -> None:
     close(layer_norm_int8(x, weight, bias, 1e-5, inverse, dtype), expected, dtype, 0.01)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [*EIGHT, BF16])
 @pytest.mark.parametrize(
     ("shape", "groups", "silu"),
@@ -117,6 +118,7 @@ def test_group_norm(dtype: torch.dtype, shape: tuple[int, int, int, int], groups
     close(group_norm_int8(x, groups, weight, bias, 1e-5, given, silu, dtype), expected, dtype, 0.02)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", EIGHT)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize(("m", "n", "k"), [(70, 96, 80), (5, 40, 48), (300, 160, 144)])
@@ -161,6 +163,7 @@ def test_gated_linear(kind: torch.dtype, act: Activation, m: int, n: int, k: int
         assert not torch.equal(found[::3].float(), made[::3].float())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", EIGHT)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("shape", "n"), [((2, 6, 9, 32), 96), ((1, 17, 5, 48), 32)])

@@ -93,6 +93,7 @@ def check(model: nn.Module, walk: Callable[..., Any], *shapes: tuple[int, ...], 
     return wanted
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("scheme", ["floats", "int8"])
 @pytest.mark.parametrize("name", UNETS)
 def test_of_a_unet(name: str, scheme: str) -> None:
@@ -116,7 +117,7 @@ def test_of_a_unet(name: str, scheme: str) -> None:
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
 def test_of_a_unet_whose_sides_are_odd(rows: int, height: int, width: int) -> None:
     one = unet("three-levels")

@@ -168,6 +168,7 @@ def nothing(folder: Path) -> None:
     pass
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize(
     ("damage", "options", "said"),

@@ -95,7 +95,7 @@ def whole(out: Path, count: int, table: Table) -> bytes:
     return out.read_bytes()
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     count=st.integers(1, 40), width=st.integers(2, 16), words=st.integers(3, 60),
     stops=st.lists(st.integers(0, 60), max_size=3),

@@ -57,6 +57,7 @@ def plain(index: int) -> Truth:
     return truth if truth.relation not in ("behind", "in front of") else replace(truth, relation="left of")
 
 
+@pytest.mark.long
 def test_of_rendered_truth_nearly_all_is_right_and_of_other_scenes_nearly_none() -> None:
     truths = [plain(index) for index in range(20)]
     drawn = [shown(truth, number) for number, truth in enumerate(truths)]
@@ -71,6 +72,7 @@ def test_of_rendered_truth_nearly_all_is_right_and_of_other_scenes_nearly_none()
     assert len(others) > 15 and sum(others) <= 0.06 * len(others)
 
 
+@pytest.mark.long
 def test_of_larger_pictures_all_are_right() -> None:
     truths = [plain(index) for index in range(6)]
     assert all(CHECKER.check(shown(truth, number, 128), truth).right for number, truth in enumerate(truths))
@@ -108,6 +110,7 @@ def test_things_that_change_places_stand_wrong() -> None:
     assert sum(found.place is True for found in turned) <= 0.03 * len(right)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("relation", ["behind", "in front of"])
 def test_which_of_two_is_in_front(relation: str) -> None:
     """Not of all pictures: where the two overlap little, a checker takes neither for right."""

@@ -54,6 +54,7 @@ def test_groups_are_of_families_that_training_saw_or_never_saw(large: TrainingRu
             assert any(map(is_held_out, composer.families(prompt.truth))) == name.endswith("held_out")
 
 
+@pytest.mark.long
 def test_true_images_are_right_and_those_of_other_captions_are_not(
     large: TrainingRun, real: Path, shell: Shell
 ) -> None:

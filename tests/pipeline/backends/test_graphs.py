@@ -116,6 +116,7 @@ def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Callable
             assert np.abs(levels(picture) - expected).max() <= 1, one
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("shape", "depth"), [*itertools.product(SHAPES, DEPTHS)] if CUDA else [(DEEP, "block"), (WIDE, "resnet")]
 )

@@ -146,6 +146,7 @@ def test_int8_of_another_models_weights_is_refused(quantized: Path, tmp_path: Pa
         load(str(other), precision="int8", unet=quantized / "unet-int8")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_edits_equal_diffusers_and_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
     from tests.pipeline.pixels.test_edit import check_parity, wanted

@@ -182,6 +182,7 @@ def test_a_model_that_was_evicted_joins_again(shelves: Callable[..., Shelf]) -> 
     assert shelf.loads.count("base") == 2
 
 
+@pytest.mark.long
 def test_a_model_in_the_hosts_memory_is_not_loaded_again(shelves: Callable[..., Shelf]) -> None:
     """As many as fit there, those that were used last; one with text encoders of its own is closed."""
     names = ["base", "tuned", "twin", "retold"]

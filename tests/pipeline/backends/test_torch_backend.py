@@ -30,6 +30,7 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
     return ImageParameters("a red cat", seed, *SIZE, steps=6, deterministic=deterministic)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own modules
 @pytest.mark.parametrize("backend_name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])

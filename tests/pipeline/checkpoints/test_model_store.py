@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from pipeline.checkpoints import tiny
+from pipeline.checkpoints import release_assets, tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.model_store import AddOptions, add, names
@@ -191,6 +193,61 @@ def vae_file(folder: Path, layout: str) -> tuple[Path, Any]:
     }
     save_file(states[layout], folder / "vae.safetensors")
     return folder / "vae.safetensors", other.vae
+
+
+ARCHIVE = io.BytesIO()
+with zipfile.ZipFile(ARCHIVE, "w") as _written:
+    _written.writestr("small/model_index.json", "{}")
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str]]:
+    """Publishes a release whose index pins `ARCHIVE` as `small`, and whose server sends these bytes; its address."""
+    sent: list[bytes] = []
+
+    class Page(Handler):
+        def respond(self) -> None:
+            self.answer(200 if self.path == "/v1/small.zip" else 404, sent[-1])
+
+    with LocalServer(Page) as server:
+
+        def publish(data: bytes, address: str = f"{server.url}/v1") -> str:
+            sent.append(data)
+            entry = {"bytes": len(ARCHIVE.getvalue()), "sha256": hashlib.sha256(ARCHIVE.getvalue()).hexdigest()}
+            index = {"address": address, "models": {"small": entry}}
+            (tmp_path / "assets.json").write_text(json.dumps(index))
+            monkeypatch.setattr(release_assets, "INDEX", tmp_path / "assets.json")
+            return f"{server.url}/v1/small.zip"
+
+        yield publish
+
+
+@pytest.mark.parametrize("source", ["name", "address", "file"])
+def test_a_model_of_the_release_is_added(source: str, release: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    mirror = release(ARCHIVE.getvalue(), **({} if source == "name" else {"address": ""}))
+    (tmp_path / "small.zip").write_bytes(ARCHIVE.getvalue())
+    given = {"name": "small", "address": mirror, "file": str(tmp_path / "small.zip")}[source]
+    added = add(given, tmp_path / "store", options(base))
+    assert added.folder == tmp_path / "store/small"
+    assert [path.name for path in (tmp_path / "store").rglob("*") if path.is_file()] == ["model_index.json"]
+    with pytest.raises(ModelError, match="there is a model small already"):
+        add(given, tmp_path / "store", options(base))
+
+
+def test_an_archive_of_other_bytes_leaves_nothing(release: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    other = bytearray(ARCHIVE.getvalue())
+    other[-30] ^= 1
+    for data, reason in ((bytes(other), "its SHA-256 is"), (bytes(other) + b"x", "more than the")):
+        release(data)
+        with pytest.raises(ModelError, match=reason):
+            add("small", tmp_path / "store", options(base))
+        assert not [path for path in tmp_path.glob("store/**/*") if path.is_file()]
+
+
+def test_a_build_without_an_address_asks_for_the_file(release: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    release(b"", address="")
+    with pytest.raises(ModelError, match=r"small: this build has no address .* file or address of small\.zip"):
+        add("small", tmp_path / "store", options(base))
 
 
 @pytest.mark.parametrize("layout", ["original", "bare", "diffusers", "folder", "model"])

@@ -57,6 +57,7 @@ def written(tmp_path: Path, weights: Weights) -> Callable[..., Path]:
     return write
 
 
+@pytest.mark.quick(0, 1)
 @pytest.mark.parametrize(
     ("shape", "dtype"), [("plain", torch.float32), ("three-levels", torch.float16), ("two-resnets", torch.float32)]
 )
@@ -111,6 +112,7 @@ COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_max": 120.
 MEAN, STD = [-1.6, 1.1, 2.2, -0.7], [8.4, 5.9, 4.0, 6.6]
 
 
+@pytest.mark.quick(0, 3)
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize(
     ("keys", "options", "config", "latents"),
@@ -176,6 +178,7 @@ def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Pa
         assert torch.equal(own, theirs)
 
 
+@pytest.mark.quick(0, 1, 3, 6, 8)
 @pytest.mark.parametrize(
     ("keys", "metadata", "options", "prediction", "rescaled"),
     [
@@ -269,6 +272,7 @@ def fp8(*prefixes: str, names: str = "old", each: bool = False, inputs: bool = T
 UNET_PREFIX, TEXTS, VAE_PREFIX = "model.diffusion_model.", "conditioner.embedders.", "first_stage_model."
 
 
+@pytest.mark.quick(1, 2, 3)
 @pytest.mark.parametrize(
     ("change", "prefixes"),
     [

@@ -91,6 +91,7 @@ def stock_picture(folder: Path, *named: tuple[str, float]) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
+@pytest.mark.quick("a:-0.5,b:0.8", "keys", "text:2")
 @pytest.mark.parametrize("text", ["a:0.7", "b", "a:-0.5,b:0.8", "keys", "text:2"])
 def test_a_picture_equals_diffusers_and_fused_weights(folder: Path, runner: Watching, text: str) -> None:
     drawn = solo(runner, with_lora(text))
@@ -116,6 +117,7 @@ def whole(model: Any, kind: str) -> dict[str, torch.Tensor]:
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
+@pytest.mark.quick("dora")
 @pytest.mark.parametrize("kind", ["dora", "full"])
 def test_whole_weights_and_dora_are_drawn_in_company_as_fused_weights_draw_them(tmp_path: Path, kind: str) -> None:
     plain = load(tiny.TINY)
@@ -234,6 +236,7 @@ def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(
         assert together[name].png() == solo(again, fixed[name]).png(), name
 
 
+@pytest.mark.quick("a:-0.5,b:0.8", "b", "text:2")
 @pytest.mark.parametrize("text", ["a:0.7", "b", "a:-0.5,b:0.8", "keys", "text:2"])
 def test_on_the_cpu_kernels_it_equals_diffusers_and_fused_weights(
     folder: Path, kernels: ctypes.CDLL, text: str
@@ -245,6 +248,7 @@ def test_on_the_cpu_kernels_it_equals_diffusers_and_fused_weights(
     assert apart(drawn, solo(fused, PLAIN)) <= 1
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("recorded", [False, True])
 def test_on_fused_layers_too(folder: Path, recorded: bool, on_torch: dict[str, Any]) -> None:
     """Beside all others; recorded, by the graphs of their own that their first steps have asked for."""
@@ -385,6 +389,7 @@ def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.
         assert together[name].png() == solo(again, fixed[name]).png(), name
 
 
+@pytest.mark.long
 def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
     wanted = {name: one for name, one in companions().items() if name != "edit"}
 

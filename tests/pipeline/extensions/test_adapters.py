@@ -137,7 +137,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
 @given(
     steps=st.lists(st.tuples(st.sampled_from(("check", "take", "give")), st.sampled_from((*NAMES, "a,c"))), max_size=40)
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_the_books_balance_whatever_comes(
     steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
 ) -> None:
@@ -243,27 +243,6 @@ class Gate:
         monkeypatch.setattr(lora_file, "read", read)
 
 
-def test_while_one_file_is_read_others_are_there(
-    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read once for all who ask, in the background, at a low priority."""
-    adapters = LoraFolder(folder, model, 9 * one)
-    adapters.check("a")
-    gate = Gate(monkeypatch, "b")
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(adapters.check, "b") for _ in range(3)]
-        assert gate.reached.wait(60)
-        adapters.check("a")
-        adapters.check("c")
-        lease = adapters.take("a")
-        assert lease is not None and adapters.uses(lease)
-        assert not any(one_asked.done() for one_asked in asked)
-        gate.opened.set()
-        for one_asked in asked:
-            one_asked.result(60)
-    assert adapters.cache.reads == 3 and gate.niceness > os.getpriority(os.PRIO_PROCESS, 0)
-
-
 def test_steps_of_others_go_on_while_a_lora_is_read(
     folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,15 +303,6 @@ def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
     runner.close()
     assert {name for name, _ in found} == {"read", "converted", "check_finite"} | ({"_pack"} if packs else set())
     assert {thread for _, thread in found} == {"lora a", "lora b", "lora c"}
-
-
-def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, one: int) -> None:
-    with (tmp_path / "huge.safetensors").open("wb") as file:
-        file.truncate(2**40)
-    adapters = LoraFolder(tmp_path, model, one)
-    with pytest.raises(ModelError, match=r"^lora huge: needs \d+ bytes"):
-        adapters.check("huge")
-    assert adapters.cache.reads == 0
 
 
 def test_what_is_not_admitted_says_what_it_lacks_and_holds_nothing(folder: Path, model: ImageModel, one: int) -> None:

@@ -17,11 +17,10 @@ from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
 from pipeline.backends.phases import ENCODE
 from pipeline.checkpoints.tiny import SDXLShape
-from pipeline.extensions import control_variant
 from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
 from tests.pipeline.pixels.test_edit import hole, photograph, with_kept
-from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, shared_lane, solo, stock_picture, together
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock_picture, together
 from unet_opt.inputs import DenoiserInputs
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
@@ -89,6 +88,7 @@ def mixture(shape: str) -> list[ImageParameters]:
     ]
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
 def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: dict[str, Any], folder: Path) -> None:
     runner = Watching(model(shape), lane=shared_lane(), controls=folder)
@@ -114,6 +114,7 @@ def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
     return {"programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
 
 
+@pytest.mark.quick("graphs")
 @pytest.mark.parametrize("name", ["programs", "graphs"])
 def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path) -> None:
     shape = RELEASED if name == "programs" else KERNELS
@@ -123,6 +124,7 @@ def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, nets: dict[str,
         check_parity(shape, nets, one, picture)
 
 
+@pytest.mark.quick(0, 1)
 @pytest.mark.parametrize("cached", [None, AUTO, DeepCache(interval=3, depth="block")])
 def test_bits_depend_on_no_companion(
     cached: DeepCache | None, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path
@@ -201,25 +203,6 @@ def test_refusals_name_the_field(nets: dict[str, Any], folder: Path) -> None:
     check_parity("plain", nets, one, solo(runner, one))  # the runner lives
 
 
-def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any], folder: Path) -> None:
-    one = next(iter(nets.values()))
-    size = sum(parameter.nbytes for parameter in one.parameters())
-    small = Watching(model("plain"), lane=shared_lane(), controls=folder, control_bytes=size - 1)
-    assert "DIPTYCH_CONTROL_MIB" in refusal(small, wanted("plain", 0)).message
-    assert not small.folder("control").held
-    runner = Watching(model("plain"), lane=shared_lane(), controls=folder, control_bytes=size)
-    asked = [wanted("plain", n, seed=n + 1) for n in (0, 1, 0)]
-    crank = Crank(runner)
-    for index, each in enumerate(asked):
-        crank.submit(str(index), each)
-    pictures = crank.pictures()
-    for index, each in enumerate(asked):
-        check_parity("plain", nets, each, pictures[str(index)])
-    apart = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
-    assert not any({"0", "1"} <= riders for riders in apart)
-    assert sum(runner.folder("control").held.values()) <= size
-
-
 def test_their_pictures_do_not_count_as_what_prompts_cost_to_encode(folder: Path) -> None:
     runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
     curve = runner.backend.costs.curve(ENCODE, (0, 0), False)
@@ -242,22 +225,3 @@ def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: 
     assert work.size_bytes == without + own + 2 * condition.hint.nbytes
     crank.run()
     assert runner.holdings.memory.taken == 0
-
-
-def test_steps_of_others_go_on_while_an_evicted_network_is_read(
-    nets: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = Watching(model("plain"), lane=shared_lane(), controls=folder)
-    asked = wanted("plain", 0, seed=2)
-    crank = Crank(runner)
-    crank.submit("other", wanted("plain", seed=1))
-    crank.turn()
-    crank.submit("controlled", asked)
-    runner.folder("control").cache._files[named("plain 0")].content = None  # as if others had needed the room
-    reads = HeldReads(monkeypatch, control_variant)
-    while "other" not in crank.ended:
-        crank.turn()
-    assert reads.begun.wait(60)
-    reads.go_on.set()
-    check_parity("plain", nets, asked, crank.pictures()["controlled"])
-    assert reads.threads == ["control plain_0"]

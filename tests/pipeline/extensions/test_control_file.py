@@ -9,13 +9,10 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -220,35 +217,6 @@ def test_a_folder_that_may_not_be_read_is_none_of_them() -> None:
             assert "there is no folder closed" in refusal(folder, "closed")
 
 
-def test_a_network_in_memory_is_found_while_another_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(controlnet(model(SHAPE), 7), folder, "slow")
-    runner = Watching(model(SHAPE), lane=shared_lane(), controls=folder)
-    kept, slow = (
-        ImageParameters("a cat", 1, 32, 32, steps=2, control=(control(name, 32),)) for name in ("folder", "slow")
-    )
-    before = solo(runner, kept).png()
-    begun, go_on, read, niceness = threading.Event(), threading.Event(), control_file.read, list[int]()
-
-    def slowly(*given: Any) -> Any:
-        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        begun.set()
-        assert go_on.wait(60)
-        return read(*given)
-
-    monkeypatch.setattr(control_file, "read", slowly)
-    crank = Crank(runner)
-    with ThreadPoolExecutor(2) as threads:
-        waiting = threads.submit(crank.submit, "slow", slow)
-        assert begun.wait(60)
-        try:
-            threads.submit(crank.submit, "kept", kept).result(60)
-        finally:
-            go_on.set()
-        waiting.result(60)
-    assert crank.pictures()["kept"].png() == before
-    assert niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)
-
-
 def test_damage_is_named(tmp_path: Path) -> None:
     for name, words in damaged(tmp_path).items():
         told = refusal(tmp_path, name)
@@ -292,19 +260,3 @@ def test_a_network_of_another_model_is_refused_and_the_runner_lives(
     assert caught.value.field == "control.model" and "is of another model" in caught.value.message
     assert words in caught.value.message and not re.search(r"/tmp", caught.value.message)
     assert levels(solo(runner, good)).std() > 0
-
-
-def test_a_changed_file_is_read_anew_and_running_requests_keep_the_old(folder: Path) -> None:
-    runner = Watching(model(SHAPE), lane=shared_lane(), controls=folder)
-    one = ImageParameters("a cat", 1, 32, 32, steps=4, control=(control("folder", 32),))
-    before = levels(solo(runner, one))
-    crank = Crank(runner)
-    crank.submit("running", one)
-    for _ in range(3):
-        crank.turn()
-    save(controlnet(model(SHAPE), 7), folder, "folder")
-    crank.submit("new", one)
-    pictures = crank.pictures()
-    assert np.abs(levels(pictures["running"]) - before).max() <= 1
-    assert np.abs(levels(pictures["new"]) - before).max() > 8
-    assert pictures["new"].fingerprint["control"] != pictures["running"].fingerprint["control"]

@@ -89,6 +89,7 @@ def expected(shape: str, nets: dict[str, Any], one: ImageParameters) -> np.ndarr
     return (stock_union if kind == "union" else stock_adapted)(shape, nets[kind], one)
 
 
+@pytest.mark.quick(0, 2, 3)
 @pytest.mark.parametrize(("shape", "backend"), [(TWO, "torch"), (THREE, "torch"), (THREE, "programs"), (TWO, "graphs")])
 def test_each_picture_equals_diffusers_alone_and_among_others(
     shape: str, backend: str, kernels: ctypes.CDLL, nets: dict[str, dict[str, Any]], folders: dict[str, Path]
@@ -142,6 +143,7 @@ def test_adapters_of_fewer_maps_share_forwards_with_those_of_all(
     assert len(steps) <= 5 * (1 + len(asked)), "a batch failed, and its requests were run one by one"
 
 
+@pytest.mark.long
 def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
     runner = Watching(model(TWO), lane=shared_lane(), controls=folders[TWO])
     asked = [replace(one, deterministic=True) for one in mixture(TWO)]

@@ -18,11 +18,10 @@ from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DEEP
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import costs as costs_of
-from pipeline.extensions import ip_adapter_file
 from pipeline.extensions.vision import VisionEncoder
 from tests.pipeline import worlds
 from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
-from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, shared_lane, solo, stock_picture, together
+from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock_picture, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -70,6 +69,7 @@ def check_parity(shape: str, folder: Path, one: ImageParameters, picture: Any) -
     assert np.abs(levels(picture) - expected).max() <= 1, one
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
 def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, folders: dict[str, Path]) -> None:
     runner = Watching(model(shape), lane=shared_lane(), image_prompts=folders[shape])
@@ -96,6 +96,7 @@ def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
     return {"programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
 
 
+@pytest.mark.quick("programs")
 @pytest.mark.parametrize("name", ["programs", "graphs"])
 def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, folders: dict[str, Path]) -> None:
     shape = RELEASED if name == "programs" else KERNELS
@@ -105,6 +106,7 @@ def test_on_every_other_backend(name: str, kernels: ctypes.CDLL, folders: dict[s
         check_parity(shape, folders[shape], one, picture)
 
 
+@pytest.mark.quick(0, 1)
 @pytest.mark.parametrize("cached", [None, AUTO, DeepCache(interval=3, depth="block")])
 def test_bits_depend_on_no_companion(
     cached: DeepCache | None, kernels: ctypes.CDLL, folders: dict[str, Path]
@@ -119,6 +121,7 @@ def test_bits_depend_on_no_companion(
             assert np.array_equal(levels(picture), levels(solo(plain, one)))
 
 
+@pytest.mark.long
 def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
     runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
     asked = [replace(one, deterministic=True) for one in mixture("plain")]
@@ -263,24 +266,3 @@ def test_an_iteration_faster_than_its_denoiser_is_expected_to_be_counts(faster: 
     for _ in range(200):
         observe(2 * way.seconds)
     assert costs.curve(DEEP, size, False, "control")(2) > way.seconds / 2, "the curve recovers"
-
-
-def test_steps_of_others_go_on_while_an_evicted_adapter_is_read(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = Watching(model("plain"), lane=shared_lane(), image_prompts=folders["plain"])
-    asked = wanted("plain", prompt("base-0"), seed=2)
-    crank = Crank(runner)
-    crank.submit("other", wanted("plain", seed=1))
-    crank.turn()
-    crank.submit("prompted", asked)
-    for file in runner.folder("image_prompts").cache._files.values():  # as if others had needed the room
-        file.content = None
-    assert not runner.folder("image_prompts").held
-    reads = HeldReads(monkeypatch, ip_adapter_file)
-    while "other" not in crank.ended:
-        crank.turn()
-    assert reads.begun.wait(60)
-    reads.go_on.set()
-    check_parity("plain", folders["plain"], asked, crank.pictures()["prompted"])
-    assert reads.threads == ["IP-Adapter base-0"]

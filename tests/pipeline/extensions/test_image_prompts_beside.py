@@ -112,6 +112,7 @@ def together_with_all() -> list[ImageParameters]:
     ]
 
 
+@pytest.mark.quick("programs")
 @pytest.mark.parametrize("name", ["torch", "programs"])
 def test_lora_control_and_image_prompt_in_one_request_equal_diffusers(
     name: str, folder: Path, kernels: ctypes.CDLL
@@ -155,9 +156,3 @@ def test_in_int8_they_are_as_near_to_fp32_as_pictures_without(folder: Path, kern
         found[len(one.image_prompts)].append(decibels(picture, solo(exact, one)))
     means = {count: float(np.mean(own)) for count, own in found.items()}
     assert min(means[1], means[2]) > means[0] - 2 and min(map(min, found.values())) > 22, found
-
-
-def test_in_int8_the_fused_layers_agree(folder: Path, kernels: ctypes.CDLL) -> None:
-    programs, fused = runner_of(folder, "int8", kernels=kernels), runner_of(folder, "int8", fused=True)
-    one = wanted(1, image_prompts=(prompt("plus", 1), prompt("base", 2)))
-    assert decibels(solo(programs, one), solo(fused, one)) > 25

@@ -244,6 +244,7 @@ def test_many_alphas_cost_no_more_than_they_are(model: ImageModel, tmp_path: Pat
         read(model, path)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", [loras.UNET[0], loras.CONVOLUTIONS[1], loras.CONVOLUTIONS[2]])
 @pytest.mark.parametrize("kinds", [("dora", "dora"), ("dora", "plain"), ("dora", "diff"), ("dora", "dora", "plain")])
 def test_dora_merged_at_start_is_that_of_requests_in_any_order(

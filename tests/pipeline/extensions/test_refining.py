@@ -106,6 +106,7 @@ def _size(sizes: Any) -> dict[str, int]:
     return {"width": width, "height": height}
 
 
+@pytest.mark.quick("kernels", "graphs")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "graphs"])
 def test_pictures_are_diffusers_alone_and_among_others(backend: str, refiner: ImageModel, kernels: ctypes.CDLL) -> None:
     options: dict[str, Any] = {

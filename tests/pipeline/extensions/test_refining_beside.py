@@ -107,6 +107,7 @@ def mixture() -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels"])
 def test_edits_are_diffusers_alone_and_among_others(backend: str, refiner: ImageModel, kernels: ctypes.CDLL) -> None:
     options = {} if backend == "torch" else {"kernels": kernels}
@@ -213,6 +214,7 @@ def beside() -> list[ImageParameters]:
     ]
 
 
+@pytest.mark.quick("torch", "kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "graphs"])
 def test_controls_and_image_prompts_act_on_the_models_own_steps(
     backend: str, refiner: ImageModel, net: Any, folder: Path, kernels: ctypes.CDLL
@@ -234,6 +236,7 @@ def first(net: Any, folder: Path, one: ImageParameters, more: dict[str, Any]) ->
     return prompted(SHAPE, folder, one, lambda pipeline: (pipeline, more))
 
 
+@pytest.mark.long
 def test_deterministic_ones_keep_their_bits_on_torch(refiner: ImageModel, folder: Path) -> None:
     runner = Watching(model(SHAPE), refiner=refiner, controls=folder / "controls", image_prompts=folder)
     asked = [replace(one, deterministic=True, deepcache=AUTO) for one in beside()]

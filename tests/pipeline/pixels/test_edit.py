@@ -130,6 +130,7 @@ def mixture(shape: str) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
     runner = Watching(model(shape), lane=shared_lane(), max_rows=64)

@@ -73,6 +73,7 @@ BACKENDS = (
 )
 
 
+@pytest.mark.quick("inpaint-torch-12", "inpaint-programs-6", "inpaint-v-graphs-6")
 @pytest.mark.parametrize(("shape", "backend", "count"), BACKENDS)
 def test_pictures_equal_diffusers_alone_and_among_others(
     shape: str, backend: str, count: int, kernels: ctypes.CDLL
@@ -90,6 +91,7 @@ def test_pictures_equal_diffusers_alone_and_among_others(
         check_parity(shape, one, solo(runner, one))
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_deepcache_and_previews_take_it(depth: str, kernels: ctypes.CDLL) -> None:
     one = wanted("inpaint", masked=True, steps=8, strength=1.0, deepcache=DeepCache(interval=2, depth=depth))

@@ -97,6 +97,7 @@ def mixture() -> list[ImageParameters]:
     ]
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels"])
 def test_each_is_drawn_by_the_rule_alone_and_among_others(backend: str, kernels: ctypes.CDLL) -> None:
     runner = Watching(model(SHAPE), max_rows=64, **({} if backend == "torch" else {"kernels": kernels}))

@@ -60,6 +60,7 @@ def latents(height: int, width: int, count: int = 1) -> torch.Tensor:
     return torch.randn(count, 4, height, width, generator=torch.Generator().manual_seed(height * width))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["torch", "kernels", "layers"])
 @pytest.mark.parametrize("size", LATENTS)
 def test_decoded_tiles_are_diffusers(size: tuple[int, int], backend: str, kernels: ctypes.CDLL) -> None:
@@ -103,6 +104,7 @@ def expected_picture(one: ImageParameters) -> np.ndarray:
         return stock_picture(SHAPE, one) if one.edit is None else stock_edit(SHAPE, one)
 
 
+@pytest.mark.quick("torch", "kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "graphs"])
 def test_pictures_are_diffusers_alone_and_among_others(backend: str, kernels: ctypes.CDLL) -> None:
     options: dict[str, Any] = {

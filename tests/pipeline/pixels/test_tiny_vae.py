@@ -186,6 +186,7 @@ def previews(runner: Watching, wanted: ImageParameters) -> tuple[Any, Sequence[n
     return picture, [one for one in seen if one is not None]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_previews_are_decoded_by_it_and_change_no_picture(runner: Watching, deterministic: bool) -> None:
     for decoder in ("tiny", "full"):

@@ -51,6 +51,7 @@ def check_close(found: Statistics, wanted: Statistics) -> None:
             )
 
 
+@pytest.mark.quick("deep", "wide-heads")
 def test_the_cpu_kernels_find_the_ranges_that_torch_finds(model: ImageModel, kernels: ctypes.CDLL) -> None:
     plain, programs = ranges(model), ranges(model, kernels)
     assert {part: found.batches for part, found in plain.items()} == {"unet": [2] * QUICK.watched_steps, "vae": [2]}
@@ -69,6 +70,7 @@ def test_one_pass_finds_what_the_unet_alone_and_the_decoder_alone_read(kernels: 
         assert all(torch.equal(alone.largest[name], both[part].largest[name]) for name in layers)
 
 
+@pytest.mark.quick(1, 3)
 @pytest.mark.parametrize(
     ("model", "with_kernels"),
     [("wide-heads", True), ("deep", True), ("deep", False), ("distilled", False)],
@@ -106,6 +108,7 @@ def test_a_quantized_part_shares_what_is_not_quantized(tmp_path: Path) -> None:
         assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in kept.items())
 
 
+@pytest.mark.long
 def test_half_precision_is_calibrated_in_its_own_type(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model", SHAPES["wide-heads"])
     model = load(str(folder), precision="bf16")

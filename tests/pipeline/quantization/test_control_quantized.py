@@ -102,6 +102,7 @@ def test_the_fused_layers_run_it(folder: Path, kernels: ctypes.CDLL) -> None:
     assert decibels(solo(programs, wanted("edges")), solo(fused, wanted("edges"))) > 25
 
 
+@pytest.mark.long
 def test_scales_alone_give_the_same_network(folder: Path, kernels: ctypes.CDLL, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     shutil.copytree(folder / "controls", tmp_path / "controls")

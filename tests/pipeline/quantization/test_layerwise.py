@@ -71,6 +71,7 @@ def test_a_searched_variant_says_what_was_chosen_and_its_scales_follow_from_it(
         assert torch.equal(stored[f"{name}.inverse"], remade.get_submodule(name).inverse)
 
 
+@pytest.mark.long
 def test_scales_alone_load_as_the_weights_do(model: ImageModel, folder: Path, tmp_path: Path) -> None:
     keep = Layerwise(search=True, keep=r"up_blocks\.1\.resnets\.0\.conv1")
     for name, weights in (("whole", True), ("scales", False)):
@@ -145,6 +146,7 @@ def test_a_pattern_of_no_layer_is_refused_before_anything_is_drawn(
     assert not told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("with_kernels", "kept"), [(True, "down_blocks.*|mid_block.*"), (False, "(?!mid_block).*")])
 def test_every_input_is_measured_alone_and_a_worse_one_costs_more(
     model: ImageModel, tmp_path: Path, kernels: ctypes.CDLL, with_kernels: bool, kept: str

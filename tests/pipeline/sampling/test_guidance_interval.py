@@ -93,6 +93,7 @@ def mixture() -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cached", [None, DeepCache(), DeepCache(interval=3, depth=RESNET)])
 def test_it_ends_as_diffusers_callback_ends_it(backend: str, cached: DeepCache | None, kernels: ctypes.CDLL) -> None:
@@ -106,6 +107,7 @@ def test_it_ends_as_diffusers_callback_ends_it(backend: str, cached: DeepCache |
         assert stop == 0.9 or np.abs(expected - whole).max() > 1, "guidance matters to all but the last step"
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_picture_of_a_mixed_batch_is_its_own(backend: str, kernels: ctypes.CDLL) -> None:
     """Where others join at any step; deterministic ones to the bit."""
@@ -130,6 +132,7 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.quick(1, 3)
 @pytest.mark.parametrize(
     ("backend", "cached"),
     [("torch", None), ("kernels", None), ("kernels", DeepCache(interval=3)), ("graphs", DeepCache(interval=3))],

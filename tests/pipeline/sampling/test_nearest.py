@@ -67,6 +67,7 @@ def test_every_class_of_diffusers_is_drawn_or_refused_by_name(class_name: str) -
             assert sigmas.table(result, name, steps).coefficients.isfinite().all()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("class_name", sorted(set(CLASSES) - REFUSED - FLOW - {"EDMEulerScheduler"}))
 @pytest.mark.parametrize(
     "changed",
@@ -170,6 +171,7 @@ def saved(class_name: str, **settings: Any) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("class_name", sorted(set(CLASSES) - REFUSED - {"FlowMatchEulerDiscreteScheduler"}))
 @pytest.mark.parametrize(
     "source", ["", "DDPMScheduler", "DDIMScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"]

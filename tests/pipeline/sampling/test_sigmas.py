@@ -145,6 +145,7 @@ def variants(name: str) -> list[Config]:
 PREDICTIONS, SPACINGS = ("epsilon", "v_prediction", "sample"), ("linspace", "leading", "trailing")
 
 
+@pytest.mark.quick(strength=2)
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("name", samplers.SCHEDULERS)
@@ -508,6 +509,7 @@ def test_a_last_sigma_of_zero_may_be_left_out() -> None:
     assert torch.equal(short.coefficients, long.coefficients)
 
 
+@pytest.mark.quick(strength=2)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", samplers.SCHEDULERS)
 @pytest.mark.parametrize(

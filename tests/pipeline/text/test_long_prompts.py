@@ -49,11 +49,13 @@ def off(found: Any, expected: np.ndarray) -> int:
     return int(np.abs(levels(found) - expected).max())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_pictures_are_those_of_diffusers(make: Make, case: str) -> None:
     assert off(solo(make(), CASES[case]), picture(NAME, CASES[case])) <= 1
 
 
+@pytest.mark.quick("kernels")
 def test_pictures_are_those_of_diffusers_in_company_that_comes_and_goes(make: Make) -> None:
     crank, runner = Crank(runner := make()), runner
     wanted = {"short": SHORT, **CASES, "other": replace(SHORT, seed=11, prompt="b")}
@@ -70,6 +72,7 @@ def test_pictures_are_those_of_diffusers_in_company_that_comes_and_goes(make: Ma
     assert runner.holdings.memory.taken == 0
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_on_the_kernels_a_row_does_not_see_the_lengths_of_others(kernels: ctypes.CDLL, depth: str) -> None:
     cached = DeepCache(2, depth)
@@ -82,6 +85,7 @@ def test_on_the_kernels_a_row_does_not_see_the_lengths_of_others(kernels: ctypes
         assert solo(Watching(model(NAME), kernels=kernels), one).png() == found[name].png(), name
 
 
+@pytest.mark.quick("kernels", "layers")
 def test_deterministic_ones_are_equal_in_any_company(make: Make) -> None:
     fixed = {name: replace(CASES[name], deterministic=True) for name in ("two", "three", "skip")}
     crank = Crank(make())

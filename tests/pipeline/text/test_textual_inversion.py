@@ -52,6 +52,7 @@ def stock_with(names: dict[str, dict[str, torch.Tensor]]) -> Any:
     return pipeline
 
 
+@pytest.mark.quick(0, 3, 4)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -186,6 +187,7 @@ def test_names_are_found_as_words() -> None:
     assert [match[1] for match in pattern.finditer(text)] == ["ink-2", "ink", "ink", "a.b", "ink-2", "ink"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("syntax", [False, "a1111"])
 @pytest.mark.parametrize("name", ["Ink (v2)", "[old] ink", "tinte äöü", "ink+"])
 def test_a_name_with_blanks_and_brackets_is_found_in_a_prompt(tmp_path: Path, name: str, syntax: str | bool) -> None:

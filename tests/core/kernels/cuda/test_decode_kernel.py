@@ -40,6 +40,7 @@ HEADS = [(4, 2, 16), (8, 1, 64), (3, 3, 32), (8, 2, 128)]
 CASES = [(*heads, kind) for n, heads in enumerate(HEADS) for kind in (KINDS if CUDA else KINDS[1 - n % 2 :: 2])]
 
 
+@pytest.mark.quick("8-2-128-int8", "4-2-16-float")
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "kind"), CASES)
 def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
     # In parts of 256: three, or two in the interpreter, but for one kind of heads.

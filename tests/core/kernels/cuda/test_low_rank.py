@@ -107,6 +107,7 @@ WINDOWS = {
 KINDS = [(name, eight) for n, name in enumerate(WINDOWS) for eight in (False, True) if CUDA or n % 2 == eight]
 
 
+@pytest.mark.quick("linear-False", "conv-False", "doubled, cut-False", "vectors-True")
 @pytest.mark.parametrize(("name", "eight"), KINDS)
 def test_rows_get_their_own(name: str, eight: bool) -> None:
     """With one adapter, none, two, and one that has no share in the layer; the padding of a batch gets none."""
@@ -228,6 +229,7 @@ if not CUDA:  # fewer programs, across the same edges of tiles
     }
 
 
+@pytest.mark.quick("linear", "conv", "gated", "vectors", "scaled rows")
 @pytest.mark.parametrize("name", SHARED)
 def test_products_add_shares_themselves(name: str) -> None:
     """As the kernel behind them does; rows without as without any, in any company. Elsewhere than on Hopper: by it."""

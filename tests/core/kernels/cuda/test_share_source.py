@@ -280,6 +280,7 @@ def adapter(seed: int, columns: int, ranks: list[tuple[int, int, int]]) -> tuple
     return table, whole, list(factors[:3])
 
 
+@pytest.mark.quick("maps in turns")
 @pytest.mark.parametrize("name", IN_THREADS)
 def test_a_block_of_threads_passes_slots_on(name: str) -> None:
     rows_get_their_own(IN_THREADS[name], "block")

@@ -85,6 +85,7 @@ def called(folder: object, parameters: ImageParameters, kind: type | None = None
     return picture
 
 
+@pytest.mark.quick("flux", "flux2_klein", "stable_diffusion_3", "lumina2", "chroma")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_pictures_equal_the_librarys_own_whatever_runs_between_their_steps(
     name: str, folders: Folders, runners: Runners
@@ -146,6 +147,7 @@ def test_an_edit_runs_the_pipeline_of_its_kind(
     assert finish(runner, request).tobytes() == expected.tobytes()
 
 
+@pytest.mark.long
 def test_a_class_that_edits_alone_needs_a_picture(folders: Folders, runners: Runners) -> None:
     """And draws from it as the library's own call does."""
     runner = runners("hunyuan_image_refiner")

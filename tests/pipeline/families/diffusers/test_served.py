@@ -67,6 +67,7 @@ def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_pa
             ImageRequest(prompt="a", pipeline_options={"cfg": 1}).complete(offers["random:tiny"])
 
 
+@pytest.mark.long
 def test_settings_of_native_families_are_refused(folders: Folders, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     base = {"device": "cpu", "text_model": "off", "cache_dir": warm(tmp_path / "cache"), "threads": threads}

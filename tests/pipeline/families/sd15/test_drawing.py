@@ -137,6 +137,7 @@ def with_scheduler(folder: Path, copy: Path, config: dict[str, Any]) -> Path:
     return copy
 
 
+@pytest.mark.quick(0, 1, 3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -183,6 +184,7 @@ def test_a_folder_as_its_authors_publish_it_is_drawn_by_the_nearest_sampler(
         load(str(with_scheduler(folder, tmp_path / "flow", flow)))
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_shallow_steps_are_the_same_on_every_backend(folder: Path, depth: str) -> None:
     """Its last up block reads the text, unlike SDXL's."""

@@ -49,6 +49,7 @@ def test_short_prompts_are_those_of_diffusers(name: str, fields: dict[str, Any])
     close(negative, other[0], other_pooled[0])
 
 
+@pytest.mark.quick(strength=2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("count", [75, 76, 150, 151, 300])
 @pytest.mark.parametrize("second", [None, words(90, 4)])

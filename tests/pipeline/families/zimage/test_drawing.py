@@ -34,6 +34,7 @@ def lowering(on: str, network: torch.nn.Module) -> Lowering:
     return TorchLowering(torch.float32) if on == "torch" else CudaLowering(torch.float32, 8)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("on", "steps", "guidance"),

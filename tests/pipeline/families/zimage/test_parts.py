@@ -56,6 +56,7 @@ def test_a_saved_model_is_the_one_that_was_saved(saved: Path) -> None:
         assert not one.parts[part].training
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ending", ["scale_weight", "weight_scale", "weight_scale_inv", "scale_input"])
 @pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
 def test_scaled_weights_of_8_bits_are_refused_by_key(folder: Path, part: str, ending: str) -> None:
