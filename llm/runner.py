@@ -200,6 +200,7 @@ class TextRunner:
             work.prompt = len(work.tokens)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
+        spare = self.guessing.ahead and self.pages.free > 4 * len(requests)
         for request in requests:
             work: SequenceState = request.work
             if (beams := work.beams) is not None:
@@ -207,7 +208,7 @@ class TextRunner:
                     return False
                 if beams.states:  # they have all pages that they need
                     continue
-            if work.guesses and self.guessing.ahead:  # if there is room: the device may make the next guesses too
+            if spare and work.guesses:  # the device may make the next guesses too
                 self._allocator.grow(work, min(work.computed + 2 * work.guesses + 2, self.context))
             room = len(work.holding.pages) * PAGE - work.computed
             # Of one that decodes, as most of hundreds do, one row, unless it has guesses.

@@ -54,11 +54,12 @@ class Speculator:
 
     def make(self, parts: Sequence[ScheduledTokens]) -> None:
         """Make the planned number of guesses for each part."""
-        asking = [part for part in parts if part.work.guesses] if self.drafter is not None else []
-        for part in asking:
-            if part.work.guessed:
+        asking = []
+        for part in parts:
+            if part.work.guesses and part.work.guessed:
                 part.guess = DraftTokens.on_device(min(part.work.guesses, part.work.guessed))
-        asking = [part for part in asking if not part.work.guessed]
+            elif part.work.guesses:
+                asking.append(part)
         if self.drafter is None or not asking:
             return
         requests = [_request(part.work, part.start, part.work.guesses) for part in asking]
