@@ -71,7 +71,6 @@ class DraftGraphs:
         self._places = torch.arange(self._width, device=self._device)
         self._features = torch.zeros(rows, steps.captured.shape[1], dtype=steps.captured.dtype, device=self._device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=self._device)
-        self._drafts = torch.zeros(self._counts[-1], largest, dtype=torch.int64, device=self._device)
         self._graphs: dict[tuple[int, ...], Callable[[], object]] = {}
         self._recorder: CudaRecorder | None = None
 
@@ -90,17 +89,15 @@ class DraftGraphs:
         if self._recorder is not None:
             self._recorder.settle()
 
-    def __call__(
-        self, features: Sequence[Tensor | None], columns: Sequence[Array], ends: Array, reach: int
-    ) -> list[list[int]] | None:
-        """The guesses of n sequences, of which each has unread `features` [r, F] and `columns` int32 [2, r]: tokens
-        and positions. `ends` int32 [5, n] are as the last ones of `Unread`. None: no graph fits.
+    def __call__(self, features: Sequence[Tensor | None], columns: Sequence[Array], ends: Array, reach: int) -> bool:
+        """Submit the guesses of n sequences, of which each has unread `features` [r, F] and `columns` int32 [2, r]:
+        tokens and positions. `ends` int32 [5, n] are as the last ones of `Unread`. False: no graph fits.
         """
-        n, counts = ends.shape[1], ends[1].tolist()
+        n = ends.shape[1]
         size = bucket(n)
         if size not in self._sizes or int(ends[2].max()) > self._width:
-            return None
-        graph, steps = self._fitting(size, counts, reach)
+            return False
+        graph = self._fitting(size, ends[1].tolist(), reach)
         staged = self._staged(size)
         staged.ends[:, :n] = ends
         for i, column in enumerate(columns):
@@ -111,7 +108,7 @@ class DraftGraphs:
             if own is not None:
                 self._features[i * self._width : i * self._width + len(own)].copy_(own)
         graph()
-        return [draft[:count] for draft, count in zip(self._drafts[:steps, :n].T.tolist(), counts, strict=True)]
+        return True
 
     def begin(self, verified: Sequence[Verified]) -> tuple[Tensor, Callable[[], object]] | None:
         """Submit the count of each sequence's right guesses: int64 [n], on the device; and what submits the next
@@ -123,7 +120,7 @@ class DraftGraphs:
         if size not in self._sizes:
             return None
         begin = self._graph(size)
-        guess, _ = self._fitting(
+        guess = self._fitting(
             size, [each.next_guesses for each in verified],
             2 + max(each.position + each.guesses + each.next_guesses for each in verified),
         )  # fmt: skip
@@ -159,7 +156,6 @@ class DraftGraphs:
         unread, *_ = self._views(size)
         self._forwards.parts = parts
         drafts = self._walk(self._features[: size * self._width], unread, count)
-        self._drafts[:count, :size].copy_(drafts)
         self._steps.guesses[:count].index_copy_(1, unread.owners.long(), drafts.int())
 
     # -- inputs --------------------------------------------------------------------------------------------------------
@@ -182,11 +178,11 @@ class DraftGraphs:
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 
-    def _fitting(self, size: int, counts: Sequence[int], reach: int) -> tuple[Callable[[], object], int]:
-        """The graph for so many guesses, and how many it makes."""
+    def _fitting(self, size: int, counts: Sequence[int], reach: int) -> Callable[[], object]:
+        """The graph for so many guesses of each sequence."""
         count = next(count for count in self._counts if count >= max(counts))
         parts = next((parts for parts in self._reaches if parts >= part_count(reach)), self._reaches[-1])
-        return self._graph(size, count, parts), count
+        return self._graph(size, count, parts)
 
     def _graph(self, *key: int) -> Callable[[], object]:
         """That of `_guess` for these arguments, or of `_begin` for one."""

@@ -91,7 +91,7 @@ class Drafter(Protocol):
         ...
 
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """Read and guess for all of them at once, each at most `count` tokens."""
+        """Read and guess for all of them at once, each at most `count` tokens, which the device alone may know."""
         ...
 
     def kept(self, count: int, accepted: int) -> int:

@@ -66,21 +66,21 @@ class FeatureDrafter(ABC):
             self._read(reading)
         guessing = [r for r in requests if r.count and (r.stop > r.read or not self.lookahead)]
         drafts = iter(self._guesses(guessing) if guessing else [])
+        none = DraftTokens([])
         return [
-            NO_GUESS if not r.count else DraftTokens(next(drafts) if r.stop > r.read or not self.lookahead else [])
+            NO_GUESS if not r.count else next(drafts) if r.stop > r.read or not self.lookahead else none
             for r in requests
         ]
 
-    def _guesses(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+    def _guesses(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
         reach = max(r.stop + r.count for r in requests) + 1
         if self.graphs is not None:
             columns = [np.array([r.tokens[r.read + 1 : r.stop + 1], range(r.read, r.stop)], np.int32) for r in requests]
             ends = [(r.row, r.count, r.stop - r.read, r.tokens[r.stop], r.stop) for r in requests]
-            drafts = self.graphs([r.features for r in requests], columns, np.array(ends, np.int32).T, reach)
-            if drafts is not None:
-                return drafts
+            if self.graphs([r.features for r in requests], columns, np.array(ends, np.int32).T, reach):
+                return [DraftTokens.on_device(r.count) for r in requests]
         self._forwards.reach(reach)
-        return self._eager(requests)
+        return [DraftTokens(tokens) for tokens in self._eager(requests)]
 
     @abstractmethod
     def _read(self, requests: Sequence[DraftRequest]) -> object:

@@ -66,7 +66,7 @@ class Speculator:
         started = time.perf_counter()
         for part, guess in zip(asking, self.drafter.guess(requests), strict=True):
             part.guess = guess
-        if len(requests) == 1:
+        if len(requests) == 1 and asking[0].guess.known:
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else requests[0].count)
             self._draft_s = min(self._draft_s or seconds, seconds)
 
@@ -101,7 +101,7 @@ class Speculator:
         """Let the host know guesses of the step that was submitted last which only the device knows."""
         if unknown := [part for part in step.sampled if not part.guess.known]:
             assert execution.step_graphs is not None
-            tokens = execution.step_graphs.tokens.tolist()
+            tokens = execution.step_graphs.tokens[: len(step.tokens.tokens)].tolist()
             for part in unknown:
                 first = int(step.tokens.output_rows[part.first]) + 1
                 part.guess = DraftTokens(tokens[first : first + len(part.guess.tokens)])
@@ -189,6 +189,8 @@ class Speculator:
         for turn, count in enumerate((MOST, *[timed] * _TIMED)):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
+            if execution.step_graphs is not None:
+                execution.step_graphs.best.tolist()  # waits for the device
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
             self._draft_s = min(self._draft_s, seconds) if turn > 1 else seconds
         self._lengths.clear()

@@ -126,6 +126,8 @@ def test_blocks_are_those_of_the_published_architecture(kind: str, monkeypatch: 
             new = features[row][read:stop].to(device, dtype)
             requests.append(DraftRequest(row, [0] * stop + [last[row]], read, stop, count, None, new))
         drafts = [draft.tokens for draft in drafter.guess(requests)]
+    if kind == "graphs":  # which leave them on the device
+        drafts = [steps.guesses[:count, row].tolist() for row, count in enumerate(counts)]
     assert [len(draft) for draft in drafts] == [*counts]
     rows = [row for n, count in enumerate(counts) for row in range(8 * n, 8 * n + count + 1)]
     found = logits[-1][rows] if kind == "graphs" else logits[-1].x if kind == "kernels" else logits[-1]
