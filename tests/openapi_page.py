@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 Json = Mapping[str, Any]
 MARK = "<!-- openapi -->"
+_FIRST = ("images", "jobs", "text", "batches", "models")  # of tags; others follow as they come
 _BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}",
            "maxLength": "≤ {} characters", "maxItems": "≤ {} items"}  # fmt: skip
 
@@ -17,6 +19,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace(MARK, page(document())) if MARK in markdown else markdown
 
 
+@functools.cache
 def document() -> Json:
     """Return the OpenAPI document that a service serves at /openapi.json."""
     from api.app import create_app
@@ -31,7 +34,8 @@ def page(openapi: Json) -> str:
     for path, methods in openapi["paths"].items():
         for method, operation in methods.items():
             by_tag.setdefault(operation["tags"][0], []).extend(endpoint(method, path, operation))
-    lines = [line for tag, part in by_tag.items() for line in (f"## {tag.capitalize()}", "", *part)]
+    ordered = sorted(by_tag, key=lambda tag: (*_FIRST, tag).index(tag))
+    lines = [line for tag in ordered for line in (f"## {tag.capitalize()}", "", *by_tag[tag])]
     lines += ["## Objects in responses", ""]
     for name, schema in openapi["components"]["schemas"].items():
         lines += [f"### {name}", "", *paragraph(schema), *table(schema)]

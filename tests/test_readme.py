@@ -55,7 +55,7 @@ def test_every_target_that_is_named_is_one() -> None:
     )
     assert {"serve", "test", "check", "fix", "bench", "chaos"} <= named
     for target in named:
-        assert made(target, "DATA=data", "PROMPTS=captions.tsv")
+        assert made(target, "DATA=data", "PROMPTS=captions.tsv", "FILE=api/app.py", "TESTS=tests/api/test_app.py")
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert phony is not None and named <= set(phony[1].split())
 

@@ -1,12 +1,11 @@
 """The small SDXL-shaped models: their dimensions, and such models with seeded random weights.
 
-They have every part of SDXL. Random weights are for tests and benchmarks, and their images show nothing; training/
-trains them.
+They have every part of SDXL. Random weights are for tests and benchmarks, and their images show nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +140,6 @@ EMOJI = SDXLShape(
     vae_attention=True,
     vae_upcast=False,
 )
-# Of a student of few steps: latent consistency's sampler (Luo et al., 2023) on a prediction of v.
-STUDENT: dict[str, Any] = {
-    "prediction_type": "v_prediction",
-    "scheduler": {"_class_name": "LCMScheduler", "original_inference_steps": 50},
-}
-# Shipped as models/emoji-xl-turbo: 7.8M UNet parameters.
-EMOJI_TURBO = replace(EMOJI, channels=(64, 96, 160), transformers=(1, 1, 1), resnets=1, heads=(2, 3, 5), **STUDENT)
 SHAPES = {TINY: SDXLShape(heads=(1, 2)), EMOJI_XL: EMOJI}
 
 

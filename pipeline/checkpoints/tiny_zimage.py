@@ -1,7 +1,6 @@
 """The small Z-Image-shaped models: their dimensions, and such models with seeded random weights.
 
-They have every part of Z-Image. Random weights are for tests and benchmarks, and their images show nothing;
-training/zimage.py trains them.
+They have every part of Z-Image. Random weights are for tests and benchmarks, and their images show nothing.
 """
 
 from __future__ import annotations
@@ -168,17 +167,11 @@ def parts(shape: ZImageShape, seed: int = 0) -> dict[str, Any]:
 
 def byte_tokenizer() -> Any:
     """Build a Qwen tokenizer of single bytes with the ChatML template: it reads any text, from no file."""
-    vocabulary = {token: index for index, token in enumerate((*byte_letters(), *SPECIAL))}
-    return tokenizer_of(vocabulary, [])
-
-
-def tokenizer_of(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """Build a `Qwen2Tokenizer` of a byte-level vocabulary that holds `SPECIAL`; pads at the right."""
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
     return Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
+        vocab={token: index for index, token in enumerate((*byte_letters(), *SPECIAL))},
+        merges=[],
         additional_special_tokens=list(SPECIAL[1:]),
         chat_template=CHAT_TEMPLATE,
         model_max_length=TOKENS,

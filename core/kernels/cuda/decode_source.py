@@ -17,7 +17,7 @@ from core.kernels.cuda.device_source import DEVICE
 SHARED_BYTES = 227 * 1024  # per multiprocessor on Hopper
 _RESERVED = 1024  # of it per block
 _HEADERS = 3  # parts whose queries are in shared memory
-_MOST_STAGES = 24
+_MOST_STAGES, _PRODUCERS = 24, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,7 @@ class DecodeVariant:
 
     `head`: dimensions of a head (64, 128 or 256). `group`: query heads of a key head, at most 8. `int8`: keys and
     values in int8, else E4M3. `half`: queries in fp16, else bf16. `output`: bf16, fp16, int8 or e4m3. `part`: least
-    tokens of a part. `warps` that consume, `producers` (1 or 2) that fetch.
-    `resident`: blocks per multiprocessor.
+    tokens of a part. `warps` that consume. `resident`: blocks per multiprocessor.
     """
 
     head: int
@@ -38,18 +37,16 @@ class DecodeVariant:
     part: int = 256
     warps: int = 4
     resident: int = 2
-    producers: int = 2
 
     @property
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
         kinds = f"{'int8' if self.int8 else 'e4m3'}_{'fp16' if self.half else 'bf16'}_{self.output}"
-        warps = f"{self.warps}x{self.resident}x{self.producers}"
-        return f"decode_head{self.head}_group{self.group}_{kinds}_part{self.part}_{warps}"
+        return f"decode_head{self.head}_group{self.group}_{kinds}_part{self.part}_{self.warps}x{self.resident}"
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps + self.producers)
+        return 32 * (self.warps + _PRODUCERS)
 
     @property
     def stage_bytes(self) -> int:
@@ -87,7 +84,7 @@ def source(variant: DecodeVariant, parts: int, unit: int) -> str:
         "UNIT": unit,
         "WARPS": variant.warps,
         "RESIDENT": variant.resident,
-        "PRODUCERS": variant.producers,
+        "PRODUCERS": _PRODUCERS,
         "STAGES": variant.stages,
         "HEADERS": _HEADERS,
     }
@@ -245,7 +242,7 @@ __device__ __forceinline__ Part part_of(int item, const Problem& p) {
   a.pages = most(0, (a.end + 15) / 16 - a.begin / 16);
   return a;
 }
-// Of several producers each fetches some kinds of arrays of each page: a single one does not issue copies fast enough.
+// The producers fetch keys and values: one alone does not issue copies fast enough.
 __device__ __forceinline__ void produce(const Problem& p, const Memory& m, int producer, int lane) {
   u32 stage = 0, parity = 1, header = 0, turn = 1;
   bool waited = false;
@@ -272,12 +269,11 @@ __device__ __forceinline__ void produce(const Problem& p, const Memory& m, int p
           barrier_wait(m.empty + 8 * stage, parity);
           if (producer == 0 && lane == 0) barrier_expect(bar, STAGE_BYTES);
           __syncwarp();
-          const bool levels = lane < 4 / PRODUCERS, of_values = PRODUCERS == 2 ? producer : lane / 2 % 2;
-          const u8* all = levels ? (of_values ? p.values : p.keys)
-            : (const u8*)(of_values ? p.value_scales : p.key_scales);
-          const u32 bytes = levels ? PAGE_BYTES : 64, kind = 2 * of_values + second;
-          if (lane < 8 / PRODUCERS)
-            bulk_load(at + kind * bytes + (levels ? 0 : 4 * PAGE_BYTES), all + number * bytes, bytes, bar);
+          const bool levels = lane < 2;
+          const u8* all = producer ? (levels ? p.values : (const u8*)p.value_scales)
+            : (levels ? p.keys : (const u8*)p.key_scales);
+          const u32 bytes = levels ? PAGE_BYTES : 64, kind = 2 * producer + second;
+          if (lane < 4) bulk_load(at + kind * bytes + (levels ? 0 : 4 * PAGE_BYTES), all + number * bytes, bytes, bar);
           __syncwarp();
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
