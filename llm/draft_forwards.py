@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.cuda.decode_kernel import part_count
 from core.kernels.cuda.fused_kernels import SplitSums
-from core.kernels.kv_cache import PAGE, KVCache, TokenBatch, on_device
+from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
 from core.ops.cpu_arrays import Array as CpuArray
 from core.ops.cpu_tokens import CpuTokenOps
 from core.ops.cuda_tokens import CudaTokenOps, FusedBatch, Residual
@@ -27,7 +27,7 @@ from core.ops.trace import TraceOps
 from core.quant.dynamic import Int8DynamicLinear
 from llm import family
 from llm.execution import FUSED, TextExecution
-from llm.step_graphs import Array, rung
+from llm.step_graphs import rung
 from llm.torch_ops import TorchTokenOps
 
 D = TypeVar("D")
@@ -78,9 +78,6 @@ class Forwards:
 
     def pack(self, walk: Walk, channels: int | None) -> None:
         """Prepare the weights of a walk, whose x has so many channels. Raises ValueError for unsupported layers."""
-
-    def tensor(self, column: Array) -> Tensor:
-        return on_device(torch.from_numpy(column), self.device)
 
     def __call__(self, walk: Walk, x: Tensor | None, columns: Columns = (), *, stream: bool = False) -> list[Tensor]:
         """The arrays of a walk, which the next call may overwrite. `stream`: x is the residual stream, which may be

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.kernels.kv_cache import on_device
 from llm.draft_forwards import Forwards, FusedForwards
 from llm.draft_graphs import DraftGraphs, Unread
 from llm.drafts import DraftRequest
 from llm.execution import TextExecution
 from llm.sequence import SequenceState
 from llm.speculate import NO_GUESS, DraftTokens
-from llm.step_graphs import Array
 
 
 class FeatureDrafter(ABC):
@@ -60,17 +60,12 @@ class FeatureDrafter(ABC):
     @torch.inference_mode()
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
         self._forwards.cache.settle()
-        reading = [r for r in requests if r.stop > r.read and not r.count]
-        if reading:
+        if reading := [r for r in requests if not r.count and r.stop > r.read]:
             self._forwards.reach(max(r.stop for r in reading))
             self._read(reading)
-        guessing = [r for r in requests if r.count and (r.stop > r.read or not self.lookahead)]
-        drafts = iter(self._guesses(guessing) if guessing else [])
-        none = DraftTokens([])
-        return [
-            NO_GUESS if not r.count else next(drafts) if r.stop > r.read or not self.lookahead else none
-            for r in requests
-        ]
+        guessing = {i: r for i, r in enumerate(requests) if r.count and (r.stop > r.read or not self.lookahead)}
+        drafts = dict(zip(guessing, self._guesses([*guessing.values()]) if guessing else (), strict=True))
+        return [drafts.get(i, DraftTokens([]) if r.count else NO_GUESS) for i, r in enumerate(requests)]
 
     def _guesses(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
         reach = max(r.stop + r.count for r in requests) + 1
@@ -106,5 +101,4 @@ class FeatureDrafter(ABC):
         return features[0] if len(features) == 1 else torch.cat(features), self._columns(columns)
 
     def _columns(self, columns: Sequence[Sequence[int]]) -> Tensor:
-        both: Array = np.array(columns, np.int32)
-        return self._forwards.tensor(both)
+        return on_device(torch.from_numpy(np.array(columns, np.int32)), self._forwards.device)
