@@ -1,24 +1,28 @@
-"""Drafts blocks of tokens by DFlash (`llm.dflash`), behind the protocol of `llm.drafts`."""
+"""Drafts blocks of tokens by DFlash (`llm.dflash`)."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from core.kernels.kv_cache import Kind, KVCache
-from llm import block_runs, dflash
-from llm.block_runs import Blocks
-from llm.dflash import Checkpoint
+from core.kernels.kv_cache import Kind
+from core.ops.ops import bind
+from llm import dflash
+from llm.dflash import BlockDecoder, Checkpoint
+from llm.draft_forwards import Forwards, forwards
+from llm.draft_graphs import Unread
 from llm.drafts import DraftRequest, companion_cache
 from llm.execution import TextExecution
+from llm.feature_drafter import FeatureDrafter
 from llm.load import TextModel, TextModelError
-from llm.sequence import SequenceState
-from llm.speculate import NO_GUESS, DraftTokens
+from llm.step_graphs import REACHES
 
 _COST = 0.4  # of its forward relative to the model's, where load may not decide
 
@@ -46,62 +50,66 @@ class BlockDraft:
         kernels: ctypes.CDLL | None,
     ) -> BlockDrafter:  # fmt: skip
         """Make the drafter; see `DrafterFactory`."""
-        config = self.checkpoint.network.config
+        network, target = self.checkpoint.network, execution.model.network
         cache = companion_cache(
-            self.name, execution, config, layers=config.num_hidden_layers, head_dim=config.head_dim, pages=pages,
-            sequences=sequences, context=context, kv=kv,
+            self.name, execution, network.config, layers=network.config.num_hidden_layers,
+            head_dim=network.config.head_dim, pages=pages, sequences=sequences, context=context, kv=kv,
         )  # fmt: skip
+        make = partial(BlockDecoder.of, network, target.get_input_embeddings(), target.get_output_embeddings())
         try:
-            blocks = block_runs.of(self.checkpoint, execution, cache, sequences)
+            runs, decoder = forwards(execution, network, cache, make)
+            return BlockDrafter(self, decoder, runs, execution, sequences)
         except ValueError as error:
             raise TextModelError(f"draft {self.name}: {error}") from error
-        return BlockDrafter(self, cache, blocks)
 
 
-class BlockDrafter:
-    """A `llm.drafts.Drafter` that guesses a block in one forward.
+class BlockDrafter(FeatureDrafter):
+    """Guesses a block in one forward."""
 
-    Each guess is the most likely token of its place: a distribution of one token, which rejection sampling makes exact.
-    """
+    lookahead, at_once, cost = 0, True, _COST
 
-    lookahead, reads, at_once, cost = 0, True, True, _COST
-
-    def __init__(self, draft: BlockDraft, cache: KVCache, blocks: Blocks) -> None:
-        self.features, self.prepare = draft.features, blocks.prepare
+    def __init__(
+        self, draft: BlockDraft, decoder: BlockDecoder, runs: Forwards, execution: TextExecution, sequences: int
+    ) -> None:
+        """Raises ValueError for layers that the kernels do not support."""
         self.most, self._mask = draft.checkpoint.block - 1, draft.checkpoint.mask
-        self._cache, self._blocks = cache, blocks
+        read, block = bind(dflash.read, decoder), bind(dflash.draft, decoder)
+        self._context = lambda ops, x, tokens, rows, ends: (read(ops, x, rows),)[:0]
+        self._block = lambda ops, x, tokens, rows, ends: (block(ops, tokens, rows, ends),)
+        runs.pack(self._context, int(decoder.fc.in_features))
+        runs.pack(self._block, None)
+        super().__init__(
+            draft.features, runs, execution, counts=[self.most], reaches=REACHES, sequences=sequences
+        )  # fmt: skip
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its weights and of its cache."""
-        return self._blocks.size_bytes + self._cache.size_bytes
+    def _read(self, requests: Sequence[DraftRequest]) -> None:
+        self._forwards(self._context, *self._unread(requests))
 
-    def release(self) -> None:
-        """Free duplicate weights."""
-        self._blocks.release()
-
-    def limit(self, work: SequenceState, count: int) -> int:
-        return min(count, self.most)
-
-    def kept(self, count: int, accepted: int) -> int:
-        """None: keys and values of a block are those of masks."""
-        return 0
-
-    def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        unread = [r for r in requests if r.stop > r.read]
-        features = [r.features for r in unread if r.features is not None]
-        positions = [n for r in unread for n in range(r.read, r.stop)]
-        context = np.array([positions, [r.row for r in unread for _ in range(r.read, r.stop)]], np.int32)
+    def _eager(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        if unread := [r for r in requests if r.stop > r.read]:
+            self._read(unread)
         blocks: tuple[list[int], ...] = ([], [], [], [])
-        tokens, places, ends, rows = blocks
-        counts = [min(request.count, self.most) for request in requests]
-        for request, count in zip(requests, counts, strict=True):
-            if count:
-                end = request.stop + count
-                tokens += [request.tokens[request.stop], *[self._mask] * count]
-                places += range(request.stop, end + 1)
-                ends += [end] * (count + 1)
-                rows += [request.row] * (count + 1)
-        self._cache.settle()
-        best = iter(self._blocks(features, context, np.array(blocks, np.int32)))
-        return [DraftTokens([*islice(best, count + 1)][1:]) if count else NO_GUESS for count in counts]
+        for r in requests:
+            end, rows = r.stop + r.count, r.count + 1
+            columns = [r.tokens[r.stop], *[self._mask] * r.count], range(r.stop, end + 1), [r.row] * rows, [end] * rows
+            for column, own in zip(blocks, columns, strict=True):
+                column += own
+        (logits,) = self._forwards(self._block, None, self._columns(blocks))
+        tokens = iter(logits.argmax(-1).tolist())
+        return [[*islice(tokens, r.count + 1)][1:] for r in requests]
+
+    def _walk(self, features: Tensor, unread: Unread, count: int) -> Tensor:
+        n = len(unread.owners)
+        self._forwards(self._context, features, (unread.tokens, unread.positions, unread.sequences))
+        sequences = unread.sequences.view(n, -1)
+        places = torch.arange(sequences.shape[1], dtype=torch.int32, device=features.device)
+        counts = unread.counts[:, None]
+        inside = (places <= counts) & (counts > 0)
+        columns = (
+            torch.where(places == 0, unread.token[:, None], self._mask),
+            torch.where(inside, unread.stop[:, None] + places, -1),
+            sequences,
+            torch.where(inside, (unread.stop + unread.counts)[:, None], -1),
+        )
+        (logits,) = self._forwards(self._block, None, [column.reshape(-1) for column in columns])
+        return logits.argmax(-1).view(n, -1)[:, 1 : count + 1].T

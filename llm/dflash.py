@@ -9,7 +9,7 @@ of them. Embedding and head are the target's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from core.ops.ops import Layer, TokenOps
 from llm.draft_checkpoint import DraftCheckpoint
 from llm.load import TextModel
 from llm.network import DecoderLayer, decoder_layer
+from llm.speculate import MOST_OF_A_BLOCK
 
 ARCHITECTURE = "DFlashDraftModel"
 A = TypeVar("A")
@@ -60,21 +61,14 @@ class BlockDecoder:
     lm_head: Layer
 
     @classmethod
-    def of(cls, network: DFlashNetwork, embed_tokens: Layer, lm_head: Layer) -> BlockDecoder:
-        """Build it with the embedding and the head of the target."""
-        layers = tuple(DecoderLayer.of(layer, i, network.config) for i, layer in enumerate(network.layers))
-        return cls(network.fc, network.hidden_norm, layers, network.norm, embed_tokens, lm_head)
-
-    def with_linear(self, make: Callable[[Layer], Layer]) -> BlockDecoder:
-        """The same with what `make` makes of each linear layer."""
-        layers = [
-            replace(
-                layer, qkv=tuple(map(make, layer.qkv)), o_proj=make(layer.o_proj),
-                up_gate=tuple(map(make, layer.up_gate)), down_proj=make(layer.down_proj),
-            )
-            for layer in self.layers
-        ]  # fmt: skip
-        return replace(self, fc=make(self.fc), layers=tuple(layers), lm_head=make(self.lm_head))
+    def of(
+        cls, network: DFlashNetwork, embed_tokens: Layer, lm_head: Layer, linear: Callable[[Layer], Layer]
+    ) -> BlockDecoder:
+        """Build it with the embedding and the head of the target, and with what `linear` makes of each linear layer."""
+        layers = tuple(
+            DecoderLayer.of(layer, i, network.config).with_linear(linear) for i, layer in enumerate(network.layers)
+        )
+        return cls(linear(network.fc), network.hidden_norm, layers, network.norm, embed_tokens, linear(lm_head))
 
 
 def read(ops: TokenOps[A], decoder: BlockDecoder, features: A, rows: Any) -> A:
@@ -125,7 +119,7 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
         raise refuse(f"config.json: {error}") from error
     if checkpoint.architectures != [ARCHITECTURE]:
         raise refuse(f"config.json: architectures must be {[ARCHITECTURE]}, not {checkpoint.architectures}")
-    for key, value, most in (("block_size", block, 64), ("mask_token_id", mask, model.vocabulary - 1)):
+    for key, value, most in (("block_size", block, MOST_OF_A_BLOCK + 1), ("mask_token_id", mask, model.vocabulary - 1)):
         if not isinstance(value, int) or not 2 * (key == "block_size") <= value <= most:
             raise refuse(f"config.json: {key} must be a whole number up to {most}, not {value!r}")
     if {*(config.layer_types or ())} - {"full_attention"} or fields.get("is_causal"):

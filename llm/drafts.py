@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm import sample
+from llm.draft_graphs import DraftGraphs
 from llm.execution import TextExecution
 from llm.load import TextModelError
 from llm.sequence import SequenceState
@@ -47,6 +48,8 @@ class Drafter(Protocol):
 
     What it guesses must depend on the request alone, whatever else is read or guessed with it.
     """
+
+    graphs: DraftGraphs | None  # which guess on the device, before the host knows which of the last guesses were right
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -88,7 +91,7 @@ class Drafter(Protocol):
         ...
 
     def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """Read and guess for all of them at once, each at most `count` tokens."""
+        """Read and guess for all of them at once, each at most `count` tokens, which the device alone may know."""
         ...
 
     def kept(self, count: int, accepted: int) -> int:
@@ -153,6 +156,7 @@ class LookupDrafter:
 
     features: tuple[int, ...] = ()
     reads, at_once, most, lookahead, cost, size_bytes = False, False, MOST, 0, 0.05, 0
+    graphs: DraftGraphs | None = None
 
     def limit(self, work: SequenceState, count: int) -> int:
         lookup: PromptLookup = work.own or PromptLookup()
@@ -178,6 +182,7 @@ class ModelDrafter:
 
     features: tuple[int, ...] = ()
     reads, at_once, most, lookahead, cost = True, False, MOST, 0, 0.12
+    graphs: DraftGraphs | None = None
 
     def __init__(self, execution: TextExecution) -> None:
         self._execution = execution

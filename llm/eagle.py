@@ -59,6 +59,7 @@ class EagleNetwork(nn.Module):
 class EagleDecoder:
     """The modules that the walk reads."""
 
+    fc: Layer
     embed_tokens: Layer
     hidden_norm: Layer
     layer: DecoderLayer
@@ -66,17 +67,11 @@ class EagleDecoder:
     lm_head: Layer
 
     @classmethod
-    def of(
-        cls, network: EagleNetwork, embed_tokens: Layer, with_linear: Callable[[Layer], Layer] = lambda layer: layer
-    ) -> EagleDecoder:
-        """Build it with the target's embedding; `with_linear` may replace linear layers."""
-        layer = DecoderLayer.of(network.midlayer, 0, network.config)
-        for name in ("qkv", "up_gate"):
-            object.__setattr__(layer, name, tuple(with_linear(each) for each in getattr(layer, name)))
-        for name in ("o_proj", "down_proj"):
-            object.__setattr__(layer, name, with_linear(getattr(layer, name)))
-        hidden_norm, head = network.midlayer.hidden_norm, with_linear(network.lm_head)
-        return cls(embed_tokens, hidden_norm, layer, network.norm, head)
+    def of(cls, network: EagleNetwork, embed_tokens: Layer, linear: Callable[[Layer], Layer]) -> EagleDecoder:
+        """Build it with the target's embedding, and with what `linear` makes of each linear layer."""
+        layer = DecoderLayer.of(network.midlayer, 0, network.config).with_linear(linear)
+        fc, head = linear(network.fc), linear(network.lm_head)
+        return cls(fc, embed_tokens, network.midlayer.hidden_norm, layer, network.norm, head)
 
 
 def draft(ops: TokenOps[A], decoder: EagleDecoder, tokens: A, x: A, rows: Any) -> A:

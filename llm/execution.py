@@ -30,7 +30,7 @@ from llm.cpu import CpuDecoder
 from llm.cuda import CudaDecoder
 from llm.load import TextModel, TextModelError
 from llm.ranks import RankGroup, shared_
-from llm.step_graphs import BUCKETS, StepGraphs, StepInputs, mixed_buckets, rung
+from llm.step_graphs import BUCKETS, VERIFIED, StepGraphs, StepInputs, mixed_buckets, rung
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,12 @@ class TextExecution:
         if PRECISIONS[model.precision].emulated:
             emulated = f"{model.precision} is emulated: its weights become floats as they are multiplied"
             self.kernels_reason = "; ".join(filter(None, [emulated, self.kernels_reason]))
+        self.step_graphs = None if self._fused is None else self._fused.graphs
         # Each sequence's latest token, for rows whose token is -1; the last one is of padding rows.
         self.latest = (
             torch.zeros(sequences + 1, dtype=torch.int32, device=model.device)
-            if self._fused is None
-            else self._fused.graphs.latest
+            if self.step_graphs is None
+            else self.step_graphs.latest
         )
 
     @property
@@ -319,12 +320,18 @@ class FusedTextExecution:
 
     def _step(self, batch: TokenBatch) -> StepInputs:
         """The step's rows, grouped for attention."""
-        columns = np.stack([part.cpu().numpy() for part in (batch.tokens, batch.positions, batch.sequences)])
-        rows = columns.shape[1]
-        firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
-        counts = np.diff(firsts, append=rows)
-        singles, many = firsts[counts == 1], counts > 1
-        runs = np.stack([firsts[many], counts[many], columns[2, firsts[many]]], 1).tolist()
+        columns = np.array([part.numpy(force=True) for part in (batch.tokens, batch.positions, batch.sequences)])
+        sequences = columns[2]
+        starts = np.flatnonzero(sequences[1:] != sequences[:-1]) + 1  # of each sequence's rows but the first
+        bounds = np.array([0, *starts.tolist(), len(sequences)])
+        firsts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
+        many = counts > 1
+        # A few guesses are attended to as rows that decode, whose kernel splits long sequences: then each has the bits
+        # that it has without guesses.
+        if int(counts[many].sum()) <= VERIFIED and len(batch.output_rows) == len(sequences) <= self.graphs.most:
+            many[:] = False
+        singles = np.flatnonzero(np.repeat(~many, counts))
+        runs = np.stack([firsts[many], counts[many], sequences[firsts[many]]], 1).tolist()
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = decode_kernel.part_count(int(columns[1, singles].max()) + 1) if len(singles) else 1
         return StepInputs(columns, batch.output_rows.cpu().numpy(), singles.astype(np.int32), cut, parts)

@@ -116,4 +116,4 @@ class KVAllocator:
         for state in states:
             self._pages.release(state.holding)
             self._rows.give([state.row])
-            state.row, state.computed, state.drafted, state.features = -1, 0, 0, None
+            state.row, state.computed, state.drafted, state.features, state.guessed = -1, 0, 0, None, 0

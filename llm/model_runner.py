@@ -141,11 +141,17 @@ class ModelRunner:
             return []
         timer = _Timer(self.execution.model.device, rows)
         logits = self._logits(step, timer)
+        verified = None
         if ahead := self._runs_ahead(step):
             self._submitted.append((self._draw(step, logits), timer))
-        else:
+        elif (verified := self._guessing.verify(step, self.execution)) is None:
+            self._guessing.fetch(step, self.execution)
             self._choose(step, logits)
         timer.stop()
+        if verified is not None:
+            tokens, guess = verified
+            guess()  # from what the device knows, while the host takes in the tokens
+            self._accept(step, tokens.wait())
         self._guessing.read(parts, self.execution.features)
         if step.pooled:
             self._pool(step)
@@ -168,8 +174,10 @@ class ModelRunner:
             timer.waited(computed)
 
     def _runs_ahead(self, step: Step) -> bool:
-        """Return whether the device alone can draw all tokens of the step."""
-        return self._ahead and not step.scored and all(part.work.drawn_on_device for part in step.sampled)
+        """Return whether the device alone can draw all tokens of the step, and the host need not know any to guess."""
+        if not self._ahead or step.scored:
+            return False
+        return all(part.work.drawn_on_device and not part.work.guessable for part in step.sampled)
 
     def _draw(self, step: Step, logits: Tensor) -> PendingTokens:
         """Draw the step's tokens on the device, for the next iteration to collect."""
@@ -219,6 +227,15 @@ class ModelRunner:
                 part.error = chosen
             else:
                 part.tokens, part.logprobs = chosen
+
+    def _accept(self, step: Step, known: Sequence[int]) -> None:
+        """Take the tokens of greedy parts from the most likely ones, and the numbers of right guesses behind them."""
+        counts = iter(known[len(step.tokens.output_rows) :])
+        for part in step.sampled:
+            if min(known[part.rows.start : part.rows.stop]) < 0:
+                part.error = self._nan()
+            right = next(counts) if part.guess.tokens else 0
+            part.tokens = known[part.first : part.first + right + 1]
 
     def _pool(self, step: Step) -> None:
         """Pool the forward's hidden states; prompts whose states are not finite get an error."""

@@ -12,7 +12,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from core.ops.mixture import Mixture
@@ -61,6 +61,12 @@ class DecoderLayer:
             int(config.num_attention_heads), int(config.num_key_value_heads), int(attn.head_dim), float(attn.scaling),
             family.windows(config)[index], float(getattr(config, "attn_logit_softcapping", None) or 0),
         )  # fmt: skip
+
+    def with_linear(self, linear: Callable[[Layer], Layer]) -> DecoderLayer:
+        """The same with what `linear` makes of each linear layer; of a layer without a mixture."""
+        qkv, up_gate = tuple(map(linear, self.qkv)), tuple(map(linear, self.up_gate))
+        o_proj, down_proj = linear(self.o_proj), linear(self.down_proj)
+        return replace(self, qkv=qkv, o_proj=o_proj, up_gate=up_gate, down_proj=down_proj)
 
 
 class ShiftedNorm:

@@ -40,6 +40,8 @@ class ScheduledTokens:
     scores: Sequence[Logprob] = ()  # of the prompt's tokens
     pooled: PooledStates | None = None  # of an embedded prompt, with what was pooled before
     features: Tensor | None = None  # of positions that the drafter is yet to read
+    # Of guesses that the device makes for the next iteration, with which the drafter reads what this one computes.
+    next_guesses: int | None = None
 
     @property
     def plain(self) -> bool:

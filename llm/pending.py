@@ -64,5 +64,5 @@ class PendingTokens:
 def _copied(x: Tensor) -> Tensor:
     """`x` in host memory, once what is submitted to its device by now has ended."""
     if not x.is_cuda:
-        return x
+        return x.clone()
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

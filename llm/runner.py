@@ -107,7 +107,7 @@ class TextRunner:
         self.guessing = Speculator(_drafter(draft, self.execution, **size, kernels=kernels))
         self.pipeline = stages = 1 if followers is None else followers.parallel.pipeline
         # Of a pipeline other micro-batches run meanwhile.
-        self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and draft is None and stages == 1
+        self._ahead = (self.execution.kind == FUSED if ahead is None else ahead) and stages == 1
         self._model_runner = ModelRunner(self.execution, self.guessing, ahead=self._ahead)
         self._lanes = {GROUP: (self._lane, self._model_runner)}
         for number in range(1, MicroBatches.count(stages)):
@@ -200,6 +200,7 @@ class TextRunner:
             work.prompt = len(work.tokens)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
+        spare = self.guessing.ahead and self.pages.free > 4 * len(requests)
         for request in requests:
             work: SequenceState = request.work
             if (beams := work.beams) is not None:
@@ -207,6 +208,8 @@ class TextRunner:
                     return False
                 if beams.states:  # they have all pages that they need
                     continue
+            if spare and work.guesses:  # the device may make the next guesses too
+                self._allocator.grow(work, min(work.computed + 2 * work.guesses + 2, self.context))
             room = len(work.holding.pages) * PAGE - work.computed
             # Of one that decodes, as most of hundreds do, one row, unless it has guesses.
             rows = 1 if request.phase == DECODE and not work.guesses else self.rows(request)
@@ -270,7 +273,8 @@ class TextRunner:
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
-            host_s = 0.0 if self._ahead else time.perf_counter() - started  # ahead: while the device computes
+            ahead = any(part.pending is not None for part in parts)  # then this was while the device computed
+            host_s = 0.0 if ahead else time.perf_counter() - started
             for rows, seconds, masks_s in timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)

@@ -27,9 +27,9 @@ class SequenceState:
 
     __slots__ = (
         "__weakref__", "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "features",
-        "finish", "guesses", "holding", "index", "logprobs", "matcher", "modifies_logits", "own", "pace", "parameters",
-        "pending", "pending_row", "plain", "pooled", "pooling", "prompt", "prompt_logprobs", "row", "settings",
-        "tokens", "writer",
+        "finish", "guessable", "guessed", "guesses", "holding", "index", "logprobs", "matcher", "modifies_logits",
+        "own", "pace", "parameters", "pending", "pending_row", "plain", "pooled", "pooling", "prompt",
+        "prompt_logprobs", "row", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,8 @@ class SequenceState:
         self.pending: PendingTokens | None = None  # has the token after `tokens`, which the device may still compute
         self.pending_row = 0  # of `pending`
         self.guesses = 0  # in the next iteration
+        self.guessable = False  # whether guesses would pay off, once its next token is known
+        self.guessed = 0  # of these, on the device already
         self.matcher = matcher
         self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
         self.logprobs: list[Logprob] = []
@@ -133,7 +135,7 @@ class SequenceState:
         """Return a sequence like this one that has nothing in the cache."""
         other = copy.copy(self)
         other.holding, other.row, other.computed, other.drafted = SequencePages(), -1, 0, -1
-        other.features = other.own = None
+        other.features, other.own, other.guessed = None, None, 0
         return other
 
     def most_guesses(self, limit: int) -> int:

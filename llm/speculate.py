@@ -18,6 +18,8 @@ from llm import sample
 
 MOST = 8  # guesses at a time, made one after the other
 MOST_AT_ONCE = 15  # of a block
+MOST_OF_A_BLOCK = 63  # of the largest that is read
+NO_TOKEN = -2  # equal to no token, nor to -1, which stands for logits that are not finite
 USUAL = 0.7  # acceptance, before any is known
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
 _LEVELS = 32  # of acceptance, for the table of lengths
@@ -117,8 +119,26 @@ class DraftTokens:
     tokens: list[int]
     q: Tensor | None = None
 
+    @classmethod
+    def on_device(cls, count: int) -> DraftTokens:
+        """So many guesses that only the device knows, as `llm.step_graphs` reads them."""
+        return cls([*range(-2, -2 - count, -1)])
+
+    @property
+    def known(self) -> bool:
+        """Return whether the host knows them."""
+        return not self.tokens or self.tokens[0] >= 0
+
 
 NO_GUESS = DraftTokens([])
+
+
+def agreeing(guesses: Tensor, best: Tensor) -> Tensor:
+    """How many of each answer's guesses [n, k] precede the first that is not the most likely token: int64 [n].
+
+    What `agreed` counts on the host, on the device.
+    """
+    return (guesses == best).long().cumprod(1).sum(1)
 
 
 def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from core.kernels.kv_cache import TokenBatch
+from llm.draft_graphs import Verified
 from llm.drafts import Drafter, DraftRequest
 from llm.execution import TextExecution
-from llm.parts import ScheduledTokens
+from llm.parts import ScheduledTokens, Step
+from llm.pending import PendingTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST, NO_GUESS, USUAL, AcceptanceRate, DraftLengths, ForwardTimes
+from llm.speculate import MOST, NO_GUESS, USUAL, AcceptanceRate, DraftLengths, DraftTokens, ForwardTimes
 
 _ROW = 0.03  # of a forward, for each guess, where measured times may not decide
 _TIMED = 4  # guesses at a time, and times
@@ -41,32 +43,79 @@ class Speculator:
         return self.drafter is not None
 
     @property
+    def ahead(self) -> bool:
+        """Return whether the device may begin guesses by itself."""
+        return self.drafter is not None and self.drafter.graphs is not None
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the drafter's weights and its cache."""
         return 0 if self.drafter is None else self.drafter.size_bytes
 
     def make(self, parts: Sequence[ScheduledTokens]) -> None:
         """Make the planned number of guesses for each part."""
-        asking = [part for part in parts if part.work.guesses] if self.drafter is not None else []
+        asking = []
+        for part in parts:
+            if part.work.guesses and part.work.guessed:
+                part.guess = DraftTokens.on_device(min(part.work.guesses, part.work.guessed))
+            elif part.work.guesses:
+                asking.append(part)
         if self.drafter is None or not asking:
             return
         requests = [_request(part.work, part.start, part.work.guesses) for part in asking]
         started = time.perf_counter()
         for part, guess in zip(asking, self.drafter.guess(requests), strict=True):
             part.guess = guess
-        if len(requests) == 1:
+        if len(requests) == 1 and asking[0].guess.known:
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else requests[0].count)
             self._draft_s = min(self._draft_s or seconds, seconds)
+
+    def verify(self, step: Step, execution: TextExecution) -> tuple[PendingTokens, Callable[[], object]] | None:
+        """Submit the acceptance of the guesses of the step that was submitted last; returns its most likely tokens,
+        with how many guesses of each part that has some were right, and what submits the next guesses.
+
+        None: the host is to accept them. That is where tokens are not all the most likely ones.
+        """
+        guessed = [part for part in step.sampled if part.guess.tokens]
+        graphs = None if self.drafter is None else self.drafter.graphs
+        if graphs is None or not guessed or execution.best is None or execution.features is not graphs.captured:
+            return None
+        if step.scored or not all(part.work.plain for part in step.sampled):
+            return None
+        rows, counts = step.tokens.output_rows.tolist(), [_next_guesses(part) for part in guessed]
+        begun = graphs.begin([
+            Verified(part.work.row, rows[part.first], part.first, part.start, len(part.guess.tokens), count)
+            for part, count in zip(guessed, counts, strict=True)
+        ])  # fmt: skip
+        if begun is None:
+            return None
+        accepted, guess = begun
+        pending = PendingTokens(torch.cat([execution.best, accepted]))
+        if not any(counts):
+            return pending, lambda: None
+        for part, count in zip(guessed, counts, strict=True):
+            part.next_guesses = count
+        return pending, guess
+
+    def fetch(self, step: Step, execution: TextExecution) -> None:
+        """Let the host know guesses of the step that was submitted last which only the device knows."""
+        if unknown := [part for part in step.sampled if not part.guess.known]:
+            assert execution.step_graphs is not None
+            tokens = execution.step_graphs.tokens[: len(step.tokens.tokens)].tolist()
+            for part in unknown:
+                first = int(step.tokens.output_rows[part.first]) + 1
+                part.guess = DraftTokens(tokens[first : first + len(part.guess.tokens)])
 
     def read(self, parts: Sequence[ScheduledTokens], features: Tensor | None) -> None:
         """Have the drafter read the chunks of prompts that the model has just read; `features` are those of the
         forward's rows. Parts get those of their new positions that are yet to be read.
         """
-        if self.drafter is None or not self.drafter.reads:
+        if self.drafter is None or not self.drafter.reads or all(part.next_guesses is not None for part in parts):
             return
         requests: list[DraftRequest] = []
-        if features is not None and features.is_cuda:
-            features = features.clone()  # the next forward overwrites them
+        graphs = self.drafter.graphs
+        if features is not None and graphs is not None and features is graphs.captured:  # the next forward's too
+            features = features[: sum(part.count + len(part.guess.tokens) for part in parts)].clone()
         first = 0
         for part in parts:
             start, work, unread = part.start, part.work, part.count
@@ -87,7 +136,10 @@ class Speculator:
         """Take in an iteration's result: the first `accepted` tokens of the guess were right."""
         assert self.drafter is not None
         work, features, count = part.work, part.features, len(part.guess.tokens)
-        if not self.drafter.reads:
+        work.guessed = part.next_guesses or 0
+        if part.next_guesses is not None:
+            work.drafted, work.features = part.start + part.count + accepted, None
+        elif not self.drafter.reads:
             work.drafted = part.start + part.count + accepted
         elif part.guess is not NO_GUESS:
             work.drafted, work.features = part.start + self.drafter.kept(count, accepted), features
@@ -137,6 +189,8 @@ class Speculator:
         for turn, count in enumerate((MOST, *[timed] * _TIMED)):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
+            if execution.step_graphs is not None:
+                execution.step_graphs.best.tolist()  # waits for the device
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
             self._draft_s = min(self._draft_s, seconds) if turn > 1 else seconds
         self._lengths.clear()
@@ -180,6 +234,13 @@ class Speculator:
         limit = work.most_guesses(pays(work.pace.acceptance))
         if limit > 0:
             work.guesses = self.drafter.limit(work, limit)
+
+
+def _next_guesses(part: ScheduledTokens) -> int:
+    """How many guesses may follow those of a part, all of which may be right: in the pages that its sequence has."""
+    work, count = part.work, len(part.guess.tokens)
+    room = work.holding.room - part.start - count - 2
+    return max(0, min(work.guesses, work.most_guesses(work.guesses + 1) - 1, room))
 
 
 def _nominal(drafter: Drafter) -> DraftLengths:

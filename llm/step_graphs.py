@@ -3,7 +3,8 @@ inputs at fixed addresses.
 
 A step of decoding has one row per sequence and wants all logits; a mixed one reads prompts too, in tiles beside the
 rows that decode. Padding rows are at position -1: they write no page and read none. Tokens that the host does not know
-yet are -1: a row then takes its sequence's latest one, which the step before has left on the device.
+yet are negative: at -1 a row takes its sequence's latest one, which the step before has left on the device, and at
+-2 - j the j-th guess of what follows it, which the drafter has left there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
 from llm.ranks import StageLink
+from llm.speculate import MOST_OF_A_BLOCK, NO_TOKEN
 
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of steps of decoding
+VERIFIED = 16  # rows of guesses, of all sequences together, that are attended to as those that decode, at most
 _OUTPUTS = 128  # rows of a mixed graph whose logits it computes, at least: guesses of a few sequences are many rows
 REACHES = (1, 4, PARTS)  # parts of the longest sequence: up to 256 tokens, up to 1,024, any
 
@@ -91,32 +94,37 @@ class StepGraphs:
         self._device = device
         self._recorder: CudaRecorder | None = None
         self._sequences = sequences
-        self._most = bucket(sequences) or BUCKETS[-1]
-        self._outputs = max(self._most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
+        self.most = bucket(max(sequences, VERIFIED if model.feature_width else 1)) or BUCKETS[-1]
+        self._outputs = max(self.most, min(_OUTPUTS, mixed_buckets(rows)[-1]))
         self._mixed = mixed_buckets(rows)
         self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
-        # Each sequence's latest token; the last one is of padding rows.
-        self.latest = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
-        shapes = Shape(self._mixed[-1], True, 1), Shape(self._most, False, 1)
+        # Each sequence's latest token, and the guesses behind it; the last column is of padding rows.
+        guesses = MOST_OF_A_BLOCK if model.feature_width else 0
+        self._unknown = torch.zeros(1 + guesses, sequences + 1, dtype=torch.int32, device=device)
+        self.latest, self.guesses = self._unknown[0], self._unknown[1:]
+        most = max(self._mixed[-1], self.most)
+        # The tokens of the last step's rows, all of them known, where guesses are made; the last one is nobody's.
+        self.tokens = torch.full((most + 1 if guesses else 0,), NO_TOKEN, dtype=torch.int32, device=device)
+        shapes = Shape(self._mixed[-1], True, 1), Shape(self.most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
         self._logits = torch.zeros(self._outputs, model.vocabulary, device=device)
         self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
         # `likeliest` of the last step, also of one without a graph.
         self.best = torch.zeros(max(self._outputs, sequences), dtype=torch.int64, device=device)
         # Of the last step; those of a larger step without a graph have memory of their own.
-        self._features = torch.zeros(self._mixed[-1], model.feature_width, dtype=model.dtype, device=device)
+        self.captured = torch.zeros(most, model.feature_width, dtype=model.dtype, device=device)
         self.features: Tensor | None = None
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of inputs, logits and what was captured."""
-        tensors = (self.latest, self.best, self._inputs, self._logits, self._features)
+        tensors = (self._unknown, self.tokens, self.best, self._inputs, self._logits, self.captured)
         return sum(x.nbytes for x in tensors) + (0 if self._recorder is None else self._recorder.size_bytes)
 
     def prepare(self, sequences: int) -> None:
         """Compile and capture what so many sequences need; the largest first, whose memory the others share."""
-        largest = min(bucket(sequences) or self._most, self._most)
+        largest = bucket(max(sequences, VERIFIED if self._model.feature_width else 1)) or self.most
         for rows in reversed(self._mixed):
             for parts in self.rungs:
                 self._graph(Shape(rows, True, parts))
@@ -138,15 +146,13 @@ class StepGraphs:
         if shape is None:
             return None
         graph = self._graph(shape)
-        staged = torch.from_numpy(self._padded(step, shape))
-        staged = staged.pin_memory() if self._device.type == "cuda" else staged
-        self._inputs[: len(staged)].copy_(staged, non_blocking=True)  # one copy: a second would delay the graph
+        stage(self._padded(step, shape), self._inputs)
         if self._link is not None:
             self._link.receive(shape.rows)
         graph()
         if self._link is not None:
             self._link.send(shape.rows)
-        self.features = self._features if self._model.feature_width else None
+        self.features = self.captured if self._model.feature_width else None
         return self._logits[: len(step.output_rows)]
 
     def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
@@ -155,7 +161,7 @@ class StepGraphs:
         if self._link is not None:
             self._link.receive(rows)
         if self._model.feature_width:
-            self.features = self._features.new_empty(len(batch.tokens), self._model.feature_width)
+            self.features = self.captured.new_empty(len(batch.tokens), self._model.feature_width)
             batch = replace(batch, features=self.features)
         logits = self._step(batch, owners, None)
         if self._link is not None:
@@ -163,7 +169,8 @@ class StepGraphs:
         return logits
 
     def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> Tensor:
-        rows = batch.of(known(batch.tokens, batch.sequences, self.latest, early=self._model.ops.early))
+        kept = self.tokens[: len(batch.tokens)] if len(self.tokens) else torch.empty_like(batch.tokens)
+        rows = batch.of(known(batch.tokens, batch.sequences, self._unknown, kept, early=self._model.ops.early))
         before, after = (None, None) if self._link is None else self._link.of(len(rows.tokens))
         if after is not None:
             after.copy_(self._model.stage(rows, before))
@@ -177,10 +184,10 @@ class StepGraphs:
 
     def _shape(self, step: StepInputs) -> Shape | None:
         rows, parts = step.columns.shape[1], rung(step.parts)
-        if step.decodes and (size := bucket(rows)) is not None and size <= self._most:
+        if step.decodes and (size := bucket(rows)) is not None and size <= self.most:
             return Shape(size, False, parts, self._branches)
         width = next((size for size in self._mixed if size >= rows), None)
-        if width is None or len(step.output_rows) > min(width, self._outputs) or len(step.singles) > self._most:
+        if width is None or len(step.output_rows) > min(width, self._outputs) or len(step.singles) > self.most:
             return None
         padding = -(-(width - rows) // tokens_per_tile(self._model.group))
         return Shape(width, True, parts, self._branches) if len(step.tiles) + padding <= self._tiles(width) else None
@@ -192,14 +199,15 @@ class StepGraphs:
         return None if branches is None else branches.shape
 
     def _tiles(self, rows: int) -> int:
-        return rows // tokens_per_tile(self._model.group) + self._most
+        """The most tiles of a graph: each sequence, and the padding, may have one that is not full."""
+        return rows // tokens_per_tile(self._model.group) + self.most + 1
 
     def _layout(self, shape: Shape) -> list[int]:
         """Numbers of the parts of the inputs: tokens, positions, sequences, owners, and of mixed steps output rows,
         singles and tiles. Each begins aligned to 16 bytes: kernels are compiled for that.
         """
         rows, outputs = shape.rows, min(shape.rows, self._outputs)
-        return [rows] * 3 + ([outputs, outputs, self._most, 3 * self._tiles(rows)] if shape.mixed else [rows])
+        return [rows] * 3 + ([outputs, outputs, self.most, 3 * self._tiles(rows)] if shape.mixed else [rows])
 
     def _padded(self, step: StepInputs, shape: Shape) -> Array:
         rows, nobody = step.columns.shape[1], self._sequences
@@ -233,7 +241,7 @@ class StepGraphs:
         tokens, positions, sequences, owners, *rest = _split(self._inputs, layout)
         output_rows, singles, cut = rest or (None, None, None)
         cut = None if cut is None else cut.view(-1, 3)
-        features = self._features[: shape.rows] if self._model.feature_width else None
+        features = self.captured[: shape.rows] if self._model.feature_width else None
         batch = FusedBatch(tokens, positions, sequences, output_rows, singles, cut, shape.parts, features=features)
         count = len(owners)
 
@@ -254,6 +262,12 @@ class StepGraphs:
         except RuntimeError as error:
             log.warning("steps of %d rows run without a graph: %s", shape.rows, error)
             return run
+
+
+def stage(values: Array, inputs: Tensor) -> None:
+    """Copy values to the first of the inputs; to a GPU without waiting for what runs there."""
+    staged = torch.from_numpy(values)
+    inputs[: len(staged)].copy_(staged.pin_memory() if inputs.is_cuda else staged, non_blocking=True)
 
 
 def recorder(device: torch.device) -> CudaRecorder:

@@ -27,9 +27,10 @@ class StepPlanner:
         """Set the phase and the guesses of a request's next iteration."""
         work: SequenceState = request.work
         request.phase = DECODE if work.decoding else PREFILL
-        if work.decoding and work.beams is None:
+        if work.beams is None:
             self._guessing.plan(work, lengths)
-        else:
+        work.guessable = work.guesses > 0
+        if not work.decoding or work.pending is not None:
             work.guesses = 0
 
     def plan_all(self, requests: Sequence[Request], *, decoding: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
 from llm.speculate import NO_GUESS, DraftTokens
+from llm.step_graphs import StepGraphs
 from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 
@@ -68,6 +70,14 @@ def other() -> TextModel:
     network, _ = tiny.make(tiny.SHAPES[tiny.TINY], seed=1)
     network.set_attn_implementation("diptych")
     return replace(small(), name="other", network=network.eval().requires_grad_(False))
+
+
+def step_graphs(channels: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> StepGraphs:
+    """The graphs of a model's steps of two sequences, as far as a drafter needs them."""
+    model: Any = SimpleNamespace(
+        vocabulary=50, group=4, feature_width=channels, dtype=dtype, ranks=None, ops=SimpleNamespace(branches=None)
+    )
+    return StepGraphs(model, 2, 128, 64, torch.device(device))
 
 
 def chat(model: TextModel, text: str) -> tuple[int, ...]:

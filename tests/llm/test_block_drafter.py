@@ -8,11 +8,12 @@ import copy
 import json
 import math
 from collections import Counter
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,12 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 from core.batching.request import Request
 from core.kernels.kv_cache import KVCache
 from core.ops.packed import PackedLayers
-from llm import block_runs, dflash
-from llm.block_drafter import BlockDraft
-from llm.block_runs import Blocks
-from llm.dflash import BlockDecoder, DFlashNetwork, target_layers
+from llm import dflash
+from llm.block_drafter import BlockDraft, BlockDrafter
+from llm.dflash import BlockDecoder, Checkpoint, DFlashNetwork, target_layers
+from llm.draft_forwards import forwards
+from llm.drafts import DraftRequest
+from llm.execution import FUSED
 from llm.load import TextModelError
 from llm.load_draft import load as load_draft
 from llm.speculator import Speculator
@@ -103,30 +106,32 @@ def test_blocks_are_those_of_the_published_architecture(kind: str, monkeypatch: 
     cache.place(0, [3, 9, 4])
     cache.place(1, [8, 2])
     cache.settle()
-    decoder = BlockDecoder.of(made.to(device, dtype), target.get_input_embeddings(), target.get_output_embeddings())
     logits: list[Any] = []
     drafted = dflash.draft
     monkeypatch.setattr(dflash, "draft", lambda *given: logits.append(drafted(*given)) or logits[-1])
-    if kind == "kernels":
-        blocks: Blocks = block_runs._Programs(decoder, made, cache, PackedLayers(stage.kernels(), target))
-    elif kind == "graphs":
-        blocks = block_runs._Graphs(decoder, made, cache, dtype, 8, 2)
-    else:
-        blocks = Blocks(decoder, made, cache)
+    packed = PackedLayers(stage.kernels(), target) if kind == "kernels" else None
+    steps = stage.step_graphs(2 * model.config.hidden_size, dtype, device)
+    execution: Any = SimpleNamespace(packed=packed, kind=FUSED if kind == "graphs" else "", step_graphs=steps)
+    make = partial(BlockDecoder.of, made.to(device, dtype), target.get_input_embeddings(), target.lm_head)
+    mask = 5
+    draft = BlockDraft("", Checkpoint(made, 8, mask))
+    drafter = BlockDrafter(draft, *forwards(execution, made, cache, make)[::-1], execution, 2)
     generator = torch.Generator().manual_seed(1)
-    lengths, rows, mask = (20, 9), (5, 3), 5
+    lengths, counts, last = (20, 9), (4, 2), (40, 77)
     features = [torch.randn(n, 2 * model.config.hidden_size, generator=generator) for n in lengths]
-    for row, read, stop in ((0, 0, 17), (1, 0, 8)):
-        columns = np.array([range(read, stop), [row] * (stop - read)], np.int32)
-        assert blocks([features[row][read:stop].to(device, dtype)], columns, np.empty((4, 0), np.int32)) == []
-    tokens = [[40, *[mask] * 4], [77, *[mask] * 2]]
-    left = np.array([[17, 18, 19, 8], [0, 0, 0, 1]], np.int32)
-    places = [[n + i for i in range(count)] for n, count in zip(lengths, rows, strict=True)]
-    columns = np.array([
-        [*chain(*tokens)], [*chain(*places)], [at[-1] for at in places for _ in at], [0] * rows[0] + [1] * rows[1],
-    ], np.int32)  # fmt: skip
-    best = blocks([features[0][17:].to(device, dtype), features[1][8:].to(device, dtype)], left, columns)
-    found = logits[-1].x if kind == "kernels" else logits[-1][: sum(rows)]
+    for ends, guesses in (((17, 8), (0, 0)), (lengths, counts)):
+        requests = []
+        for row, (stop, count) in enumerate(zip(ends, guesses, strict=True)):
+            read = (17, 8)[row] if count else 0
+            new = features[row][read:stop].to(device, dtype)
+            requests.append(DraftRequest(row, [0] * stop + [last[row]], read, stop, count, None, new))
+        drafts = [draft.tokens for draft in drafter.guess(requests)]
+    if kind == "graphs":  # which leave them on the device
+        drafts = [steps.guesses[:count, row].tolist() for row, count in enumerate(counts)]
+    assert [len(draft) for draft in drafts] == [*counts]
+    rows = [row for n, count in enumerate(counts) for row in range(8 * n, 8 * n + count + 1)]
+    found = logits[-1][rows] if kind == "graphs" else logits[-1].x if kind == "kernels" else logits[-1]
+    tokens = [[token, *[mask] * count] for token, count in zip(last, counts, strict=True)]
     embedding, head = model.network.get_input_embeddings().weight, model.network.get_output_embeddings().weight
     states = [published(weights, made.config, embedding[block], x) for block, x in zip(tokens, features, strict=True)]
     wanted = torch.cat(states) @ head.T
@@ -134,8 +139,9 @@ def test_blocks_are_those_of_the_published_architecture(kind: str, monkeypatch: 
         assert float(F.cosine_similarity(found.flatten().float().cpu(), wanted.flatten(), dim=0)) > 0.995
     else:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-    near = wanted.max(-1).values - wanted.gather(1, torch.tensor(best)[:, None])[:, 0]
-    assert len(best) == sum(rows) and near.max() < (0.1 if kind == "kernels" or CUDA else 1e-3) * wanted.abs().max()
+    wanted = torch.cat([own[1:] for own in wanted.split([count + 1 for count in counts])])
+    near = wanted.max(-1).values - wanted.gather(1, torch.tensor([*chain(*drafts)])[:, None])[:, 0]
+    assert near.max() < (0.1 if kind == "kernels" or CUDA else 1e-3) * wanted.abs().max()
 
 
 def saved(folder: Path, **config: Any) -> Path:

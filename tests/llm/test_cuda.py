@@ -479,6 +479,19 @@ def merged_logits(model: TextModel, own: dict[str, LowRank], tokens: list[int]) 
     return stage.logits(replace(model, network=network), tokens)
 
 
+@pytest.mark.long
+def test_guesses_have_the_bits_of_single_steps() -> None:
+    """Of a sequence whose next tokens are known, in one step beside another that decodes."""
+    model = model_of("int8")
+    tokens = [1, 40, 41]
+    run, single = fused(model, features=(0, 1)), fused(model)
+    step = TokenBatch.of([9, *tokens], [0, 0, 1, 2], [1, 0, 0, 0], [0, 1, 2, 3])
+    assert run._step(step).decodes
+    together = run(step)[1:].clone()
+    alone = [single(TokenBatch.of([token], [place], [0], [0])).clone() for place, token in enumerate(tokens)]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_steps_that_no_graph_fits_run_without() -> None:
     run = fused(model_of("plain"))
     step = TokenBatch.of([1, *range(40, 109)], list(range(70)), [0] * 70, list(range(70)))

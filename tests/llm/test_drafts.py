@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llm.draft_graphs import DraftGraphs
 from llm.drafts import DraftRequest
 from llm.sequence import SequenceState
 from llm.speculate import DraftTokens
@@ -23,6 +24,7 @@ class Witness:
 
     name, features, lookahead, size_bytes = "witness", LAYERS, 1, 0
     reads, at_once, most, cost = True, False, 15, 0.1
+    graphs: DraftGraphs | None = None
 
     def __init__(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._known = known  # answers by prompt

@@ -18,12 +18,15 @@ _ROWS = 256
 
 
 @kernel("rows")
-def _known(tokens, sequences, latest, out, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _known(  # type: ignore[no-untyped-def]
+    tokens, sequences, unknown, out, rows, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows
     enter(EARLY)
     token = tl.load(tokens + at, inside, other=0)
-    before = tl.load(latest + tl.load(sequences + at, inside, other=0), inside & (token < 0), other=0)
+    place = (-1 - token) * stride + tl.load(sequences + at, inside, other=0)
+    before = tl.load(unknown + place, inside & (token < 0), other=0)
     tl.store(out + at, tl.where(token < 0, tl.maximum(before, 0), token), inside)
 
 
@@ -92,12 +95,13 @@ def _draw(  # type: ignore[no-untyped-def]
     tl.store(out + n, tl.minimum(block * BLOCK + place, V - 1).to(tl.int64))
 
 
-def known(tokens: Tensor, sequences: Tensor, latest: Tensor, *, early: int = 0) -> Tensor:
-    """Tokens int32 [T], those that are negative replaced by the `latest` of their sequences, or 0 where that is too."""
-    out = torch.empty_like(tokens)
+def known(tokens: Tensor, sequences: Tensor, unknown: Tensor, out: Tensor, *, early: int = 0) -> Tensor:
+    """Tokens int32 [T] into `out`, which is returned: in place of a token of -1 - j the sequence's of `unknown` [j, S],
+    or 0 where that is negative too.
+    """
     block = min(_ROWS, power(len(tokens)))
     _known[(-(-len(tokens) // block),)](
-        tokens, sequences, latest, out, len(tokens), block, early, num_warps=1, **options(early)
+        tokens, sequences, unknown, out, len(tokens), unknown.stride(0), block, early, num_warps=1, **options(early)
     )
     return out
 

@@ -31,11 +31,14 @@ def test_the_most_likely_tokens_are_torchs(rows: int, vocabulary: int, monkeypat
     token_kernels.likeliest(logits[:0], owners[:0], latest, out[:0])
 
 
-def test_tokens_that_are_not_known_are_the_latest_ones() -> None:
-    latest = torch.tensor([5, -1, 9], dtype=torch.int32, device=DEVICE)
-    tokens = torch.tensor([3, -1, -1, -1, 0], dtype=torch.int32, device=DEVICE)
-    sequences = torch.tensor([0, 0, 1, 2, 2], dtype=torch.int32, device=DEVICE)
-    assert token_kernels.known(tokens, sequences, latest).tolist() == [3, 5, 0, 9, 0]
+def test_tokens_that_are_not_known_are_the_latest_ones_or_the_guesses() -> None:
+    unknown = torch.tensor([[5, -1, 9], [6, 7, -1], [8, 2, 4]], dtype=torch.int32, device=DEVICE)
+    tokens = torch.tensor([3, -1, -1, -1, 0, -2, -3, -2], dtype=torch.int32, device=DEVICE)
+    sequences = torch.tensor([0, 0, 1, 2, 2, 1, 2, 2], dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(tokens, 77)
+    assert token_kernels.known(tokens, sequences, unknown, out) is out
+    assert out.tolist() == [3, 5, 0, 9, 0, 7, 4, 0]
+    assert token_kernels.known(tokens[:4], sequences[:4], unknown[:1], out[:4]).tolist() == [3, 5, 0, 9]
 
 
 def test_drawn_tokens_are_those_of_the_distributions_sums(monkeypatch: pytest.MonkeyPatch) -> None:
