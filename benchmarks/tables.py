@@ -25,6 +25,8 @@ _TEXT = {
     "transformers-static-batch": "transformers, padded batches of {static_batch}",
     "transformers-generate_batch": "transformers `generate_batch`", "diptych": "Diptych, fp32",
     "diptych-int8": "Diptych, INT8", "diptych-speculative": "Diptych, fp32, speculative decoding",
+    "diptych-user": "Diptych, fp32, one user's chats in turn",
+    "diptych-user-speculative": "Diptych, fp32, these with speculative decoding",
 }  # fmt: skip
 _NEIGHBOURS = {
     "alone": "alone", "burner": "a CPU-bound process", "peer": "a tenant with the same requests",
@@ -128,9 +130,12 @@ def _cascade_note(result: Result) -> str:
 
 
 def _text_columns(*results: Result) -> Columns:
+    def load(result: Result) -> str:
+        return "one user" if "diptych-user" in result["tokens_per_s"] else f"{result['requests']} requests"
+
     return [("tokens/s", "{label}"), *(
-        (f"`{result['model']}`, {result['requests']} requests", f"{{cells[{number}]}}")
-        for number, result in enumerate(results))]  # fmt: skip
+        (f"`{result['model']}`, {load(result)}", f"{{cells[{number}]}}") for number, result in enumerate(results)
+    )]  # fmt: skip
 
 
 def _text_rows(*results: Result) -> Rows:
@@ -141,7 +146,8 @@ def _text_rows(*results: Result) -> Rows:
             yield {"label": label.format(**results[0]), "cells": cells}
     cells = [f"{result['draft']}; {result['acceptance']:.0%}" for result in results]
     yield {"label": "draft; acceptance rate", "cells": cells}
-    gains = [each.get("diptych-speculative", 0) / each["diptych"] if "diptych" in each else 0 for each in rates]
+    pairs = [("diptych", "diptych-user")["diptych-user" in each] for each in rates]
+    gains = [each.get(f"{name}-speculative", 0) / each.get(name, 1) for name, each in zip(pairs, rates, strict=True)]
     cells = [cell("{gain:.2f}×", {"gain": gain or None}) for gain in gains]
     yield {"label": "speedup of speculative decoding (computed)", "cells": cells}
 
