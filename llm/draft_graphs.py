@@ -79,6 +79,12 @@ class DraftGraphs:
         """The features of a forward's rows that guesses may begin with."""
         return self._steps.captured
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of inputs and of what was captured."""
+        own = self._inputs.nbytes + self._features.nbytes + self._accepted.nbytes + self._places.nbytes
+        return own + (0 if self._recorder is None else self._recorder.size_bytes)
+
     def prepare(self, sequences: int) -> None:
         """Capture what so many sequences need; the largest first, whose memory the others share."""
         for size in reversed([size for size in self._sizes if size <= (bucket(sequences) or BUCKETS[-1])]):

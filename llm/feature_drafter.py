@@ -42,8 +42,9 @@ class FeatureDrafter(ABC):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its weights and of its cache."""
-        return self._forwards.size_bytes + self._forwards.cache.size_bytes
+        """Bytes of its weights, of its cache, and of its graphs."""
+        graphs = 0 if self.graphs is None else self.graphs.size_bytes
+        return self._forwards.size_bytes + self._forwards.cache.size_bytes + graphs
 
     def limit(self, work: SequenceState, count: int) -> int:
         return min(count, self.most)

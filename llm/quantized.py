@@ -80,7 +80,7 @@ def quantize(
     shared = {i: layer for layer in model.network.modules() if (i := id(layer)) in targets}
     network = copy.deepcopy(model.network, dict(shared))
     quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest, gptq=layerwise.gptq)
-    recipe = quantize_head_(network, recipe, QuantizationReport()) if layerwise.head else recipe
+    recipe = quantize_head_(network, recipe, QuantizationReport()) if layerwise.head and model.generates else recipe
     store.round_(network)
     name = "-".join([recipe.name, *([] if scheme == "int8" else [scheme]), *(["gptq"] if layerwise.gptq else [])])
     return replace(model, digest=f"{model.digest}-{name}", precision=scheme, network=network)
@@ -103,7 +103,7 @@ def make(
     recipe, statistics = _calibrated(model, texts, recipe, scheme, layerwise)
     network = copy.deepcopy(model.network)
     report = quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest, gptq=layerwise.gptq)
-    recipe = quantize_head_(network, recipe, report) if layerwise.head else recipe
+    recipe = quantize_head_(network, recipe, report) if layerwise.head and model.generates else recipe
     calibration: dict[str, Any] = {"texts": len(texts), "tokens": sum(map(len, texts))} if statistics else {}
     if layerwise.gptq:
         calibration["gptq"] = report.compensated

@@ -16,7 +16,7 @@ from llm.execution import TextExecution
 from llm.parts import ScheduledTokens, Step
 from llm.pending import PendingTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST, NO_GUESS, USUAL, AcceptanceRate, DraftLengths, DraftTokens, ForwardTimes
+from llm.speculate import NO_GUESS, USUAL, AcceptanceRate, DraftLengths, DraftTokens, ForwardTimes
 
 _ROW = 0.03  # of a forward, for each guess, where measured times may not decide
 _TIMED = 4  # guesses at a time, and times
@@ -186,7 +186,7 @@ class Speculator:
             else None
         )
         timed = self.drafter.most if self.drafter.at_once else _TIMED
-        for turn, count in enumerate((MOST, *[timed] * _TIMED)):
+        for turn, count in enumerate((self.drafter.most, *[timed] * _TIMED)):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
             if execution.step_graphs is not None:

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def test_every_layer_is_decided_about() -> None:
     plain = quantize(model, [stage.plain(model, READ[0])], layerwise=Layerwise(head=False))
     assert type(plain.network.lm_head) is torch.nn.Linear
     assert len({made.digest, plain.digest, model.digest}) == 3
+    embeds = quantize(replace(model, generates=False), [stage.plain(model, READ[0])])
+    assert type(embeds.network.lm_head) is torch.nn.Linear  # which nothing reads
 
 
 def test_what_was_written_is_what_was_made(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm.drafts import LookupDrafter
+from llm import speculator
+from llm.drafts import DraftRequest, LookupDrafter
+from llm.execution import TextExecution
 from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
@@ -130,3 +133,19 @@ def test_guesses_end_where_tiles_do() -> None:
     assert one.guesses == 3
     guessing.plan(one, guessing.lengths(64))
     assert one.guesses == 0
+
+
+def test_a_drafter_is_timed_on_no_more_guesses_than_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no graphs for more."""
+    counts: list[int] = []
+
+    class Blocks(LookupDrafter):
+        reads, at_once, most = True, True, 3
+
+        def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
+            counts.extend(request.count for request in requests)
+            return [DraftTokens([]) for _ in requests]
+
+    monkeypatch.setattr(speculator, "_TIMED_S", 0.0)
+    Speculator(Blocks()).time(TextExecution(stage.small(), pages=4, sequences=2, context=64))
+    assert counts and {*counts} == {3}

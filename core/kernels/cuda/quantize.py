@@ -96,11 +96,13 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
     inside = channel < C
     enter(EARLY)
     value = tl.load(x + row * stride + channel, inside, other=0.0).to(tl.float32)
+    strange = value != value
+    value = tl.where(strange, 0.0, value)
     largest = tl.max(tl.abs(value), 0)
     # A row of zeros gets scale 1, as in weights.
     unit = tl.where(largest > 0, tl.div_rn(largest, TOP), 1.0)
     tl.store(out + row * C + channel, levels(tl.div_rn(value, unit), IS_INT8), inside)
-    tl.store(scale + row, unit)
+    tl.store(scale + row, tl.where(tl.max(strange.to(tl.int32), 0) > 0, float("nan"), unit))
 
 
 def quantize(x: Tensor, inv_scale: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
@@ -128,7 +130,8 @@ def quantize_reference(x: Tensor, inv_scale: Tensor, dtype: torch.dtype = torch.
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, *, early: int = 0) -> tuple[Tensor, Tensor]:
-    """x [M, K] as int8 or E4M3 [M, K], and the fp32 scale [M] of each row: its largest magnitude over the type's.
+    """x [M, K] as int8 or E4M3 [M, K], and the fp32 scale [M] of each row: its largest magnitude over the type's,
+    and NaN of a row with NaN, as levels hold none.
 
     `early`: see `launching`.
     """

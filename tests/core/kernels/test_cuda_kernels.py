@@ -90,6 +90,13 @@ def test_quantize_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     close(q, q_expected, dtype, 0.01)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_scales_of_rows_that_are_not_finite_are_not_either() -> None:
+    x = torch.ones(4, 40, device=DEVICE, dtype=BF16)
+    x[0], x[1, 3], x[2, 39] = torch.nan, torch.nan, torch.inf
+    assert quantize_rows(x)[1].isfinite().tolist() == [False, False, False, True]
+
+
 @pytest.mark.parametrize("dtype", EIGHT)
 @pytest.mark.parametrize(("rows", "channels"), [(7, 40), (5, 640), (3, 1280)])
 def test_layer_norm(dtype: torch.dtype, rows: int, channels: int) -> None:

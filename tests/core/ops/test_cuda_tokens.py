@@ -135,6 +135,8 @@ def test_a_head_in_int8_is_that_of_its_module_in_any_company(bias: bool) -> None
     assert (logits - expected).abs().max() < step and logits.dtype == torch.float32
     for rows in (1, 3, 70):
         assert torch.equal(token.head(a[:rows].contiguous(), head), logits[:rows])
+    a[1] = torch.nan  # which a step's most likely tokens then tell
+    assert token.head(a[:3], head).isfinite().all(-1).tolist() == [True, False, True]
     with pytest.raises(ValueError, match="Int8DynamicLinear"):
         token.pack("linear", (head,))
     with pytest.raises(ValueError, match="head of Int4Linear"):
