@@ -70,13 +70,14 @@ class PageAllocator:
     def find(self, holding: SequencePages, tokens: Sequence[int], adapter: int = 0) -> None:
         """Start a holding with the cached pages of the longest known prefix of these tokens.
 
-        Never includes the last token: its forward is needed to compute what follows. `adapter` is the key, negative, of
-        the weights that compute them beside the model's own.
+        Never includes the last token: its forward is needed to compute what follows. Nor the `lookahead` positions
+        before it, which a drafter guesses from: a preempted answer then has the guesses that it would have had.
+        `adapter` is the key, negative, of the weights that compute them beside the model's own.
         """
         if holding.pages:
             raise IntegrityError("a holding that has pages cannot begin with others")
         holding.key = adapter
-        for start in range(0, (len(tokens) - 1) // PAGE * PAGE, PAGE):
+        for start in range(0, (len(tokens) - 1 - self._lookahead) // PAGE * PAGE, PAGE):
             entry = self._found.get((holding.key, tuple(tokens[start : start + PAGE + self._lookahead])))
             if entry is None:
                 break

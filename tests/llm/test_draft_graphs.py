@@ -182,6 +182,7 @@ def test_texts_are_the_models(monkeypatch: pytest.MonkeyPatch, lookahead: int, o
     sampled = [replace(wanted[3], temperature=0.01, seed=5), replace(wanted[6], temperature=0.01)]
     with ruled(monkeypatch, lookahead, **options) as (engine, runner):
         made = stage.answers(engine, [*wanted, *sampled])
-        assert runner.guessing.accepted > 100
+        assert runner.guessing.accepted > 100 and (drafter := runner.guessing.drafter) and drafter.graphs
+        assert drafter.size_bytes > drafter.graphs.size_bytes > drafter.graphs.captured.shape[1]
     assert [text.tokens for text in made] == [by_rule(each) for each in [*wanted, *sampled]]
     assert min(seen["on device"], seen["ahead"]) > 3, seen

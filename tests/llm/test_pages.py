@@ -121,3 +121,16 @@ def test_books_that_do_not_balance_are_told() -> None:
     assert pages.extend(holding, PAGE)
     with pytest.raises(IntegrityError, match="cannot begin"):
         pages.find(holding, [1] * 40)
+
+
+def test_a_drafter_that_looks_ahead_is_left_a_position_to_guess_from() -> None:
+    """As an answer has when it was not preempted, wherever its pages end."""
+    pages, tokens = PageAllocator(8, lookahead=1), [*range(2 * PAGE + 2)]
+    first = SequencePages()
+    assert pages.extend(first, len(tokens))
+    pages.publish(first, tokens, 2 * PAGE)
+    for count, found in ((2 * PAGE + 2, 2), (2 * PAGE + 1, 1), (PAGE + 1, 0)):
+        again = SequencePages()
+        pages.find(again, tokens[:count])
+        assert again.shared == found
+        pages.release(again)
