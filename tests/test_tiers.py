@@ -28,3 +28,19 @@ def test_other_cases_are_long_and_a_case_that_is_none_is_named(tmp_path: Path) -
         assert f"{count} passed" in done.stdout, done.stdout
     (tmp_path / "test_made.py").write_text(test.format("'d'"))
     assert "has no case 'd'" in test_parallel.run(tmp_path, "-p", "tests.tiers").stderr
+
+
+def test_a_test_that_is_named_runs_in_either_tier(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -m 'not long'\nmarkers =\n    quick\n    long\n")
+    (tmp_path / "test_made.py").write_text(
+        "import pytest\n@pytest.mark.quick('b')\n@pytest.mark.parametrize('x', ['a', 'b'])\ndef test_it(x): pass\n"
+    )
+    for arguments, count in (
+        (["test_made.py"], 1),
+        (["test_made.py::test_it[a]"], 1),
+        (["test_made.py::test_it"], 2),
+        (["test_made.py::test_it", "-m", "long"], 1),
+        (["test_made.py::test_it", "test_made.py"], 1),
+    ):
+        done = test_parallel.run(tmp_path, "-p", "tests.tiers", *arguments)
+        assert f"{count} passed" in done.stdout, done.stdout

@@ -20,7 +20,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("quick"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    whole = not any("::" in argument for argument in config.args)
+    named = ["::" in argument for argument in config.args]
+    if all(named) and config.option.markexpr == "not long":
+        config.option.markexpr = ""  # who names a test wants it run
+    whole = not any(named)
     for name, functions in cases.items():
         mark = functions[0].get_closest_marker("quick")
         assert mark is not None

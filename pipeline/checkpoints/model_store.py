@@ -69,8 +69,8 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
         return _add_asset(asset, source, store, options)
     if "://" in source:
         return _add_address(source, store, options)
-    if Path(source).expanduser().is_file():
-        return _add_file(Path(source).expanduser(), source, store, options, Path(source).stem)
+    if file := _existing(source):
+        return _add_file(file, source, store, options, file.stem)
     if options.sha256:
         raise ModelError(f"--sha256: is of a file, and {source} is none")
     return Added(_add_folder(source, store, options), "")
@@ -78,9 +78,13 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
 
 def _add_asset(asset: release_assets.Asset, source: str, store: Path, options: AddOptions) -> Added:
     out = store / (options.name or _check_name(asset.name, store, options))
-    file, url = Path(source).expanduser(), source if "://" in source else asset.url
-    if file.is_file():
-        return _unpack(file, source, out, asset, options)
+    if options.sha256.lower() not in ("", asset.sha256):
+        raise ModelError(f"--sha256: {asset.name}.zip of this release has {asset.sha256}")
+    if source != asset.name and "://" not in source:
+        if file := _existing(source):
+            return _unpack(file, source, out, asset, options)
+        raise ModelError(f"{source}: no such file; `diptych models add {asset.name}` downloads it")
+    url = asset.url if source == asset.name else source
     if not url:
         raise ModelError(
             f"{source}: this build has no address of its release; give the file or address of {asset.name}.zip"
@@ -89,7 +93,10 @@ def _add_asset(asset: release_assets.Asset, source: str, store: Path, options: A
         min(options.max_bytes, asset.size_bytes), lambda file, size: None, lambda start: 0,
         lambda done, total: options.count("downloading", done, total),
     )  # fmt: skip
-    file, _ = download.download(url, store / _DOWNLOADS, limits)
+    try:
+        file, _ = download.download(url, store / _DOWNLOADS, limits)
+    except ModelError as error:
+        raise ModelError(f"{error}; the file or another address of {asset.name}.zip can be given instead") from error
     try:
         return _unpack(file, download.redacted(url), out, asset, options)
     finally:
@@ -97,7 +104,7 @@ def _add_asset(asset: release_assets.Asset, source: str, store: Path, options: A
 
 
 def _unpack(file: Path, label: str, out: Path, asset: release_assets.Asset, options: AddOptions) -> Added:
-    sha256 = _check_hash(file, label, options.sha256 or asset.sha256, options)
+    sha256 = _check_hash(file, label, asset.sha256, options)
     partial = _ensure_parent(out).with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -111,6 +118,15 @@ def _unpack(file: Path, label: str, out: Path, asset: release_assets.Asset, opti
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Added(out, sha256)
+
+
+def _existing(source: str) -> Path | None:
+    """Return the path of a file, or None if there is none."""
+    try:
+        file = Path(source).expanduser()
+        return file if file.is_file() else None
+    except (OSError, RuntimeError):  # a name too long, ~ of nobody
+        return None
 
 
 def _check_hash(file: Path, label: str, expected: str, options: AddOptions) -> str:

@@ -74,6 +74,15 @@ def test_it_runs_on_a_fork_with_few_rights(name: str) -> None:
                 assert step["with"]["persist-credentials"] is False
 
 
+def test_only_commits_that_pass_are_pushed_and_published() -> None:
+    """And only under a tag that is the version, which the wheel's job compares."""
+    release = WORKFLOWS["release"]["jobs"]
+    assert any("__version__" in step.get("run", "") for step in release["wheel"]["steps"])
+    for name, job in release.items():
+        if {"packages", "contents"} & {key for key, right in job.get("permissions", {}).items() if right == "write"}:
+            assert {"checks", "wheel"} <= set(job["needs"]), name
+
+
 def test_changes_are_tried_on_every_python_that_is_supported() -> None:
     (lowest,) = re.findall(r'requires-python = ">=3\.(\d+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
     pythons = WORKFLOWS["checks"]["jobs"]["tests"]["strategy"]["matrix"]["python"]

@@ -244,6 +244,39 @@ def test_an_archive_of_other_bytes_leaves_nothing(release: Callable[..., str], b
         assert not [path for path in tmp_path.glob("store/**/*") if path.is_file()]
 
 
+@pytest.mark.parametrize("at", ["name", "address", "file"])
+def test_an_archive_has_the_digest_of_the_release(
+    at: str, release: Callable[..., str], base: Path, tmp_path: Path
+) -> None:
+    """Whatever `--sha256` says: nothing else bounds what an archive holds."""
+    with zipfile.ZipFile(tmp_path / "small.zip", "w") as other:
+        other.writestr("small/other", "")
+    data = (tmp_path / "small.zip").read_bytes()
+    source = {"name": "small", "address": release(data), "file": str(tmp_path / "small.zip")}[at]
+    with pytest.raises(ModelError, match=r"--sha256: small\.zip of this release has [0-9a-f]{64}"):
+        add(source, tmp_path / "store", options(base, sha256=hashlib.sha256(data).hexdigest()))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("source", ["nowhere/small.zip", "~nobody-of-this-name/small.zip", f"{'x' * 300}/small.zip"])
+def test_a_file_that_is_not_there_is_not_downloaded(
+    source: str, release: Callable[..., str], base: Path, tmp_path: Path
+) -> None:
+    release(ARCHIVE.getvalue())
+    with pytest.raises(ModelError, match=r"small\.zip: no such file; `diptych models add small` downloads it"):
+        add(source, tmp_path / "store", options(base))
+    with pytest.raises(ModelError, match="no such folder"):
+        add(f"{source}.safetensors", tmp_path / "store", options(base))
+
+
+def test_without_the_release_another_place_can_be_named(
+    release: Callable[..., str], base: Path, tmp_path: Path
+) -> None:
+    release(b"", address=release(b"").replace("/v1/small.zip", "/v2"))
+    with pytest.raises(ModelError, match=r"answers 404 .*; the file or another address of small\.zip can be given"):
+        add("small", tmp_path / "store", options(base))
+
+
 def test_a_build_without_an_address_asks_for_the_file(release: Callable[..., str], base: Path, tmp_path: Path) -> None:
     release(b"", address="")
     with pytest.raises(ModelError, match=r"small: this build has no address .* file or address of small\.zip"):
