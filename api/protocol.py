@@ -276,7 +276,8 @@ class HttpProtocol(H11Protocol):
         self._expect_nothing()
         self.flow.resume_reading()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has gone
+                self.transport.write_eof()
         self._lingering = self.loop.call_later(_LINGER_S, self._end, self.loop.time() + _MOST_LINGER_S, self._discarded)
 
     def _end(self, until: float, before: int) -> None:

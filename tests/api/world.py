@@ -11,10 +11,11 @@ import io
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -81,15 +82,19 @@ SERVE = "import sys; from api.app import serve; from core.config import read; se
 
 
 @contextmanager
-def process(code: str, settings: Settings) -> Iterator[tuple[Fork, httpx2.Client]]:
-    """An API in a process of its own, by code such as `SERVE`, and a client of it. Killed in the end."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+def process(code: str, settings: Settings, *, log: Path | None = None) -> Iterator[tuple[Fork, httpx2.Client]]:
+    """An API in a process of its own, by code such as `SERVE`, and a client of it. Killed in the end.
+
+    What it writes goes to `log`, or to a pipe, which blocks it once it is full.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as opened:
         environment = {
             **os.environ, "DIPTYCH_REDIS_URL": settings.redis_url, "DIPTYCH_DATA_DIR": str(settings.data_dir),
             "DIPTYCH_MAX_QUEUED": str(settings.max_queued), "DIPTYCH_SDAPI": str(settings.sdapi),
         }  # fmt: skip
         words = ("-c", code, str(listening.fileno()))
-        child = forker(*API).start(words, env=environment, pass_fds=[listening.fileno()])
+        output = subprocess.PIPE if log is None else opened.enter_context(log.open("ab")).fileno()
+        child = forker(*API).start(words, env=environment, stderr=output, pass_fds=[listening.fileno()])
         port = listening.getsockname()[1]
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False) as client:
@@ -98,8 +103,8 @@ def process(code: str, settings: Settings) -> Iterator[tuple[Fork, httpx2.Client
     finally:
         child.kill()
         child.wait()
-        assert child.stderr is not None
-        child.stderr.close()
+        if child.stderr is not None:
+            child.stderr.close()
 
 
 def answers(client: httpx2.Client) -> bool:

@@ -62,6 +62,7 @@ class Attack:
     health_s: list[float]
     rss_mib: list[float]
     survived: bool
+    log: str
 
     @property
     def faults(self) -> list[str]:
@@ -72,6 +73,7 @@ class Attack:
             for status, count in statuses.items()
             if status <= 0 or (status >= 500 and status != 503)
         ]
+        found += ["a traceback in the log"] * ("Traceback" in self.log)
         return found if self.survived else [*found, "the API ended"]
 
 
@@ -85,7 +87,8 @@ def attack(count: int, seed: int, folder: Path) -> Attack:
                 for request, status in zip(some, pool.map(partial(send, api.port), some), strict=True):
                     statuses.setdefault(request.kind, Counter())[status] += 1
         rss_mib = [reading[0] for reading in monitor.own_mib]
-        return Attack(statuses, monitor.gaps_s, rss_mib, api.child.poll() is None)
+        log = (folder / "api.log").read_text("utf-8", "replace")
+        return Attack(statuses, monitor.gaps_s, rss_mib, api.child.poll() is None, log)
 
 
 def summary(found: Attack) -> dict[str, Any]:

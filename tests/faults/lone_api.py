@@ -45,7 +45,7 @@ def lone_api(folder: Path, card: ImageCard = CARD, *, keyed: bool = False) -> It
             token = keyring.add("attacker", ["images", "text", "files"], "1000000/second")[1]
             keyring.close()
             headers = {"Authorization": f"Bearer {token}"}
-        with Worker(settings) as worker, process(SERVE, settings) as (child, client):
+        with Worker(settings) as worker, process(SERVE, settings, log=folder / "api.log") as (child, client):
             worker.announce(card=card, ttl_s=86_400)
             eventually(lambda: client.get("/readyz").status_code == 200)
             url = str(client.base_url)
