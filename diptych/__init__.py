@@ -3,4 +3,4 @@
 In a checkout these are at the top level of the repository. `deployment/wheel.py` moves them here.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
