@@ -1,6 +1,6 @@
 """Measures images per second and the latency of a single image of SDXL in the engine, by precision and plan.
 
-    python -m benchmarks.engine [--rungs …] [--window S] [--windows N] [--name plans]
+    python -m benchmarks.engine [--rungs …] [--window S] [--windows N] [--name engine]
 
 Images are 20 Euler steps with guidance at the native size unless a rung says otherwise, from prompts to pixels on the
 host. The rungs: diffusers in bf16, one at a time and in batches; then the engine on fused layers in CUDA graphs. First
@@ -30,7 +30,7 @@ from benchmarks.harness.loop import Loop, Make, whole_rounds
 from benchmarks.harness.timing import Clocks
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from contract.plan import AUTO, BLOCK, RESNET, DeepCache
+from contract.plan import AUTO, RESNET, DeepCache
 from contract.precision import Scheme
 from core.batching.engine import Engine, Tick
 from core.batching.request import Request
@@ -48,22 +48,16 @@ _STUDENT = {"steps": 4, "guidance_scale": 1.0, "scheduler": "lcm"}
 RUNGS: dict[str, tuple[Scheme | None, dict[str, Any]]] = {
     "bf16": (None, {}),
     "int8": ("int8", {}),
-    "int8+deepcache-resnet": ("int8", {"deepcache": AUTO}),
-    "int8+deepcache-block": ("int8", {"deepcache": DeepCache(2, BLOCK)}),
-    "int8+deepcache-half": ("int8", _HALF),
-    "fp8": ("fp8", {}),
-    "fp8+deepcache-half": ("fp8", _HALF),
+    "auto": ("int8", {"deepcache": AUTO}),
     "half": ("int8", _HALF),
     "gate": ("int8", {**_HALF, **_GATE}),
-    "gate+tiny": ("int8", {**_HALF, **_GATE, **_TINY}),
-    "interval3": ("int8", _THIRD),
-    "interval3+gate": ("int8", {**_THIRD, **_GATE}),
     "interval3+gate+tiny": ("int8", {**_THIRD, **_GATE, **_TINY}),
     "4-steps": ("int8", _STUDENT),
     "4-steps+tiny": ("int8", {**_STUDENT, **_TINY}),
+    "fp8": ("fp8", {}),
+    "fp8+half": ("fp8", _HALF),
 }
 """By rung the precision, and fields of the requests. A plan that the model does not offer is left out."""
-LADDER = (*STOCK, *RUNGS)[: len(STOCK) + 7]
 SCHEMES: tuple[Scheme | None, ...] = (None, "int8", "fp8")
 
 
@@ -267,7 +261,7 @@ def _in_flight(text: str) -> tuple[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("engine", __doc__)
     parser.add_argument("--model", default=sdxl.NAME, help="default: %(default)s")
-    parser.add_argument("--rungs", default=",".join(LADDER), help="default: %(default)s")
+    parser.add_argument("--rungs", default=",".join(("diffusers-8", *RUNGS)), help="default: %(default)s")
     parser.add_argument("--window", type=float, default=20.0, help="seconds of one at least; default: %(default)s")
     parser.add_argument("--windows", type=int, default=3, help="of each rung; default: %(default)s")
     parser.add_argument("--singles", type=int, default=3, help="single images of each rung; default: %(default)s")

@@ -5,11 +5,12 @@ Pages contain marks, in HTML comments, for:
     <!-- figures: ladder --> … <!-- end -->                      a table of `benchmarks.tables`
     <!-- figures: serve h200/serve --> … <!-- end -->            the same table of another file
     <!-- figures: source h200/engine --> … <!-- end -->          only the provenance of a file
+    <!-- figures: study history/loras --> … <!-- end -->         the tables that the file of a past study stores
     <!-- = serve | p99_s | .2f -->15.22<!-- / -->                one figure: file, keys, format; `1000*.0f` scales it
     <!-- elsewhere: MLPerf v5.1; https://… -->2.40<!-- end -->   figures of others, or of runs without a file
 
-Where figures from elsewhere are from is written behind them, for readers, with its address if there is one. Below each
-table follow its files' provenance and the measured parts of the tree that have changed since.
+Where figures from elsewhere are from is written behind them, for readers, with its address if there is one. Below a
+page's first table of a file follow the file's provenance and the measured parts of the tree that have changed since.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTA
 INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
 ELSEWHERE = re.compile(r"(<!-- elsewhere: ([^>]+?) -->)(.*?)(\s*)(<!-- end -->)", re.DOTALL)
 WRITTEN = re.compile(r"\s*<sub>Source: [^\n]*</sub>$")
-SOURCE, HISTORY = "source", "history"
+SOURCE, STUDY, HISTORY = "source", "study", "history"
 _PAST = "The study is over."
 _VERSIONED = ("models/", "tests/")  # files beside what they describe, without a provenance: tests hold them
 
@@ -51,8 +52,7 @@ class PlotFile(NamedTuple):
 
 
 PLOTS = {
-    "docs/internals/planning-h200.svg": PlotFile("simulate-h200", simulate.plot),
-    "docs/internals/planning-fleet.svg": PlotFile("simulate-fleet", simulate.plot),
+    "docs/planning-h200.svg": PlotFile("simulate-h200", simulate.plot),
 }
 
 
@@ -83,7 +83,8 @@ class Results:
 
 def fill(page: str, results: Results) -> str:
     """The page with every mark filled from the results. Raises `FigureError`."""
-    page = BLOCK.sub(lambda mark: f"{mark[1]}{_block(mark[2], results)}\n{mark[4]}", page)
+    shown: set[str] = set()
+    page = BLOCK.sub(lambda mark: f"{mark[1]}{_block(mark[2], results, shown)}\n{mark[4]}", page)
     page = INLINE.sub(lambda mark: f"{mark[1]}{_figure(mark[2], results)}{mark[4]}", page)
     return ELSEWHERE.sub(_with_source, page)
 
@@ -112,7 +113,7 @@ def cited_inline(page: str) -> set[str]:
 def _files(mark: str) -> tuple[str, tuple[str, ...]]:
     """The kind of a block, and the names of its files."""
     kind, *named = mark.split()
-    if kind == SOURCE and named:
+    if kind in (SOURCE, STUDY) and named:
         return kind, tuple(named)
     if kind not in TABLES:
         raise FigureError(f"figures: {mark}: there is no table {kind}; there are {', '.join(sorted(TABLES))}")
@@ -121,14 +122,20 @@ def _files(mark: str) -> tuple[str, tuple[str, ...]]:
     return kind, tuple(named) or TABLES[kind].files
 
 
-def _block(mark: str, results: Results) -> str:
+def _block(mark: str, results: Results, shown: set[str]) -> str:
+    """A block's content. `shown` are the files whose provenance the page has above, to which this adds."""
     kind, names = _files(mark)
     loaded = [results(name) for name in names]
     missing = [name for name, result in zip(names, loaded, strict=True) if result is None]
     if missing:
         return f"Not measured yet: {', '.join(missing)}."
-    lines = [] if kind == SOURCE else [*TABLES[kind].lines(*filter(None, loaded)), ""]
-    return "\n".join([*lines, *sources([name for name in names if not name.startswith(_VERSIONED)], results)]).rstrip()
+    if kind == STUDY:
+        lines = [line for result in filter(None, loaded) for table in result["tables"].values() for line in table]
+    else:
+        lines = [] if kind == SOURCE else TABLES[kind].lines(*filter(None, loaded))
+    new = [name for name in dict.fromkeys(names) if name not in shown and not name.startswith(_VERSIONED)]
+    shown.update(new)
+    return "\n".join([*lines, "", *sources(new, results)]).strip()
 
 
 def _figure(mark: str, results: Results) -> str:
@@ -154,7 +161,7 @@ def sources(names: Sequence[str], results: Results) -> list[str]:
     for name in names:
         result, is_over = results(name), name.startswith(f"{HISTORY}/")
         stamp = result["provenance"] if result else {}
-        verb = "simulated" if name.startswith("simulate") else "measured"
+        verb = "simulated" if "simulate" in name else "measured"
         machine = _machine(stamp["machine"])
         command = _command(stamp["command"], is_over)
         commit = f"at commit `{stamp['commit']}`" if stamp["commit"] else "at a commit that was not recorded"

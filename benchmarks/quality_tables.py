@@ -5,46 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.harness.markdown import Columns, Result, Table, Text, estimate, interval, recorded
+from benchmarks.harness.markdown import Columns, Result, Table, Text, estimate, interval
 
 Rows = Iterable[Mapping[str, Any]]
 _WAYS = ("ways",)
-_OTHER_WORK = 3.0  # load average that two drawing threads alone do not reach
 _KINDS = {"colour_held_out": "colour", "count_held_out": "count", "pair_held_out": "place"}
 """By group of prompts the attribute that its families are of."""
 
 
 def _scores(result: Result) -> Rows:
-    """Speed, score and FID of every run, and whether the gates hold."""
+    """Score and FID of every run, and whether the gates hold."""
     fid, score = result["lens"]["fid"], result["lens"]["score"]
-    base = result["ways"]["fp32"]["images_per_s"]
     for name, run in result["ways"].items():
-        speed = run["images_per_s"] if run["load"] < _OTHER_WORK else None
         changes = {f"{key}_change": [run["ratios"][lens][end] - 1 for end in ("value", "low", "high")]
                    for key, lens in (("score", score), ("fid", fid)) if lens in run["ratios"]}  # fmt: skip
         yield {
-            "name": name, "told": run["told"], "speed": speed or None,
-            "ratio": speed / base if speed and base else None,
-            "score": run["scores"][score], "fid": run["scores"][fid], **changes,
-            "gates": ", ".join(gate["verdict"] for gate in run["gates"]) or None,
+            "name": name, "told": run["told"], "score": run["scores"][score], "fid": run["scores"][fid], **changes,
+            "gates": verdicts(result, name),
         }  # fmt: skip
 
 
 def _scores_note(result: Result) -> str:
-    loads = [run["load"] for run in result["ways"].values()]
-    note = (
+    return (
         f"{result['captions']} captions of unseen families; {result['lens']['fid']} and {result['lens']['score']}. "
-        f"FID between two sets of true pictures of these captions: {result['halves_fid']:.4f}. Load average before "
-        f"each run, with the run before in it: {min(loads):.1f} to {max(loads):.1f}."
+        f"FID between two sets of true pictures of these captions: {result['halves_fid']:.4f}."
     )
-    busy = f" From {_OTHER_WORK:.1f} the speed is left out: there was other work."
-    return note + (busy if max(loads) >= _OTHER_WORK else "")
 
 
-def score_ratio(result: Result, run: str) -> tuple[float, float, float] | None:
-    """A run's score relative to fp32's, with its interval; None: it was not measured."""
-    ratio = result["ways"].get(run, {}).get("ratios", {}).get(result["lens"]["score"])
-    return None if ratio is None else (ratio["value"], ratio["low"], ratio["high"])
+def verdicts(result: Result, run: str) -> str | None:
+    """The verdicts of a run's gates, of FID and of the score; None for fp32, which the gates compare with."""
+    return ", ".join(gate["verdict"] for gate in result["ways"][run]["gates"]) or None
 
 
 def _pair_columns(result: Result) -> Columns:
@@ -76,13 +66,12 @@ def _diversity(result: Result) -> Rows:
 
 
 TABLES: dict[str, Table | Text] = {
-    **{name: recorded(f"history/{name}", name) for name in (
-        "layer-errors", "lora-load", "published", "marks", "checker", "control")},
     "ways": Table(_WAYS, (
-        ("run", "`{name}`"), ("how", "{told}"), ("images/s", "{speed:.2f}"), ("speed", "{ratio:.2f}×"),
-        ("score", estimate("score", ".2f")), ("to fp32", "{score_change[0]:+.2%} ({score_change[1]:100*+.2f} to "
-         "{score_change[2]:100*+.2f})"), ("FID", estimate("fid", ".4f")), ("to fp32", "{fid_change[0]:+.2%} "
-         "({fid_change[1]:100*+.2f} to {fid_change[2]:100*+.2f})"), ("gates: FID, score", "{gates}")),
+        ("run", "`{name}`"), ("how", "{told}"), ("score", estimate("score", ".2f")),
+        ("to fp32", "{score_change[0]:+.2%} ({score_change[1]:100*+.2f} to {score_change[2]:100*+.2f})"),
+        ("FID", estimate("fid", ".4f")),
+        ("to fp32", "{fid_change[0]:+.2%} ({fid_change[1]:100*+.2f} to {fid_change[2]:100*+.2f})"),
+        ("gates: FID, score", "{gates}")),
         _scores, _scores_note),
     "ways-pairs": Table(_WAYS, _pair_columns, lambda result: (
         {"name": name, **run} for name, run in result["ways"].items() if run["pairs"])),

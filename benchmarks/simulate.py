@@ -7,7 +7,7 @@ and are the same on every machine. The fleet is in `benchmarks.simulation`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,6 @@ class Plan:
     seed: int = 0
     image_jobs: int = 32
     device: Device = field(default_factory=Device)
-
-
-def policies(result: Mapping[str, Any]) -> dict[str, str]:
-    """How a person calls the ways of batching in a result. Older results have request-level batching beside ours."""
-    labels = {"step_level": "step-level", "window_free": "no window"}
-    window = f"{result.get('window_s', 0):g} s window"
-    return {name: labels.get(name, window) for name in result["points"][0]["policies"]}
 
 
 def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "simulate") -> dict[str, Any]:
@@ -258,21 +251,16 @@ def _tabulate(result: dict[str, Any], plan: Plan) -> None:
 
 def plot(result: dict[str, Any]) -> str:
     """p99 (and p50, dashed) over load or number of devices; of a single point, the distribution of latencies."""
-    lines = []
-    swept = sweep_parameter(result)
-    for series, (policy, label) in enumerate(policies(result).items()):
-        measured = [(point[swept], point["policies"][policy]) for point in result["points"]]
-        if len(measured) == 1:
-            at = measured[0][1]["percentiles_s"]
-            lines.append(Line(label, [(seconds, float(percentile)) for percentile, seconds in at.items()], series))
-            continue
-        for figure, dashed in (("p99_s", False), ("p50_s", True)):
-            dots = [(x, m[figure]) for x, m in measured if m[figure] is not None]
-            lines.append(Line("" if dashed else label, dots, series, dashed))
-    device = result["costs"]["device"]
-    if len(result["points"]) == 1:
-        return draw(lines, device, "seconds from arrival to picture", "% of pictures", log_x=True)
-    return draw(lines, device, _AXES[swept][1], "p99 (dashed: p50), s", log_x=swept == "gpus", log_y=True)
+    swept, device = sweep_parameter(result), result["costs"]["device"]
+    measured = [(point[swept], point["policies"]["step_level"]) for point in result["points"]]
+    if len(measured) == 1:
+        at = [(seconds, float(percentile)) for percentile, seconds in measured[0][1]["percentiles_s"].items()]
+        return draw([Line("", at, 0)], device, "seconds from arrival to picture", "% of pictures", log_x=True)
+    lines = [
+        Line(label, [(x, m[figure]) for x, m in measured if m[figure] is not None], 0, dashed)
+        for label, figure, dashed in (("p99", "p99_s", False), ("p50", "p50_s", True))
+    ]
+    return draw(lines, device, _AXES[swept][1], "p99 and p50, s", log_x=swept == "gpus", log_y=True)
 
 
 def sweep_parameter(result: dict[str, Any]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import simulate
-from benchmarks.harness.markdown import Columns, Result, Table, Text, cell, items, recorded
+from benchmarks.harness.markdown import Columns, Result, Table, Text, cell, items
 
 Rows = Iterable[Mapping[str, Any]]
 _GATES_OF = {
@@ -193,43 +192,15 @@ def _hostile(result: Result) -> Rows:
 
 
 def _simulated(*results: Result) -> Rows:
-    """p99 of every point; in brackets step-level batching's p99 as a fraction of it."""
+    """Every point of the results, with the figures of the scheduler."""
     for result in results:
         mix, bursts = result["mix"], "" if result["bursts"] is None else ", in bursts"
         kind = f"{'/'.join(mix['steps'])} steps, DeepCache {' or '.join(mix['deepcache'])}{bursts}"
         for point in result["points"]:
-            p99 = {name: policy["p99_s"] for name, policy in point["policies"].items()}
-            cells = {name: f"{s:.2f}" + (f" ({p99['step_level'] / s:.2f})" if name != "step_level" else "")
-                     for name, s in p99.items()}  # fmt: skip
-            yield {"kind": kind, "image_jobs": result["image_jobs"], **point, **cells}
+            yield {"kind": kind, "image_jobs": result["image_jobs"], **point, **point["policies"]["step_level"]}
 
 
-def _point_columns(*columns: tuple[str, str]) -> Any:
-    return lambda result, *_: [
-        ("images", "{kind}"), *columns,
-        *((label, f"{{{name}}}") for name, label in simulate.policies(result).items()),
-    ]  # fmt: skip
-
-
-def _saturated(result: Result) -> Rows:
-    """Throughput under overload."""
-    point = max(result["points"], key=lambda point: float(point["load"]))
-    rates = {name: policy["throughput_per_s"] for name, policy in point["policies"].items()}
-    best = max(rate for name, rate in rates.items() if name != "step_level")
-    for name, label in simulate.policies(result).items():
-        yield {"label": label, "rate": rates[name], "ratio": rates[name] / best}
-
-
-def _saturated_columns(result: Result) -> Columns:
-    load = max(float(point["load"]) for point in result["points"])
-    return [(f"at load {load:g}", "{label}"), ("images/s", "{rate:.2f}"),
-            ("relative to full static batches", "{ratio:.3f}")]  # fmt: skip
-
-
-_BY_LOAD = _point_columns(("load", "{load:g}"), ("images/s", "{rate_per_s:.2f}"))
-_BY_GPUS = _point_columns(
-    ("GPUs", "{gpus:,}"), ("jobs per worker", "{image_jobs}"), ("images/s", "{rate_per_s:,.2f}")
-)  # fmt: skip
+_SIMULATED = (("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"), ("busy", "{utilisation:.0%}"))
 
 TABLES: dict[str, Table | Text] = {
     "ladder": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(), _ladder_note),
@@ -247,8 +218,6 @@ TABLES: dict[str, Table | Text] = {
         ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
         lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
                             result["quality"][0])),
-    "sparse-quality": recorded("history/sparse", "sparse-quality"),
-    "agreement": recorded("history/agreement", "agreement"),
     "arrivals": Table(("arrivals",), (
         ("batching", "{label}"), ("mean", "{mean_s:.2f} s"), ("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"),
         ("step-level p50 / this p50", "{p50_ratio:.2f}×"), ("step-level p99 / this p99", "{p99_ratio:.2f}×")),
@@ -288,10 +257,9 @@ TABLES: dict[str, Table | Text] = {
         "{requests:,} bodies. `/healthz` meanwhile: median {healthz_p50_ms:.1f} ms, p99 {healthz_p99_ms:.1f} ms, "
         "maximum {healthz_worst_ms:.0f} ms. Resident memory of the API: {rss_mib[0]:.0f} MiB at the start, "
         "{rss_mib[1]:.0f} MiB at the end."),
-    "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
-    "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
-    "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),
-    "planning-fleet": Table(("simulate-fleet", "simulate-fleet-mixed", "simulate-fleet-mixed-4",
-                             "simulate-fleet-mixed-2"), _BY_GPUS, _simulated),
-    "planning-saturated": Table(("simulate-cpu-auto",), _saturated_columns, _saturated),
+    "planning-load": Table(("simulate-h200", "simulate-h200-bursts"), (
+        ("images", "{kind}"), ("load", "{load:g}"), ("images/s", "{rate_per_s:.2f}"), *_SIMULATED), _simulated),
+    "planning-fleet": Table(("simulate-fleet", "simulate-fleet-jobs"), (
+        ("GPUs", "{gpus:,}"), ("jobs per worker", "{image_jobs}"), ("images/s", "{rate_per_s:,.2f}"), *_SIMULATED),
+        _simulated),
 }  # fmt: skip

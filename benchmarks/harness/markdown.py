@@ -84,11 +84,6 @@ class Text(NamedTuple):
     lines: Callable[..., list[str]]
 
 
-def recorded(file: str, name: str) -> Text:
-    """A table of a study that is over, as its file has it."""
-    return Text((file,), lambda result: list(result["tables"][name]))
-
-
 def interval(key: str, form: str, scale: str = "") -> str:
     """The format of a value and its interval, which are a list."""
     return "{%s[0]:%s} ({%s[1]:%s} to {%s[2]:%s})" % (*(key, scale + form) * 3,)  # noqa: UP031

@@ -82,18 +82,20 @@ def test_figures_are_of_a_commit(name: str) -> None:
 
 
 def test_no_file_lies_about_that_nothing_is_made_from() -> None:
-    assert stored() - cited() == set()
+    """But of studies that are over: their files stay."""
+    assert {name for name in stored() - cited() if not name.startswith("history/")} == set()
     assert cited() <= stored(), "a page cites a file that is missing"
 
 
 def test_every_file_has_its_command() -> None:
-    """Except those of a GPU, of studies that are over, and of training/ways.sh."""
-    assert {name for name in stored() if "/" not in name} - {"ways"} <= set(results.RUNS)
+    """Except those of studies that are over, of training/ways.sh, and what `fleet` stores beside its own."""
+    runs = {*results.RUNS, *(f"h200/{name}" for name in results.GPU_RUNS)}
+    assert {name for name in stored() if not name.startswith("history/")} - {"ways", "h200/fleet-engine"} == runs
 
 
-@pytest.mark.parametrize("name", results.RUNS)
-def test_every_command_can_be_given(name: str) -> None:
-    _, module, *words = results.RUNS[name]
+@pytest.mark.parametrize("command", [*results.RUNS.values(), *results.GPU_RUNS.values()], ids=" ".join)
+def test_every_command_can_be_given(command: list[str]) -> None:
+    _, module, *words = command
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file() or (ROOT / module / "__main__.py").is_file()
     if module == "cli":
         cli.parser().parse_args(words)
@@ -150,6 +152,17 @@ def test_what_has_changed_since_is_said_room_by_room(tree: Path) -> None:
 def test_moved_rooms_are_where_they_are_said_to_be() -> None:
     for was, now in provenance.MOVED.items():
         assert not (ROOT / was).exists() and (ROOT / now).exists()
+
+
+def test_a_study_has_the_tables_of_its_file_and_a_file_its_source_once_on_a_page(tree: Path) -> None:
+    known = json.loads((tree / "benchmarks/results/scheduling.json").read_text())
+    (tree / "benchmarks/history").mkdir()
+    (tree / "benchmarks/history/old.json").write_text(json.dumps({**known, "tables": {"a": ["| 1 |"], "b": ["| 2 |"]}}))
+    page = "<!-- figures: study history/old -->\n<!-- end -->\n" * 2 + PAGE * 2
+    filled = figures.fill(page, figures.Results(tree))
+    assert filled.count("| 1 |\n| 2 |\n") == 2 and filled.count("| 8 | 1.234 ms |") == 2
+    assert filled.count("`benchmarks/history/old.json`: measured") == 1 and filled.count("The study is over.") == 1
+    assert filled.count("`benchmarks/results/scheduling.json`: measured") == 1
 
 
 def test_what_was_not_measured_is_said(tree: Path) -> None:

@@ -49,7 +49,8 @@ def test_rungs_take_turns_and_are_counted_in_whole_rounds(
     ran = {name: {phase.split(" ")[0] for phase in rung["windows"][0]["phases"]} for name, rung in ours}
     assert ran["gate"] == {"encode", "deep", "shallow-resnet", "vae"}
     assert ran["4-steps"] == {"encode", "deep", "vae"} and "costs_ms int8" in result
-    rows = gpu_tables.TABLES["h200-plans"].lines(result)
+    scored = {"lens": {"score": "clip"}, "ways": {}}
+    rows = gpu_tables.TABLES["h200-engine"].lines(result, scored)
     assert len(rows) == 2 + 2 and rows[2].startswith('| "half", guidance until half of the steps |')
 
 
