@@ -84,7 +84,7 @@ eval: .venv/.installed  ## generates and scores images of PROMPTS=captions.tsv i
 
 results: .venv/.installed  ## repeats the measurements that the docs cite: DATA=folder with emoji/, ARGS="--only simulate"; takes hours on an idle machine
 	$(BIN)/python -m benchmarks.results $(ARGS)
-	$(if $(DATA),bash training/ways.sh $(DATA))
+	$(if $(DATA),bash training/ways.sh $(DATA) 360)
 
 figures: .venv/.installed  ## writes the measurements in README.md and docs/ from the JSON files under benchmarks/
 	$(BIN)/python -m benchmarks.figures

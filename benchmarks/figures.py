@@ -195,8 +195,7 @@ def _machine(machine: dict[str, Any] | None) -> str:
 def _since(rooms: dict[str, str]) -> str:
     if not rooms:
         return "What has changed since is not known."
-    moved = {room: provenance.MOVED.get(room, room) for room in rooms}
-    changed = sorted({moved[room] for room, was in rooms.items() if not _is_unchanged(moved[room], was)})
+    changed = sorted({_there(room) for room, was in rooms.items() if not _is_unchanged(room, was)})
     changed = [room for room in changed if not any(room.startswith(f"{other}/") for other in changed)]
     if not changed:
         return "Nothing that was measured has changed since."
@@ -204,6 +203,12 @@ def _since(rooms: dict[str, str]) -> str:
 
 
 _is_unchanged = functools.cache(provenance.is_unchanged)
+
+
+def _there(room: str) -> str:
+    """The file or folder, or the nearest one above it that the tree still has."""
+    path = Path(room)
+    return next(part.as_posix() for part in (path, *path.parents) if (provenance.ROOT / part).exists())
 
 
 def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -182,10 +183,15 @@ def _neighbours(result: Result) -> Rows:
         yield {"label": label, **result[name], **ratios}
 
 
-def _hostile(result: Result) -> Rows:
-    for kind, statuses in sorted(result["statuses"].items()):
-        answers = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
-        yield {"kind": kind, "bodies": sum(statuses.values()), "answers": answers}
+def _hostile(result: Result) -> list[str]:
+    statuses = sum((Counter(answers) for answers in result["statuses"].values()), Counter())
+    answers = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
+    return [cell(
+        "{requests:,} bodies with {defects} kinds of defects; answers: {answers}. `/healthz` meanwhile: "
+        "median {healthz_p50_ms:.1f} ms, p99 {healthz_p99_ms:.1f} ms, maximum {healthz_worst_ms:.0f} ms. Resident "
+        "memory of the API: {rss_mib[0]:.0f} MiB at the start, {rss_mib[1]:.0f} MiB at the end.",
+        {**result, "defects": len(result["statuses"]), "answers": answers},
+    )]  # fmt: skip
 
 
 # -- the simulator -----------------------------------------------------------------------------------------------------
@@ -252,11 +258,7 @@ TABLES: dict[str, Table | Text] = {
                 (f"{name} p50", "[p50_s]:.3f} s"), ("p99", "[p99_s]:.3f} s"), ("p99 / alone", "_ratio:.2f}"))),
         ("failed", "{failed}")), _neighbours,
         "{alone[picture][requests]} images of 4 steps and as many texts of 16 tokens in each row."),
-    "hostile": Table(("hostile",), (
-        ("defect", "{kind}"), ("bodies", "{bodies:,}"), ("answers", "{answers}")), _hostile,
-        "{requests:,} bodies. `/healthz` meanwhile: median {healthz_p50_ms:.1f} ms, p99 {healthz_p99_ms:.1f} ms, "
-        "maximum {healthz_worst_ms:.0f} ms. Resident memory of the API: {rss_mib[0]:.0f} MiB at the start, "
-        "{rss_mib[1]:.0f} MiB at the end."),
+    "hostile": Text(("hostile",), _hostile),
     "planning-load": Table(("simulate-h200", "simulate-h200-bursts"), (
         ("images", "{kind}"), ("load", "{load:g}"), ("images/s", "{rate_per_s:.2f}"), *_SIMULATED), _simulated),
     "planning-fleet": Table(("simulate-fleet", "simulate-fleet-jobs"), (

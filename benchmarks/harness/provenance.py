@@ -32,16 +32,6 @@ WORKER = (
 SERVICE = (*WORKER, "api", "deployment", "cli")
 EMOJI_XL, EMOJI_LM = ("models/emoji-xl",), ("models/emoji-lm", "models/emoji-lm-draft")
 
-# Renamed files and folders: the name in result files and the current name.
-MOVED = {
-    "core/schedule.py": "contract/plan.py", "pipeline/parameters.py": "contract/image.py",
-    **{f"benchmarks/{name}.py": f"benchmarks/harness/{name}.py" for name in ("loop", "provenance", "record", "traces")},
-    **{f"benchmarks/h200/{name}.py": "benchmarks/engine.py" for name in ("engine", "plans")},
-    "benchmarks/h200/timing.py": "benchmarks/harness/timing.py",
-    "benchmarks/h200/sources.py": "benchmarks/harness/models.py",
-    "benchmarks/h200": "benchmarks",
-}  # fmt: skip
-
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"
 DIRTY = "-dirty"
 _SOURCE = {

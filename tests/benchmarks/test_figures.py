@@ -141,17 +141,14 @@ def test_what_has_changed_since_is_said_room_by_room(tree: Path) -> None:
     assert "Nothing that was measured has changed since." in figures.fill(PAGE, results)
     path = results.path("scheduling")
     found = json.loads(path.read_text())
-    found["provenance"]["rooms"] |= {"core/batching": "0", "core/gone": "0"}
+    found["provenance"]["rooms"] |= {"core/batching": "0", "llm": "0"}
     path.write_text(json.dumps(found))
-    assert "Changed since: `core/batching`, `core/gone`." in figures.fill(PAGE, figures.Results(tree))
-    found["provenance"]["rooms"] = {"core/schedule.py": "0", "contract/plan.py": "0"}
+    assert "Changed since: `core/batching`, `llm`." in figures.fill(PAGE, figures.Results(tree))
+    found["provenance"]["rooms"] = {"core/quant/gone/all.py": "0", "contract/plan.py": "0"}
     path.write_text(json.dumps(found))
-    assert "Changed since: `contract/plan.py`." in figures.fill(PAGE, figures.Results(tree)), "where it lies now"
-
-
-def test_moved_rooms_are_where_they_are_said_to_be() -> None:
-    for was, now in provenance.MOVED.items():
-        assert not (ROOT / was).exists() and (ROOT / now).exists()
+    assert "Changed since: `contract/plan.py`, `core/quant`." in figures.fill(PAGE, figures.Results(tree)), (
+        "what is gone"
+    )
 
 
 def test_a_study_has_the_tables_of_its_file_and_a_file_its_source_once_on_a_page(tree: Path) -> None:
