@@ -89,7 +89,7 @@ def test_rungs_take_turns_in_processes_of_their_own(
 
 @pytest.mark.long
 def test_a_process_that_takes_too_long_or_ends_is_left_out(settings: Settings) -> None:
-    environment = ladder._environment(settings, ladder.NATIVE)
+    environment = ladder.environment_of(settings, ladder.NATIVE)
     request = first_request("step-batching", settings, 1, None, None)
     with Process(request, environment) as slow, pytest.raises(LeftOut, match="took more than 0 s"):
         slow.answer(0.0)
@@ -173,7 +173,7 @@ def test_the_stock_pipeline_is_measured_at_its_best(
 def test_avx2_is_a_run_of_the_same_command() -> None:
     """It limits torch and our kernels, and has a file of its own."""
     settings = Settings(model=tiny.TINY, cache_dir=CACHE.parent)  # where compiled kernels are kept between runs
-    environment = ladder._environment(settings, ladder.AVX2)
+    environment = ladder.environment_of(settings, ladder.AVX2)
     assert environment["ATEN_CPU_CAPABILITY"] == "avx2" and Path(environment["CXX"]).is_file()
     with Process(first_request("+int8", settings, 1, None, None), environment) as process:
         about = process.answer()
