@@ -86,7 +86,10 @@ class GenAI:
 
 
 class Optimum:
-    """optimum-intel's pipeline, with static shapes. It draws batches; the last one is filled up."""
+    """optimum-intel's pipeline. It draws batches, of which the last one is filled up.
+
+    Shapes are static for single images only: a static pipeline decodes one image at a time.
+    """
 
     def __init__(self, folder: Path, request: dict[str, Any], variant: Variant) -> None:
         from optimum.intel import OVStableDiffusionXLPipeline
@@ -96,9 +99,8 @@ class Optimum:
             folder, compile=False, ov_config=_properties(variant)
         )
         self._pipeline.set_progress_bar_config(disable=True)
-        self._pipeline.reshape(
-            batch_size=self._batch, height=request["size"], width=request["size"], num_images_per_prompt=1
-        )
+        if self._batch == 1:
+            self._pipeline.reshape(batch_size=1, height=request["size"], width=request["size"], num_images_per_prompt=1)
         self._pipeline.compile()
 
     def draw(self, jobs: Jobs) -> list[float]:

@@ -135,7 +135,7 @@ def _prepared(name: str, ladder: Ladder, openvino: Path | None, work: Path, stac
         def start(variant: Variant, stack: ExitStack) -> Process:
             return ladder.start(STOCK, stack, variant)[0]
     else:
-        request, command = _openvino_request(name, ladder, work), _openvino_command(openvino)
+        command, request = _openvino_command(openvino), _openvino_request(name, ladder, work)
 
         def start(variant: Variant, stack: ExitStack) -> Process:
             process = stack.enter_context(Process(request | {"variant": asdict(variant)}, ladder.environment, command))

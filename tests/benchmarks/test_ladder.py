@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks import ladder, rungs
 from benchmarks.harness import provenance, record
-from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
+from benchmarks.ladder import BestVariant, Contender, Ladder, Process, Turns
 from benchmarks.rungs import LeftOut, Variant, first_request
+from core import graphs
 from core.config import Settings
 from core.threads import cores
 from pipeline.checkpoints import tiny
@@ -25,7 +26,7 @@ from tests.core.quant.stage import CACHE
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(ladder, "_ROUND", 2)
-    monkeypatch.setattr(ladder, "_BATCHES", (1, 2))
+    monkeypatch.setattr(ladder, "_BATCHES", (2,))
     monkeypatch.setattr(ladder, "_TURN_S", 0.0)
     monkeypatch.setattr(ladder, "_WARM", 2)
     monkeypatch.setattr(rungs, "MEASURE_S", 0.1)
@@ -146,9 +147,8 @@ def test_the_stock_pipeline_is_measured_at_its_best(
     if cores() == 1:
         pytest.skip("one core: nothing to run side by side")
     settings = Settings(model=tiny.TINY)
-    search = BestStock(Ladder(settings, 1, None, {}, 60.0))
 
-    def tried(self: BestStock, started: list[Any], variant: Variant) -> float:
+    def tried(self: BestVariant, started: list[Any], variant: Variant, limit_s: float = 0.0) -> float:
         rate = 1.0 * (processes if len(started) > 1 else 1.0)
         rate *= FASTER["batch"] if variant.batch == 4 else 1.2 if variant.batch == 8 else 1.0
         for name in ("channels_last", "bf16", "compile"):
@@ -160,12 +160,15 @@ def test_the_stock_pipeline_is_measured_at_its_best(
         def ask(self, request: Any) -> None:
             pass
 
-    monkeypatch.setattr(BestStock, "_tried", tried)
-    monkeypatch.setattr(BestStock, "_compiles", lambda self: True)
+    monkeypatch.setattr(BestVariant, "_tried", tried)
+    monkeypatch.setattr(graphs, "compiler", lambda: "c++")
     monkeypatch.setattr(ladder.json, "dumps", str)
     monkeypatch.setattr(Ladder, "start", lambda *_: (Silent(), {}))
-    variant, count = search.find()
-    assert count == expected and len(search.trials) == 7
+    stock = Ladder(settings, 1, None, {}, 60.0)
+    variant, count, trials = ladder.best_stock(stock)
+    assert count == expected and len(trials) == 7
+    single, count_alone, trials = ladder.best_stock(stock, alone=True)
+    assert single == Variant(1, cores(), bf16=True, compile=True) and count_alone == 1 and len(trials) == 4
     assert variant == Variant(4, 1 if count > 1 else cores(), channels_last=False, bf16=True, compile=True)
 
 
