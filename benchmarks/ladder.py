@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,18 +34,21 @@ _PREPARED_S = 300.0  # for anything else
 _ROUND = 32  # images of each rung at least before it is the next one's turn: drift of the machine meets all alike
 _TURN_S, _MOST_ROUNDS = 4.0, 16  # a fast rung's turn has more: its first and last images are in few's company
 _WARM = 8  # images before a rung's first turn
-_BATCHES = (1, 4, 8)  # of the stock pipeline
+_BATCHES = (4, 8)  # of the stock pipeline, beside single images
 _GAIN = 1.03  # that a variant must bring to be taken
 NATIVE, AVX2 = "native", "avx2"
+_COMMAND = (sys.executable, "-m", "benchmarks.rungs")
 
 
 class Process:
     """A rung's process, which answers requests one after the other, and is stopped in between if asked to be."""
 
-    def __init__(self, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Start it. Call `prepared` before anything else."""
+    def __init__(
+        self, request: Mapping[str, Any], environment: Mapping[str, str], command: Sequence[str] = _COMMAND
+    ) -> None:
+        """Start it; its first `answer` says what was prepared."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rungs"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=dict(environment), cwd=provenance.ROOT, start_new_session=True,
         )  # fmt: skip
         self._rest = b""
@@ -114,6 +117,10 @@ class Contender:
 
     def rate(self, first: int, count: int) -> float:
         """Images per second of so many images, from the first request until the last process is done."""
+        return count / self.draw(first, count)[0]
+
+    def draw(self, first: int, count: int) -> tuple[float, list[list[float]]]:
+        """Draw so many images; returns the seconds, and each process's ends of images, in seconds from its start."""
         parts = [count // len(self._processes)] * len(self._processes)
         parts[0] += count - sum(parts)
         started = time.perf_counter()
@@ -126,7 +133,7 @@ class Contender:
         for process in self._processes:
             process.signal(signal.SIGSTOP)
         self.imported.update(*(answer["imported"] for answer in answers))
-        return count / seconds
+        return seconds, [answer["ends"] for answer in answers]
 
 
 class Turns:
@@ -158,6 +165,10 @@ class Turns:
         return contender.rate(self._number - count, count)
 
 
+Start = Callable[[Variant, ExitStack], Process]
+"""Starts a prepared process of a variant, which ends with the stack. Raises `LeftOut`."""
+
+
 @dataclass(frozen=True)
 class Ladder:
     """The settings and processes that all rungs share."""
@@ -184,60 +195,58 @@ class Ladder:
         return process, description
 
 
-class BestStock:
-    """Finds how the stock pipeline draws fastest, by short trials: one property after the other, in this order."""
+class BestVariant:
+    """Finds how a pipeline draws fastest, by short trials: one change of its variant after the other, in this order."""
 
-    def __init__(self, ladder: Ladder) -> None:
-        self._ladder = ladder
+    def __init__(self, start: Start, changes: Sequence[Mapping[str, Any]], threads: int) -> None:
+        self._start = start
+        self._changes = changes
+        self._threads = threads
         self.trials: list[dict[str, Any]] = []
         self._number = 10**6
 
-    def find(self) -> tuple[Variant, int]:
-        """The fastest variant, and in how many processes. Raises `LeftOut` if there is no stock pipeline."""
-        threads = self._ladder.settings.threads or cores()
-        best = Variant(threads=threads)
+    def find(self, *, processes: bool = True, compile_limit_s: float = 0.0) -> tuple[Variant, int]:
+        """The fastest variant, and in how many processes. Raises `LeftOut` if there is no such pipeline.
+
+        Without `processes` it is one process with all threads, as one client has them for itself.
+        """
+        best = Variant(threads=self._threads)
         with ExitStack() as stack:
-            process, _ = self._ladder.start(STOCK, stack, best)
+            process = self._start(best, stack)
             rate = self._tried([process], best)
-            for batch in _BATCHES[1:]:
-                best, rate = self._better(process, best, rate, replace(best, batch=batch))
-            for name in ("channels_last", "bf16", "compile"):
-                if name == "compile" and not self._compiles():
-                    continue
+            for change in self._changes:
+                other = replace(best, **change)
+                limit_s = compile_limit_s if other.compile else _PREPARED_S
                 try:
-                    best, rate = self._better(process, best, rate, replace(best, **{name: True}))
+                    best, rate = self._better(process, best, rate, other, limit_s)
                 except LeftOut as error:
-                    self._note({"variant": asdict(replace(best, **{name: True})), "left_out": str(error)})
-                    if name == "compile":  # its process still compiles: the last trial in it
+                    self._note({"variant": asdict(other), "left_out": str(error)})
+                    if other.compile:  # its process still compiles: the last trial in it
                         break
-        if threads == 1:
+        if self._threads == 1 or not processes:
             return best, 1
         alone = replace(best, threads=1)
         with ExitStack() as stack:
             try:
-                processes = [self._ladder.start(STOCK, stack, alone)[0] for _ in range(threads)]
-                if self._tried(processes, alone) > _GAIN * rate:
-                    return alone, threads
+                started = [self._start(alone, stack) for _ in range(self._threads)]
+                if self._tried(started, alone, compile_limit_s + _PREPARED_S) > _GAIN * rate:
+                    return alone, self._threads
             except LeftOut as error:
-                self._note({"variant": asdict(alone), "processes": threads, "left_out": str(error)})
+                self._note({"variant": asdict(alone), "processes": self._threads, "left_out": str(error)})
         return best, 1
 
-    def _compiles(self) -> bool:
-        from core.graphs import compiler
-
-        return self._ladder.compile_limit_s > 0 and compiler() is not None
-
-    def _better(self, process: Process, best: Variant, rate: float, other: Variant) -> tuple[Variant, float]:
+    def _better(
+        self, process: Process, best: Variant, rate: float, other: Variant, limit_s: float
+    ) -> tuple[Variant, float]:
         process.ask({"variant": asdict(other)})
-        tried = self._tried([process], other)
+        tried = self._tried([process], other, limit_s)
         if tried > _GAIN * rate:
             return other, tried
         process.ask({"variant": asdict(best)})
         return best, rate
 
-    def _tried(self, processes: Sequence[Process], variant: Variant) -> float:
+    def _tried(self, processes: Sequence[Process], variant: Variant, limit_s: float = _PREPARED_S) -> float:
         """Images per second of one batch in each process, after one image that warms up."""
-        limit_s = self._ladder.compile_limit_s if variant.compile else _PREPARED_S
         warm, count = variant.batch if variant.compile else 1, max(4, variant.batch)
         for images in (warm, count):
             started = time.perf_counter()
@@ -253,7 +262,26 @@ class BestStock:
 
     def _note(self, trial: dict[str, Any]) -> None:
         self.trials.append(trial)
-        record.progress(f"trial of {STOCK}: {json.dumps(trial)}")
+        record.progress(f"trial: {json.dumps(trial)}")
+
+
+def best_stock(ladder: Ladder, *, alone: bool = False) -> tuple[Variant, int, list[dict[str, Any]]]:
+    """The stock pipeline's fastest variant, in how many processes, and all trials. Raises `LeftOut` if there is none.
+
+    `alone` is for one image at a time.
+    """
+    from core.graphs import compiler
+
+    limit_s = ladder.compile_limit_s if compiler() is not None else 0.0
+    changes: list[dict[str, Any]] = [
+        *({"batch": batch} for batch in _BATCHES if not alone), {"channels_last": True}, {"bf16": True},
+        *([{"compile": True}] if limit_s > 0 else []),
+    ]  # fmt: skip
+    search = BestVariant(
+        lambda variant, stack: ladder.start(STOCK, stack, variant)[0], changes, ladder.settings.threads or cores()
+    )
+    variant, count = search.find(processes=not alone, compile_limit_s=limit_s)
+    return variant, count, search.trials
 
 
 def run(
@@ -276,7 +304,7 @@ def run(
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
-    ladder = Ladder(settings, steps, student, _environment(settings, instructions), compile_limit_s)
+    ladder = Ladder(settings, steps, student, environment_of(settings, instructions), compile_limit_s)
     turns = Turns(-(-pictures // _ROUND))
     with record.alone(), ExitStack() as stack:
         contenders, stock, left_out = _prepared(ladder, rungs, turns, stack)
@@ -311,9 +339,8 @@ def _prepared(
         record.progress(f"preparing {name}")
         try:
             if name == STOCK:
-                search = BestStock(ladder)
-                variant, count = search.find()
-                stock = {"best": asdict(variant), "processes": count, "trials": search.trials}
+                variant, count, trials = best_stock(ladder)
+                stock = {"best": asdict(variant), "processes": count, "trials": trials}
                 started = [ladder.start(name, stack, variant) for _ in range(count)]
             else:
                 started = [ladder.start(name, stack)]
@@ -328,7 +355,7 @@ def _prepared(
     return contenders, stock, left_out
 
 
-def _environment(settings: Settings, instructions: str) -> dict[str, str]:
+def environment_of(settings: Settings, instructions: str = NATIVE) -> dict[str, str]:
     """The environment of the rungs' processes, without this project's settings, which are given to each."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
     path = os.pathsep.join(filter(None, (str(provenance.ROOT), environment.get("PYTHONPATH"))))

@@ -73,12 +73,13 @@ ENGINE = {
 }
 STOCK = "diffusers"
 RUNGS = (STOCK, *ENGINE)
+PROMPT = "picture {} of a small red boat on a lake"
 IN_FLIGHT = 16  # twice as many of one row each
 MEASURE_S = 4.0  # for an engine's costs
 
 Jobs = Sequence[tuple[str, int]]
-Draw = Callable[[Jobs], None]
-"""Draws an image for each (prompt, seed)."""
+Draw = Callable[[Jobs], list[float]]
+"""Draws an image for each (prompt, seed); returns when each ended, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,10 @@ class Stock:
         setattr(self._pipeline, self._part, denoiser)
         self._batch = variant.batch
 
-    def draw(self, jobs: Jobs) -> None:
+    def draw(self, jobs: Jobs) -> list[float]:
         import torch
 
+        ends: list[float] = []
         for start in range(0, len(jobs), self._batch):
             batch = jobs[start : start + self._batch]
             self._pipeline(
@@ -151,6 +153,8 @@ class Stock:
                 guidance_scale=self._guidance,
                 generator=[torch.Generator().manual_seed(seed) for _, seed in batch],
             )
+            ends += [time.perf_counter()] * len(batch)
+        return ends
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -213,9 +217,15 @@ def closed_loop(runtime: Runtime, rung: Rung, steps: int) -> Draw:
     native, guidance = model.native, model.defaults.guidance_scale
     cached = plan.parse(runtime.settings.deepcache)
 
-    def draw(jobs: Jobs) -> None:
-        room = Semaphore(IN_FLIGHT if model.defaults.rows(guidance) > 1 else 2 * IN_FLIGHT)
-        futures = []
+    def draw(jobs: Jobs) -> list[float]:
+        places = IN_FLIGHT if model.defaults.rows(guidance) > 1 else 2 * IN_FLIGHT
+        room = Semaphore(places)
+        futures, ends = [], []
+
+        def done(_: object) -> None:
+            ends.append(time.perf_counter())
+            room.release()
+
         for prompt, seed in jobs:
             room.acquire()
             parameters = ImageParameters(
@@ -225,10 +235,13 @@ def closed_loop(runtime: Runtime, rung: Rung, steps: int) -> Draw:
             if rung.plan:
                 parameters = parameters.planned(model.plans[rung.plan])
             future = runtime.engine.submit(Request(f"{prompt}-{seed}", "image", parameters))
-            future.add_done_callback(lambda _: room.release())
+            future.add_done_callback(done)
             futures.append(future)
         for future in futures:
             future.result()
+        for _ in range(places):  # callbacks run after `result` returns
+            room.acquire()
+        return ends
 
     return draw
 
@@ -238,15 +251,15 @@ def closed_loop(runtime: Runtime, rung: Rung, steps: int) -> Draw:
 
 def jobs(first: int, count: int) -> list[tuple[str, int]]:
     """Every image has a prompt of its own: no rung lives on remembered embeddings."""
-    return [(f"picture {first + i} of a small red boat on a lake", first + i) for i in range(count)]
+    return [(PROMPT.format(number), number) for number in range(first, first + count)]
 
 
 def timed(draw: Draw, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request for images."""
     requests = jobs(request["first"], request["count"])
     started = time.perf_counter()
-    draw(requests)
-    return {"seconds": time.perf_counter() - started}
+    ends = draw(requests)
+    return {"seconds": time.perf_counter() - started, "ends": [end - started for end in ends]}
 
 
 def serve(requests: Iterator[dict[str, Any]], answer: Callable[[dict[str, Any]], None]) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks import ladder, rungs
 from benchmarks.harness import provenance, record
-from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
+from benchmarks.ladder import BestVariant, Contender, Ladder, Process, Turns
 from benchmarks.rungs import LeftOut, Variant, first_request
+from core import graphs
 from core.config import Settings
 from core.threads import cores
 from pipeline.checkpoints import tiny
@@ -25,7 +26,7 @@ from tests.core.quant.stage import CACHE
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(ladder, "_ROUND", 2)
-    monkeypatch.setattr(ladder, "_BATCHES", (1, 2))
+    monkeypatch.setattr(ladder, "_BATCHES", (2,))
     monkeypatch.setattr(ladder, "_TURN_S", 0.0)
     monkeypatch.setattr(ladder, "_WARM", 2)
     monkeypatch.setattr(rungs, "MEASURE_S", 0.1)
@@ -89,7 +90,7 @@ def test_rungs_take_turns_in_processes_of_their_own(
 
 @pytest.mark.long
 def test_a_process_that_takes_too_long_or_ends_is_left_out(settings: Settings) -> None:
-    environment = ladder._environment(settings, ladder.NATIVE)
+    environment = ladder.environment_of(settings, ladder.NATIVE)
     request = first_request("step-batching", settings, 1, None, None)
     with Process(request, environment) as slow, pytest.raises(LeftOut, match="took more than 0 s"):
         slow.answer(0.0)
@@ -146,9 +147,8 @@ def test_the_stock_pipeline_is_measured_at_its_best(
     if cores() == 1:
         pytest.skip("one core: nothing to run side by side")
     settings = Settings(model=tiny.TINY)
-    search = BestStock(Ladder(settings, 1, None, {}, 60.0))
 
-    def tried(self: BestStock, started: list[Any], variant: Variant) -> float:
+    def tried(self: BestVariant, started: list[Any], variant: Variant, limit_s: float = 0.0) -> float:
         rate = 1.0 * (processes if len(started) > 1 else 1.0)
         rate *= FASTER["batch"] if variant.batch == 4 else 1.2 if variant.batch == 8 else 1.0
         for name in ("channels_last", "bf16", "compile"):
@@ -160,12 +160,15 @@ def test_the_stock_pipeline_is_measured_at_its_best(
         def ask(self, request: Any) -> None:
             pass
 
-    monkeypatch.setattr(BestStock, "_tried", tried)
-    monkeypatch.setattr(BestStock, "_compiles", lambda self: True)
+    monkeypatch.setattr(BestVariant, "_tried", tried)
+    monkeypatch.setattr(graphs, "compiler", lambda: "c++")
     monkeypatch.setattr(ladder.json, "dumps", str)
     monkeypatch.setattr(Ladder, "start", lambda *_: (Silent(), {}))
-    variant, count = search.find()
-    assert count == expected and len(search.trials) == 7
+    stock = Ladder(settings, 1, None, {}, 60.0)
+    variant, count, trials = ladder.best_stock(stock)
+    assert count == expected and len(trials) == 7
+    single, count_alone, trials = ladder.best_stock(stock, alone=True)
+    assert single == Variant(1, cores(), bf16=True, compile=True) and count_alone == 1 and len(trials) == 4
     assert variant == Variant(4, 1 if count > 1 else cores(), channels_last=False, bf16=True, compile=True)
 
 
@@ -173,7 +176,7 @@ def test_the_stock_pipeline_is_measured_at_its_best(
 def test_avx2_is_a_run_of_the_same_command() -> None:
     """It limits torch and our kernels, and has a file of its own."""
     settings = Settings(model=tiny.TINY, cache_dir=CACHE.parent)  # where compiled kernels are kept between runs
-    environment = ladder._environment(settings, ladder.AVX2)
+    environment = ladder.environment_of(settings, ladder.AVX2)
     assert environment["ATEN_CPU_CAPABILITY"] == "avx2" and Path(environment["CXX"]).is_file()
     with Process(first_request("+int8", settings, 1, None, None), environment) as process:
         about = process.answer()

@@ -1,0 +1,159 @@
+"""Draws images with OpenVINO's pipelines, in a process of `benchmarks.rivals` and with an interpreter of its own.
+
+It answers the requests of `benchmarks.rungs` and imports nothing of this project: optimum-intel needs other versions of
+transformers and diffusers. `benchmarks/openvino.txt` lists what is to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+GENAI, OPTIMUM = "openvino-genai", "optimum-intel"
+_PACKAGES = ("openvino", "openvino-genai", "nncf", "optimum-intel", "diffusers", "transformers")
+_SAMPLES = 200  # forwards of the UNet that NNCF calibrates on: optimum-intel's default
+
+Jobs = Sequence[tuple[str, int]]
+Variant = dict[str, Any]
+
+
+def export(model: Path, prompts: Sequence[str], steps: int, folder: Path) -> None:
+    """Convert a model in diffusers' format as optimum-intel does, its UNet in INT8 by NNCF with SmoothQuant."""
+    import openvino
+    from openvino_tokenizers import convert_tokenizer
+    from optimum.intel import OVPipelineQuantizationConfig, OVQuantizationConfig, OVStableDiffusionXLPipeline
+    from transformers import AutoTokenizer
+
+    source, floats, part = folder / "source", folder / "fp32", folder / "int8.part"
+    shutil.copytree(model, source, dirs_exist_ok=True)
+    for name in ("text_encoder", "text_encoder_2"):
+        _rename_weights(source / name / "model.safetensors")
+    OVStableDiffusionXLPipeline.from_pretrained(source, export=True, compile=False).save_pretrained(floats)
+    config = OVPipelineQuantizationConfig(
+        quantization_configs={"unet": OVQuantizationConfig(bits=8, num_samples=_SAMPLES)},
+        dataset=list(prompts[: -(-_SAMPLES // steps)]),
+        num_samples=_SAMPLES,
+    )
+    OVStableDiffusionXLPipeline.from_pretrained(floats, quantization_config=config).save_pretrained(part)
+    for name in ("tokenizer", "tokenizer_2"):
+        tokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(source / name), with_detokenizer=False)
+        openvino.save_model(tokenizer, part / name / "openvino_tokenizer.xml")
+    part.rename(folder / "int8")
+
+
+def _rename_weights(file: Path) -> None:
+    """Give a text encoder's weights the names that transformers before 5.20 reads."""
+    from safetensors.torch import load_file, save_file
+
+    named = ("text_model.", "text_projection")
+    weights = load_file(file)
+    renamed = {name if name.startswith(named) else f"text_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
+def _properties(variant: Variant) -> dict[str, Any]:
+    precision = "bf16" if variant["bf16"] else "f32"
+    return {"INFERENCE_NUM_THREADS": variant["threads"], "INFERENCE_PRECISION_HINT": precision}
+
+
+class GenAI:
+    """OpenVINO GenAI's `Text2ImagePipeline`, with static shapes. It draws one prompt at a time."""
+
+    def __init__(self, folder: Path, request: dict[str, Any], variant: Variant) -> None:
+        import openvino_genai
+
+        self._request = request
+        self._pipeline = openvino_genai.Text2ImagePipeline(folder)
+        self._pipeline.reshape(1, request["size"], request["size"], request["guidance"])
+        self._pipeline.compile("CPU", **_properties(variant))
+
+    def draw(self, jobs: Jobs) -> list[float]:
+        ends, size = [], self._request["size"]
+        for prompt, seed in jobs:
+            self._pipeline.generate(
+                prompt, num_inference_steps=self._request["steps"], guidance_scale=self._request["guidance"],
+                width=size, height=size, rng_seed=seed,
+            )  # fmt: skip
+            ends.append(time.perf_counter())
+        return ends
+
+
+class Optimum:
+    """optimum-intel's pipeline. It draws batches, of which the last one is filled up.
+
+    Shapes are static for single images only: a static pipeline decodes one image at a time.
+    """
+
+    def __init__(self, folder: Path, request: dict[str, Any], variant: Variant) -> None:
+        from optimum.intel import OVStableDiffusionXLPipeline
+
+        self._request, self._batch = request, variant["batch"]
+        self._pipeline = OVStableDiffusionXLPipeline.from_pretrained(
+            folder, compile=False, ov_config=_properties(variant)
+        )
+        self._pipeline.set_progress_bar_config(disable=True)
+        if self._batch == 1:
+            self._pipeline.reshape(batch_size=1, height=request["size"], width=request["size"], num_images_per_prompt=1)
+        self._pipeline.compile()
+
+    def draw(self, jobs: Jobs) -> list[float]:
+        import torch
+
+        ends: list[float] = []
+        for start in range(0, len(jobs), self._batch):
+            batch = jobs[start : start + self._batch]
+            whole = [*batch, *[batch[-1]] * (self._batch - len(batch))]
+            self._pipeline(
+                [prompt for prompt, _ in whole], width=self._request["size"], height=self._request["size"],
+                num_inference_steps=self._request["steps"], guidance_scale=self._request["guidance"],
+                generator=[torch.Generator().manual_seed(seed) for _, seed in whole],
+            )  # fmt: skip
+            ends += [time.perf_counter()] * len(batch)
+        return ends
+
+
+def serve(lines: Any, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests, lines of JSON, until there are no more."""
+    first = json.loads(next(lines))
+    kinds: dict[str, type[GenAI] | type[Optimum]] = {GENAI: GenAI, OPTIMUM: Optimum}
+    kind, work = kinds[first["rung"]], Path(first["work"])
+    if not (work / "int8").is_dir():
+        export(Path(first["model"]), first["prompts"], first["steps"], work)
+    pipeline = kind(work / "int8", first, first["variant"])
+    answer({"versions": {name: importlib.metadata.version(name) for name in _PACKAGES}})
+    for request in map(json.loads, lines):
+        if "variant" in request:
+            pipeline = kind(work / "int8", first, request["variant"])
+            answer({})
+            continue
+        numbers = range(request["first"], request["first"] + request["count"])
+        jobs = [(first["prompt"].format(number), number) for number in numbers]
+        started = time.perf_counter()
+        ends = pipeline.draw(jobs)
+        answer({"ends": [end - started for end in ends], "imported": ["benchmarks/openvino_pipelines.py"]})
+
+
+def main() -> int:
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # it would report this run to a server
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=answers, flush=True)
+
+    try:
+        serve(sys.stdin, answer)
+    except Exception as error:  # the row is left out, with this reason
+        answer({"left_out": f"{type(error).__name__}: {str(error).strip()[:300]}"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
