@@ -34,6 +34,7 @@ _BENCHES = {
 RUNS: dict[str, list[str]] = {
     **{name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
        for name, words in _BENCHES.items()},
+    "rivals": ["-m", "benchmarks.rivals", "--openvino", "build/openvino/bin/python"],
     "scheduling": ["-m", "benchmarks.scheduling"],
     "weights": ["-m", "benchmarks.weights", "quality", "--device", "cpu", "--captions", "data/coco/captions_source.tsv",
                 "--results", "benchmarks/results"],
@@ -48,6 +49,7 @@ GPU_RUNS: dict[str, list[str]] = {
         ("fleet", "fleet", "--gpus 2,1 --plans full,half,4-steps --apis 3 --engine --window 30 --warm 14"),
         ("text-load", "text_load", "--loads 256:128/128,64:128/128,1:128/256,256:1000/1000:1"),
         ("text-load-server", "text_load", "--loads 256:780/73:2@30,256:780/73:2@45,256:780/73:2@55 --pace 0.03"),
+        ("text-drafts", "text_drafts", ""),
     )
 }
 """On one GPU, and `fleet` on two. Each stores its file in `benchmarks/results/h200`; `fleet` also `fleet-engine`."""

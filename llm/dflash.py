@@ -17,7 +17,7 @@ from torch import nn
 
 from core.ops.ops import Layer, TokenOps
 from llm.draft_checkpoint import DraftCheckpoint
-from llm.load import TextModel
+from llm.load import TextModel, place_
 from llm.network import DecoderLayer, decoder_layer
 from llm.speculate import MOST_OF_A_BLOCK
 
@@ -134,6 +134,7 @@ def load(folder: Path, model: TextModel) -> Checkpoint:
         )
     network = DFlashNetwork(config, tuple(sources))
     checkpoint.fill_(network)
-    network = network.to(model.device, model.dtype).eval().requires_grad_(False)
+    place_(network, model.device, model.dtype)
+    network = network.eval().requires_grad_(False)
     assert isinstance(block, int) and isinstance(mask, int)
     return Checkpoint(network, block, mask)

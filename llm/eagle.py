@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from core.ops.ops import Layer, TokenOps
 from llm.draft_checkpoint import DraftCheckpoint
-from llm.load import TextModel
+from llm.load import TextModel, place_
 from llm.network import DecoderLayer
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -126,4 +126,5 @@ def load(folder: Path, model: TextModel) -> EagleNetwork:
     tokens = torch.arange(words) + network.d2t
     if bool(((tokens < 0) | (tokens >= model.vocabulary)).any()):
         raise refuse(f"d2t leads out of the {model.vocabulary} words of {model.name}")
-    return network.to(model.device, model.dtype).eval().requires_grad_(False)
+    place_(network, model.device, model.dtype)
+    return network.eval().requires_grad_(False)

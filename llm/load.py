@@ -158,7 +158,7 @@ def _part(
             weights.fill_(module)
 
     def place(module: nn.Module) -> None:
-        _place_(module, device, dtype)
+        place_(module, device, dtype)
 
     try:
         if rank is not None:
@@ -175,7 +175,7 @@ def _part(
     return network
 
 
-def _place_(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def place_(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a module, its parameters cast; rotary frequencies stay fp32, as transformers loads them."""
 
     def cast(parameter: nn.Parameter) -> None:
@@ -353,7 +353,7 @@ def _quantized(
     try:
         if files is not None and not store.read_manifest(where).weights:  # they are quantized from the model's own
             DeferredWeights(network, files).fill_(network)
-            _place_(network, torch.device("cpu"), torch.float32)
+            place_(network, torch.device("cpu"), torch.float32)
             files = None
         manifest = store.load_(network, where, source=digest)
         files = files and WeightFiles(where)

@@ -26,13 +26,13 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 from core.batching.request import Request
 from core.kernels.kv_cache import KVCache
 from core.ops.packed import PackedLayers
-from llm import dflash
+from llm import dflash, tiny
 from llm.block_drafter import BlockDraft, BlockDrafter
 from llm.dflash import BlockDecoder, Checkpoint, DFlashNetwork, target_layers
 from llm.draft_forwards import forwards
 from llm.drafts import DraftRequest
 from llm.execution import FUSED
-from llm.load import TextModelError
+from llm.load import TextModelError, load
 from llm.load_draft import load as load_draft
 from llm.speculator import Speculator
 from tests.llm import stage
@@ -167,6 +167,13 @@ def test_a_published_checkpoint_is_read(tmp_path: Path) -> None:
     assert [target_layers(36, 5), target_layers(32, 5), target_layers(6, 1)] == [
         (1, 9, 17, 25, 33), (1, 8, 15, 22, 29), (3,)
     ]  # fmt: skip
+
+
+def test_angles_are_those_of_a_model_in_bf16(tmp_path: Path) -> None:
+    """Rotary frequencies stay fp32, as those of the model do."""
+    draft = load_draft(str(saved(tmp_path)), load(tiny.TINY, precision="bf16"), lacks=None)
+    assert isinstance(draft, BlockDraft) and draft.checkpoint.network.fc.weight.dtype == torch.bfloat16
+    assert draft.checkpoint.network.rotary_emb.inv_freq.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 
 # isort: split
 from core.kernels.kv_cache import KVCache
-from llm import load_draft
+from llm import load_draft, tiny
 from llm.draft_forwards import FusedForwards, ProgramForwards
 from llm.drafts import DraftRequest
 from llm.eagle import EagleDecoder, EagleNetwork
 from llm.eagle_drafter import EagleDraft, EagleDrafter
 from llm.execution import TextExecution
-from llm.load import TextModelError
+from llm.load import TextModelError, load
 from llm.parameters import TextParameters
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
@@ -105,6 +105,16 @@ def test_damaged_files_are_refused_by_name(
     damaged.unlink() if content is None else damaged.write_bytes(content)
     with pytest.raises(TextModelError, match=f"draft .*{reason}"):
         load_draft.load(str(damaged.parent), stage.small(), lacks=None)
+
+
+def test_the_heads_angles_are_those_of_a_model_in_bf16(folder: Path) -> None:
+    """Rotary frequencies stay fp32: rounded to bf16, angles of far positions are off by several percent."""
+    target = load(tiny.TINY, precision="bf16")
+    draft = load_draft.load(str(folder), target, lacks=None)
+    assert isinstance(draft, EagleDraft) and draft.network.fc.weight.dtype == torch.bfloat16
+    frequencies = draft.network.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, loaded(folder).network.rotary_emb.inv_freq)
 
 
 def test_chains_are_those_of_the_unrolled_network(folder: Path) -> None:
