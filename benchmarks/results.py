@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from benchmarks.harness import provenance, record
 
 _ROOT = provenance.ROOT
-_LADDER = "--pictures 64 --compile-limit 60 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
+_LADDER = "--pictures 64 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
 _EMOJI_LM = "--text-model models/emoji-lm --text-draft models/emoji-lm-draft"
 _FLEET = "--costs h200 --load 0.8 --pictures 40000 --steps 12,20,30,50 --deepcache off,2"
 
@@ -42,16 +42,21 @@ RUNS: dict[str, list[str]] = {
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "5000"],
 }  # fmt: skip
 GPU_RUNS: dict[str, list[str]] = {
-    name: ["-m", f"benchmarks.{module}", *words.split(), "--name", name]
+    name: ["-m", f"benchmarks.{module}", *words.split()]
     for name, module, words in (
         ("engine", "engine", "--windows 1 --window 12"),
+        ("stock", "stock", ""),
         ("phases", "phases", ""),
         ("fleet", "fleet", "--gpus 2,1 --plans full,half,4-steps --apis 3 --engine --window 30 --warm 14"),
         ("text-load", "text_load", "--loads 256:128/128,64:128/128,1:128/256,256:1000/1000:1"),
-        ("text-load-server", "text_load", "--loads 256:780/73:2@30,256:780/73:2@45,256:780/73:2@55 --pace 0.03"),
+        (
+            "text-load-server",
+            "text_load",
+            "--loads 256:780/73:2@30,256:780/73:2@45,256:780/73:2@55 --pace 0.03 --name text-load-server",
+        ),
         ("text-drafts", "text_drafts", ""),
     )
-}
+}  # fmt: skip
 """On one GPU, and `fleet` on two. Each stores its file in `benchmarks/results/h200`; `fleet` also `fleet-engine`."""
 
 
