@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine, gpu_tables, kernel_shapes, kernels, phases, weights
+from benchmarks import engine, gpu_tables, kernel_shapes, kernels, phases, stock, weights
 from benchmarks.harness import models
 
 WORDS = ["--device", "cpu", "--tiny", "--results"]
@@ -50,8 +50,22 @@ def test_rungs_take_turns_and_are_counted_in_whole_rounds(
     assert ran["gate"] == {"encode", "deep", "shallow-resnet", "vae"}
     assert ran["4-steps"] == {"encode", "deep", "vae"} and "costs_ms int8" in result
     scored = {"lens": {"score": "clip"}, "ways": {}}
-    rows = gpu_tables.TABLES["h200-engine"].lines(result, scored)
-    assert len(rows) == 2 + 2 and rows[2].startswith('| "half", guidance until half of the steps |')
+    eager = {"name": "eager", "batch": 8, "images_s": 2.0}
+    rows = gpu_tables.TABLES["h200-engine"].lines(result, {"rows": [eager]}, scored)
+    assert rows[2].startswith("| diffusers, bf16, eager, batches of 8 | 2.00 | 1.00× |")
+    assert len(rows) == 2 + 3 and rows[3].startswith('| "half", guidance until half of the steps |')
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' samplers
+def test_stock_is_measured_one_at_a_time_and_in_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager alone: compiling takes a minute. What `compile_` compiles is the whole network and the decoder."""
+    words = ["--device", "cpu", "--tiny", "--results", str(tmp_path), "--modes", "eager", "--batches", "2,1"]
+    assert stock.main([*words, "--rounds", "1"]) == 0
+    result = stored(tmp_path, "stock")
+    assert [(row["name"], row["batch"]) for row in result["rows"]] == [("eager", 2), ("eager", 1)]
+    assert all(row["images_s"] > 0 for row in result["rows"])
+    with pytest.raises(SystemExit):
+        stock.main([*words, "--modes", "quick"])
 
 
 @pytest.mark.parametrize("words", [["--rungs", "half,stairs"], ["--in-flight", "half"], ["--in-flight", "stairs=2"]])
