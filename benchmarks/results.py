@@ -45,7 +45,7 @@ GPU_RUNS: dict[str, list[str]] = {
     name: ["-m", f"benchmarks.{module}", *words.split()]
     for name, module, words in (
         ("engine", "engine", "--windows 1 --window 12"),
-        ("stock", "stock", ""),
+        ("stock", "stock", "--modes eager,compiled"),
         ("phases", "phases", ""),
         ("fleet", "fleet", "--gpus 2,1 --plans full,half,4-steps --apis 3 --engine --window 30 --warm 14"),
         ("text-load", "text_load", "--loads 256:128/128,64:128/128,1:128/256,256:1000/1000:1"),

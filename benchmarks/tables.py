@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.harness.markdown import Columns, Result, Table, Text, cell, items
@@ -15,7 +15,11 @@ _GATES_OF = {
     "turbo+tiny": ("turbo", "the full decoder: "),
 }  # fmt: skip
 """By rung of the ladder the run of `benchmarks.ways` whose gates it has."""
-_SHORT = ("diffusers", "step-batching", "+int8", "+deepcache", "+plan")
+_RIVALS = {
+    "diffusers": "diffusers", "openvino-genai": "OpenVINO GenAI, INT8", "optimum-intel": "optimum-intel, INT8",
+    "+int8": "**Diptych**, INT8", "+deepcache": "**Diptych**, INT8, DeepCache `auto`",
+    "+plan": "**Diptych**, INT8, plan `balanced`",
+}  # fmt: skip
 _BATCHING = {
     "engine": "step-level", "window_free": "request-level, no window", "window_3s": "request-level, 3 s window",
     "diffusers": "stock diffusers, no window",
@@ -58,15 +62,11 @@ def _ladder_columns(native: Result, avx2: Result, _: Result) -> Columns:
     return [("configuration", "`{name}`"), *speeds, ("gates: FID, score", "{gates}")]
 
 
-def _ladder_rows(only: Sequence[str] | None = None) -> Any:
-    def rows(native: Result, avx2: Result, scored: Result) -> Rows:
-        slower = {rung["name"]: rung for rung in avx2["rungs"]}
-        for rung in native["rungs"]:
-            name = rung["name"]
-            if only is None or name in only:
-                yield {"name": name, "native": rung, "avx2": slower.get(name), "gates": _gates(name, scored)}
-
-    return rows
+def _ladder_rows(native: Result, avx2: Result, scored: Result) -> Rows:
+    slower = {rung["name"]: rung for rung in avx2["rungs"]}
+    for rung in native["rungs"]:
+        name = rung["name"]
+        yield {"name": name, "native": rung, "avx2": slower.get(name), "gates": _gates(name, scored)}
 
 
 def _gates(rung: str, scored: Result) -> str | None:
@@ -83,15 +83,43 @@ def _ladder_note(native: Result, avx2: Result, _: Result) -> str:
 
 
 def _stock(stock: Mapping[str, Any]) -> str:
-    """The stock pipeline's variant, in words."""
-    best, processes = stock["best"], stock["processes"]
-    parts = [
-        f"{processes} processes" if processes > 1 else "one process", f"{best['threads']} threads each",
-        f"batches of {best['batch']}", "bf16" if best["bf16"] else "fp32",
-        *(["channels_last"] if best["channels_last"] else []), *(["torch.compile"] if best["compile"] else []),
-    ]  # fmt: skip
+    """The stock pipeline's variant, in words, and why it is not compiled."""
     left_out = [trial["left_out"] for trial in stock["trials"] if "left_out" in trial]
-    return ", ".join(parts) + (f" (not compiled: {'; '.join(left_out)})" if left_out else "")
+    return _variant(stock["best"], stock["processes"]) + (f" (not compiled: {'; '.join(left_out)})" if left_out else "")
+
+
+def _variant(variant: Mapping[str, Any], processes: int) -> str:
+    count, threads, batch = variant["batch"], variant["threads"], "single images"
+    parts = [
+        f"{processes} processes" if processes > 1 else "one process", f"{threads} thread{'s' * (threads > 1)} each",
+        f"batches of {count}" if count > 1 else batch, "bf16" if variant["bf16"] else "fp32",
+        *(["channels_last"] if variant["channels_last"] else []), *(["torch.compile"] if variant["compile"] else []),
+    ]  # fmt: skip
+    return ", ".join(parts)
+
+
+def _rivals_short(result: Result) -> Rows:
+    return ({**row, "label": _RIVALS[row["name"]]} for row in result["rivals"])
+
+
+def _rivals(result: Result, scored: Result) -> Rows:
+    for row in _rivals_short(result):
+        yield {**row, "gates": _gates(row["name"], scored)}
+
+
+def _rivals_note(result: Result, _: Result) -> str:
+    """What was fastest of each, for many in flight and for one alone."""
+    others = [row for row in result["rivals"] if "best" in row]
+    ways = [
+        f"{_RIVALS[row['name']]}: {_variant(row['best'], row['processes'])}; alone {_variant(row['best_alone'], 1)}."
+        for row in others
+    ]
+    versions = {name: version for row in others for name, version in row.get("versions", {}).items()}
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"{result['model']}, {result['steps']} steps; medians of {result['turns']} turns (slowest to fastest). "
+        f"{' '.join(ways)} {named}."
+    )
 
 
 def _plans(result: Result) -> Rows:
@@ -209,8 +237,16 @@ def _simulated(*results: Result) -> Rows:
 _SIMULATED = (("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"), ("busy", "{utilisation:.0%}"))
 
 TABLES: dict[str, Table | Text] = {
-    "ladder": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(), _ladder_note),
-    "ladder-short": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(_SHORT), _ladder_note),
+    "ladder": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows, _ladder_note),
+    "rivals-short": Table(("rivals",), (
+        ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f}"),
+        ("of the best other", "{ratio:.2f}×"),
+        ("one alone, p50", "{alone_p50_s:.2f} s"), ("of the best other", "{alone_ratio:.2f}×")), _rivals_short,
+        "{model}, {steps} steps, two cores of a shared machine with AVX-512; medians of {turns} turns."),
+    "rivals": Table(("rivals", "ways"), (
+        ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f} ({spread[0]:.2f} to {spread[1]:.2f})"),
+        ("of the best other", "{ratio:.2f}×"), ("p50", "{p50_s:.2f} s"), ("one alone, p50", "{alone_p50_s:.3f} s"),
+        ("of the best other", "{alone_ratio:.2f}×"), ("gates: FID, score", "{gates}")), _rivals, _rivals_note),
     "plans": Table(("models/emoji-xl/plans",), (
         ("plan", "`{name}`"), ("names", "{names}"), ("images/s", "{images_per_s:.2f}"), ("speed", "{speedup:.2f}×"),
         ("PSNR", "{psnr:.1f} dB"), ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})")),

@@ -96,6 +96,8 @@ def test_the_newest_release_is_this_version() -> None:
         r"^## \[(\d[\w.]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
     )
     assert releases[0] == diptych.__version__
+    tags = re.findall(r"diptych-(?:api|worker|worker-gpu):(\d[\w.]*)", "".join(PAGES))
+    assert set(tags) == {diptych.__version__}, "images that pages build are those that the chart asks for"
 
 
 def anchors(page: str) -> set[str]:
