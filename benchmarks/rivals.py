@@ -32,7 +32,7 @@ OPENVINO: dict[str, tuple[dict[str, Any], ...]] = {
     "optimum-intel": ({"batch": 4}, {"batch": 8}, {"bf16": True}),
 }
 """OpenVINO's pipelines, with the changes to try; the first draws one prompt at a time."""
-_DIPTYCH = ("+int8", "+deepcache", "+plan")
+_DIPTYCH = ("+int8", "+deepcache")  # of as many steps as the others
 _TURNS = 5
 _ALONE = 4  # images, one after another, of each turn
 _TOGETHER = 64  # images of each turn with `IN_FLIGHT` in flight

@@ -18,7 +18,6 @@ _GATES_OF = {
 _RIVALS = {
     "diffusers": "diffusers", "openvino-genai": "OpenVINO GenAI, INT8", "optimum-intel": "optimum-intel, INT8",
     "+int8": "**Diptych**, INT8", "+deepcache": "**Diptych**, INT8, DeepCache `auto`",
-    "+plan": "**Diptych**, INT8, plan `balanced`",
 }  # fmt: skip
 _BATCHING = {
     "engine": "step-level", "window_free": "request-level, no window", "window_3s": "request-level, 3 s window",
@@ -118,7 +117,7 @@ def _rivals_note(result: Result, _: Result) -> str:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{result['model']}, {result['steps']} steps; medians of {result['turns']} turns (slowest to fastest). "
-        f"{' '.join(ways)} {named}."
+        f"{' '.join(ways)} OpenVINO's environment: {named}."
     )
 
 
@@ -242,7 +241,8 @@ TABLES: dict[str, Table | Text] = {
         ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f}"),
         ("of the best other", "{ratio:.2f}×"),
         ("one alone, p50", "{alone_p50_s:.2f} s"), ("of the best other", "{alone_ratio:.2f}×")), _rivals_short,
-        "{model}, {steps} steps, two cores of a shared machine with AVX-512; medians of {turns} turns."),
+        "{model} (19M parameters, 128×128), {steps} steps, two cores of a shared machine with AVX-512; the engine "
+        "alone, without HTTP; medians of {turns} turns."),
     "rivals": Table(("rivals", "ways"), (
         ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f} ({spread[0]:.2f} to {spread[1]:.2f})"),
         ("of the best other", "{ratio:.2f}×"), ("p50", "{p50_s:.2f} s"), ("one alone, p50", "{alone_p50_s:.3f} s"),
