@@ -282,7 +282,8 @@ def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) 
     from llm.quantized import Layerwise, quantize
     from llm.recipe import ALPHA, llama
 
-    model = load(name, precision="bf16" if device == "cuda" else "fp32", device=device)
+    with torch.inference_mode(False):  # weights that are read in inference mode cannot be embedded with
+        model = load(name, precision="bf16" if device == "cuda" else "fp32", device=device)
     start = [] if model.tokenizer.bos_token_id is None else [model.tokenizer.bos_token_id]
     encode = partial(model.tokenizer.backend_tokenizer.encode, add_special_tokens=False)
     ids = [(start + encode(text).ids)[: model.context] for text in texts]

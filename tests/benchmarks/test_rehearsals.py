@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import engine, gpu_tables, kernel_shapes, kernels, phases, stock, weights
 from benchmarks.harness import models
@@ -154,3 +155,9 @@ def test_weights_are_timed_by_their_bits_and_measured_by_perplexity(
     assert capsys.readouterr().out.count("INT4, ") == 2 * len([way for way in others if "INT4" in way["way"]])
     with pytest.raises(SystemExit):
         weights.main([*WORDS, str(tmp_path), "quality"])
+
+
+def test_weights_of_a_model_in_files_are_read_outside_of_inference_mode() -> None:
+    with torch.inference_mode():
+        first = next(weights.qualities(str(weights._EMOJI_LM), ["two red kites"] * 5, "cpu", calibrated=4))
+    assert first["way"] == "unquantized" and first["perplexity"] > 1
