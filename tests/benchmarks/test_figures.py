@@ -218,7 +218,30 @@ def test_the_ladder_has_its_baseline_and_gates_beside_its_speeds() -> None:
     assert lines[2] == "| `diffusers` | 1.50 (1.50 to 1.50) | 1.00× | 1.00 (1.00 to 1.00) | 1.00× | – |"
     assert lines[4].endswith("| 4.00× | 4.00 (4.00 to 4.00) | 4.00× | holds, open |")
     assert lines[5].endswith("| fails, fails |"), "a fast student is shown with what it fails"
-    assert "AVX512: 2 processes, 1 threads each, batches of 4, bf16 (not compiled: took more than 100 s)." in lines[-1]
+    assert "AVX512: 2 processes, 1 thread each, batches of 4, bf16 (not compiled: took more than 100 s)." in lines[-1]
     assert "AVX2: one process" in lines[-1]
-    short = tables.TABLES["ladder-short"].lines(native, avx2, scored)
-    assert [line.split("`")[1] for line in short[2:-2]] == ["diffusers", "step-batching", "+deepcache"]
+
+
+def test_the_rivals_are_beside_what_was_fastest_of_each() -> None:
+    best = {"batch": 8, "threads": 1, "channels_last": False, "bf16": True, "compile": True}
+    row = {
+        "images_per_s": 4.0,
+        "spread": [3.0, 5.0],
+        "p50_s": 2.0,
+        "alone_p50_s": 0.5,
+        "ratio": 1.0,
+        "alone_ratio": 1.0,
+    }
+    stock = {**row, "name": "diffusers", "best": best, "processes": 2, "best_alone": best | {"batch": 1, "threads": 2}}
+    result = {
+        "rivals": [stock, {**row, "name": "+int8", "ratio": 1.5}],
+        "in_flight": 16,
+        "turns": 5,
+        "steps": 20,
+        "model": "m",
+    }
+    scored = {"ways": {"int8": {"gates": [{"verdict": "open"}, {"verdict": "holds"}]}}}
+    lines = tables.TABLES["rivals"].lines(result, scored)
+    assert lines[2].startswith("| diffusers | 4.00 (3.00 to 5.00) | 1.00×") and lines[3].endswith("| open, holds |")
+    assert "2 processes, 1 thread each, batches of 8, bf16, torch.compile; alone one process, 2 threads" in lines[-1]
+    assert tables.TABLES["rivals-short"].lines(result)[3].startswith("| **Diptych**, INT8 | 4.00 | 1.50× | 0.50 s")
