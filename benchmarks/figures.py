@@ -208,7 +208,8 @@ _is_unchanged = functools.cache(provenance.is_unchanged)
 def _there(room: str) -> str:
     """The file or folder, or the nearest one above it that the tree still has."""
     path = Path(room)
-    return next(part.as_posix() for part in (path, *path.parents) if (provenance.ROOT / part).exists())
+    parts = (path, *path.parents[:-1])
+    return next((part.as_posix() for part in parts if (provenance.ROOT / part).exists()), room)
 
 
 def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:

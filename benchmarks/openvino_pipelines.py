@@ -59,8 +59,13 @@ def _rename_weights(file: Path) -> None:
 
 
 def _properties(variant: Variant) -> dict[str, Any]:
+    """Options of the CPU plugin. Pinned threads of several processes would share the first core."""
     precision = "bf16" if variant["bf16"] else "f32"
-    return {"INFERENCE_NUM_THREADS": variant["threads"], "INFERENCE_PRECISION_HINT": precision}
+    return {
+        "INFERENCE_NUM_THREADS": variant["threads"],
+        "INFERENCE_PRECISION_HINT": precision,
+        "ENABLE_CPU_PINNING": False,
+    }
 
 
 class GenAI:
@@ -120,12 +125,15 @@ class Optimum:
 
 
 def serve(lines: Any, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answer requests, lines of JSON, until there are no more."""
+    """Answer requests, lines of JSON, until there are no more; the first one exports, or describes a pipeline."""
     first = json.loads(next(lines))
+    if first.get("export"):
+        if not (Path(first["work"]) / "int8").is_dir():
+            export(Path(first["model"]), first["prompts"], first["steps"], Path(first["work"]))
+        answer({})
+        return
     kinds: dict[str, type[GenAI] | type[Optimum]] = {GENAI: GenAI, OPTIMUM: Optimum}
     kind, work = kinds[first["rung"]], Path(first["work"])
-    if not (work / "int8").is_dir():
-        export(Path(first["model"]), first["prompts"], first["steps"], work)
     pipeline = kind(work / "int8", first, first["variant"])
     answer({"versions": {name: importlib.metadata.version(name) for name in _PACKAGES}})
     for request in map(json.loads, lines):

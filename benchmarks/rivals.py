@@ -23,6 +23,7 @@ from benchmarks.harness import provenance, record
 from benchmarks.ladder import LIMIT_S, BestVariant, Contender, Ladder, Process, best_stock, environment_of
 from benchmarks.rungs import ENGINE, IN_FLIGHT, PROMPT, STOCK, LeftOut, Variant
 from core.config import Settings
+from core.digests import digest_of
 from core.threads import cores
 from pipeline.checkpoints.load import defaults_of
 from pipeline.quantization.calibration import default_prompts
@@ -37,6 +38,7 @@ _TURNS = 5
 _ALONE = 4  # images, one after another, of each turn
 _TOGETHER = 64  # images of each turn with `IN_FLIGHT` in flight
 _VAE = 8  # pixels of a latent's side
+_EXPORTED_S = 3600.0  # for a model's conversion, at its first run
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Rival:
         ends = [self.alone.draw(first + number, 1)[1] for number in range(_ALONE)]
         self.singles.append(statistics.median(end for [[end]] in ends))
         seconds, parts = self.together.draw(first + _ALONE, _TOGETHER)
-        places = IN_FLIGHT // len(parts)
+        places = max(self.description.get("best", {}).get("batch", 1), IN_FLIGHT // len(parts))
         self.rates.append(_TOGETHER / seconds)
         self.latencies.append(statistics.median(late for part in parts for late in latencies(part, places)))
 
@@ -70,7 +72,13 @@ def run(
     settings: Settings, *, steps: int, results: Path | None, openvino: Path | None, names: Sequence[str],
     work: Path, compile_limit_s: float = LIMIT_S, turns: int = _TURNS,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure the runtimes in turns, and store medians; `openvino` is the interpreter of OpenVINO's pipelines."""
+    """Measure the runtimes in turns, and store medians; `openvino` is the interpreter of OpenVINO's pipelines.
+
+    Raises `BenchError` for a model without guidance, of which the engine has twice as many requests in flight.
+    """
+    defaults = defaults_of(settings.model_name, settings.variant)
+    if defaults.rows(defaults.guidance_scale) == 1:
+        raise record.BenchError("--model: draws without guidance; the runtimes are compared with it")
     ladder = Ladder(settings, steps, None, environment_of(settings), compile_limit_s)
     left_out: dict[str, str] = {}
     rivals: dict[str, Rival] = {}
@@ -78,7 +86,9 @@ def run(
         for name in names:
             record.progress(f"preparing {name}")
             try:
-                rivals[name] = _prepared(name, ladder, openvino, work, stack)
+                with ExitStack() as starting:  # ends what was started of one that is left out
+                    rivals[name] = _prepared(name, ladder, openvino, work, starting)
+                    stack.push(starting.pop_all())
             except LeftOut as error:
                 left_out[name] = str(error)
                 record.progress(f"{name} is left out: {error}")
@@ -136,6 +146,8 @@ def _prepared(name: str, ladder: Ladder, openvino: Path | None, work: Path, stac
             return ladder.start(STOCK, stack, variant)[0]
     else:
         command, request = _openvino_command(openvino), _openvino_request(name, ladder, work)
+        with Process(request | {"export": True}, ladder.environment, command) as exporting:
+            exporting.answer(_EXPORTED_S)
 
         def start(variant: Variant, stack: ExitStack) -> Process:
             process = stack.enter_context(Process(request | {"variant": asdict(variant)}, ladder.environment, command))
@@ -169,7 +181,7 @@ def _openvino_command(interpreter: Path | None) -> Sequence[str]:
         raise LeftOut("--openvino names no interpreter")
     if not interpreter.is_file():
         raise LeftOut(f"--openvino: there is no {interpreter}")
-    return [str(interpreter), str(provenance.ROOT / "benchmarks" / "openvino_pipelines.py")]
+    return [str(interpreter.absolute()), str(provenance.ROOT / "benchmarks" / "openvino_pipelines.py")]
 
 
 def _openvino_request(name: str, ladder: Ladder, work: Path) -> dict[str, Any]:
@@ -180,8 +192,10 @@ def _openvino_request(name: str, ladder: Ladder, work: Path) -> dict[str, Any]:
     except (OSError, KeyError) as error:
         raise LeftOut(f"{model} is no folder of an SDXL model ({error})") from None
     guidance = defaults_of(model, ladder.settings.variant).guidance_scale
+    digest = digest_of(Path(model), sorted((Path(model) / "unet").glob("*.safetensors")))
     return {
-        "rung": name, "model": str(Path(model).resolve()), "work": str(work.resolve()), "steps": ladder.steps,
+        "rung": name, "model": str(Path(model).resolve()), "steps": ladder.steps,
+        "work": str((work / f"{Path(model).name}-{digest}-{ladder.steps}").resolve()),
         "size": _VAE * side, "guidance": guidance, "prompts": default_prompts(), "prompt": PROMPT,
     }  # fmt: skip
 
@@ -208,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.only.split(",") if options.only else choices
     if unknown := [name for name in names if name not in choices]:
         parser.error(f"--only: there is no {', '.join(unknown)}; there are {', '.join(choices)}")
+    if options.openvino is None and not options.only:
+        parser.error("--openvino: whom it compares with; --only measures others")
     try:
         run(
             Settings(**({"model": options.model} if options.model else {})), steps=options.steps,

@@ -83,15 +83,16 @@ def _ladder_note(native: Result, avx2: Result, _: Result) -> str:
 
 def _stock(stock: Mapping[str, Any]) -> str:
     """The stock pipeline's variant, in words, and why it is not compiled."""
-    left_out = [trial["left_out"] for trial in stock["trials"] if "left_out" in trial]
+    trials = [trial for trial in stock["trials"] if "left_out" in trial and trial["variant"]["compile"]]
+    left_out = [trial["left_out"] for trial in trials if trial.get("processes", 1) == 1]
     return _variant(stock["best"], stock["processes"]) + (f" (not compiled: {'; '.join(left_out)})" if left_out else "")
 
 
 def _variant(variant: Mapping[str, Any], processes: int) -> str:
-    count, threads, batch = variant["batch"], variant["threads"], "single images"
+    batch, threads = variant["batch"], f"{variant['threads']} thread{'s' * (variant['threads'] > 1)}"
     parts = [
-        f"{processes} processes" if processes > 1 else "one process", f"{threads} thread{'s' * (threads > 1)} each",
-        f"batches of {count}" if count > 1 else batch, "bf16" if variant["bf16"] else "fp32",
+        f"{processes} processes, {threads} each" if processes > 1 else f"one process, {threads}",
+        f"batches of {batch}" if batch > 1 else "single images", "bf16" if variant["bf16"] else "fp32",
         *(["channels_last"] if variant["channels_last"] else []), *(["torch.compile"] if variant["compile"] else []),
     ]  # fmt: skip
     return ", ".join(parts)
@@ -109,7 +110,7 @@ def _rivals(result: Result, scored: Result) -> Rows:
 def _rivals_note(result: Result, _: Result) -> str:
     """What was fastest of each, for many in flight and for one alone."""
     others = [row for row in result["rivals"] if "best" in row]
-    ways = [
+    fastest = [
         f"{_RIVALS[row['name']]}: {_variant(row['best'], row['processes'])}; alone {_variant(row['best_alone'], 1)}."
         for row in others
     ]
@@ -117,7 +118,7 @@ def _rivals_note(result: Result, _: Result) -> str:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{result['model']}, {result['steps']} steps; medians of {result['turns']} turns (slowest to fastest). "
-        f"{' '.join(ways)} OpenVINO's environment: {named}."
+        f"{' '.join(fastest)}" + (f" OpenVINO's environment: {named}." if named else "")
     )
 
 
@@ -241,8 +242,7 @@ TABLES: dict[str, Table | Text] = {
         ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f}"),
         ("of the best other", "{ratio:.2f}×"),
         ("one alone, p50", "{alone_p50_s:.2f} s"), ("of the best other", "{alone_ratio:.2f}×")), _rivals_short,
-        "{model} (19M parameters, 128×128), {steps} steps, two cores of a shared machine with AVX-512; the engine "
-        "alone, without HTTP; medians of {turns} turns."),
+        "{model}, {steps} steps, on a CPU; the engine alone, without HTTP; medians of {turns} turns."),
     "rivals": Table(("rivals", "ways"), (
         ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f} ({spread[0]:.2f} to {spread[1]:.2f})"),
         ("of the best other", "{ratio:.2f}×"), ("p50", "{p50_s:.2f} s"), ("one alone, p50", "{alone_p50_s:.3f} s"),

@@ -17,6 +17,7 @@ from benchmarks.ladder import Contender
 from benchmarks.rivals import Rival, latencies, rows
 from core.config import EMBEDDED_MODEL, Settings
 from pipeline.checkpoints import tiny
+from pipeline.checkpoints.tiny_zimage import TINY_Z
 from tests.core.quant.stage import CACHE
 
 
@@ -69,6 +70,8 @@ def test_what_cannot_run_is_left_out_and_the_rest_is_measured(tmp_path: Path, mo
     embedded = settings.model_copy(update={"model": str(EMBEDDED_MODEL)})
     with pytest.raises(record.BenchError, match="--openvino names no interpreter"):
         run(["optimum-intel"], None, embedded)
+    with pytest.raises(record.BenchError, match="draws without guidance"):
+        run(["step-batching"], None, settings.model_copy(update={"model": TINY_Z}))
     with pytest.raises(record.BenchError, match="ModuleNotFoundError: No module named 'openvino"):
         run(["openvino-genai"], Path(sys.executable), embedded)
 
@@ -77,3 +80,6 @@ def test_other_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         rivals.main(["--only", "diffusers,comfy"])
     assert "there is no comfy" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        rivals.main([])
+    assert "--openvino: whom it compares with" in capsys.readouterr().err
