@@ -58,9 +58,9 @@ def _layers(network: Any, part: str) -> list[Int8Linear | Int8Conv2d]:
 
 
 def scale_of_one_kind(network: Any) -> None:
-    """Products of one kind of layer come out 8% too large."""
+    """Products of one kind of layer come out a fifth too large."""
     for layer in _layers(network, "ff.net.2"):
-        layer.scale.mul_(1.08)
+        layer.scale.mul_(1.2)
 
 
 def inputs_that_overflow(network: Any) -> None:
