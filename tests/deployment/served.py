@@ -145,7 +145,10 @@ class Served(Client):
 
     def parts(self, word: str) -> list[psutil.Process]:
         """All such children that are there, in the order of their start."""
-        return [process for process in self._children() if word in _words(process)]
+        parts = [process for process in self._children() if word in _words(process)]
+        return sorted(
+            parts, key=lambda process: process.create_time()
+        )  # numbers of processes begin again at some point
 
     def _children(self) -> list[psutil.Process]:
         try:
