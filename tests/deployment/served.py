@@ -146,9 +146,8 @@ class Served(Client):
     def parts(self, word: str) -> list[psutil.Process]:
         """All such children that are there, in the order of their start."""
         parts = [process for process in self._children() if word in _words(process)]
-        return sorted(
-            parts, key=lambda process: process.create_time()
-        )  # numbers of processes begin again at some point
+        # Not by their numbers, which wrap around.
+        return sorted(parts, key=lambda process: process.create_time())
 
     def _children(self) -> list[psutil.Process]:
         try:
