@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from tests.faults.histories.history import left_over, streams
 from tests.faults.histories.world import START_S, World, answers
 from tests.faults.parts import Part, wait_for
 from tests.faults.rotation import Clients, Rotation, id_of
+from tests.json_lines import whole_lines
 from tests.workers.stage import MODEL, picture
 
 NEXT = "stage-next"
@@ -72,7 +72,7 @@ class House:
         self.ended(ids)
         for (_, id), told in streams(self.world, [("", id) for id in ids]):
             assert list(disorder(told, whole=True)) == [], id
-        events = [json.loads(line) for line in self.log.read_text().splitlines()]
+        events = whole_lines(self.log)
         for id in ids:
             job = self.world.store.get(id)
             assert job is not None and job.state is JobState.SUCCEEDED and job.lost == 0, job

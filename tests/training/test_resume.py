@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import shutil
@@ -18,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
+from tests.json_lines import whole_lines
 from training import checkpoint, group, loop, vae
 from training.run import TrainingRun
 
@@ -60,8 +60,7 @@ def train(
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "line" / "curve.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return whole_lines(folder / "line" / "curve.jsonl")
 
 
 @pytest.mark.long

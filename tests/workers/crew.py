@@ -26,6 +26,7 @@ from core.jobs.record import Job, JobDraft, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from tests.forks import WORKER, Fork, forker
+from tests.json_lines import whole_lines
 from tests.workers.stage import MODEL
 from workers.app import WorkerApplication, create
 
@@ -57,8 +58,7 @@ class Hired:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What it has noted with --log."""
-        path = self._folder / "events"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return whole_lines(self._folder / "events")
 
     def noted(self, event: str, job: str = "") -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == event and e["request"].startswith(job)]
