@@ -195,7 +195,7 @@ def _machine(machine: dict[str, Any] | None) -> str:
 def _since(rooms: dict[str, str]) -> str:
     if not rooms:
         return "What has changed since is not known."
-    changed = sorted({_there(room) for room, was in rooms.items() if not _is_unchanged(room, was)})
+    changed = sorted({_nearest_existing(room) for room, was in rooms.items() if not _is_unchanged(room, was)})
     changed = [room for room in changed if not any(room.startswith(f"{other}/") for other in changed)]
     if not changed:
         return "Nothing that was measured has changed since."
@@ -205,7 +205,7 @@ def _since(rooms: dict[str, str]) -> str:
 _is_unchanged = functools.cache(provenance.is_unchanged)
 
 
-def _there(room: str) -> str:
+def _nearest_existing(room: str) -> str:
     """The file or folder, or the nearest one above it that the tree still has."""
     path = Path(room)
     parts = (path, *path.parents[:-1])

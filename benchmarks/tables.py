@@ -98,12 +98,12 @@ def _variant(variant: Mapping[str, Any], processes: int) -> str:
     return ", ".join(parts)
 
 
-def _rivals_short(result: Result) -> Rows:
+def _rival_rows(result: Result) -> Rows:
     return ({**row, "label": _RIVALS[row["name"]]} for row in result["rivals"])
 
 
 def _rivals(result: Result, scored: Result) -> Rows:
-    for row in _rivals_short(result):
+    for row in _rival_rows(result):
         yield {**row, "gates": _gates(row["name"], scored)}
 
 
@@ -241,7 +241,7 @@ TABLES: dict[str, Table | Text] = {
     "rivals-short": Table(("rivals",), (
         ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f}"),
         ("of the best other", "{ratio:.2f}×"),
-        ("one alone, p50", "{alone_p50_s:.2f} s"), ("of the best other", "{alone_ratio:.2f}×")), _rivals_short,
+        ("one alone, p50", "{alone_p50_s:.2f} s"), ("of the best other", "{alone_ratio:.2f}×")), _rival_rows,
         "{model}, {steps} steps, on a CPU; the engine alone, without HTTP; medians of {turns} turns."),
     "rivals": Table(("rivals", "ways"), (
         ("", "{label}"), ("images/s, {in_flight} in flight", "{images_per_s:.2f} ({spread[0]:.2f} to {spread[1]:.2f})"),
