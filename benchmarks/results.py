@@ -47,7 +47,7 @@ GPU_RUNS: dict[str, list[str]] = {
         ("engine", "engine", "--windows 1 --window 12"),
         ("stock", "stock", "--modes eager,compiled"),
         ("phases", "phases", ""),
-        ("fleet", "fleet", "--gpus 2,1 --plans full,half,4-steps --apis 3 --engine --window 30 --warm 14"),
+        ("fleet", "fleet", "--gpus 4,2,1 --plans full,half,4-steps --apis 4 --engine --window 30 --warm 14"),
         ("text-load", "text_load", "--loads 256:128/128,64:128/128,1:128/256,256:1000/1000:1"),
         (
             "text-load-server",
@@ -57,7 +57,7 @@ GPU_RUNS: dict[str, list[str]] = {
         ("text-drafts", "text_drafts", ""),
     )
 }  # fmt: skip
-"""On one GPU, and `fleet` on two. Each stores its file in `benchmarks/results/h200`; `fleet` also `fleet-engine`."""
+"""On one GPU, and `fleet` on four. Each stores its file in `benchmarks/results/h200`; `fleet` also `fleet-engine`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
