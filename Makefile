@@ -114,8 +114,8 @@ coverage: .venv/.installed  ## coverage of the tests of ROOMS="api core/jobs" (d
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report $(if $(ROOMS),--include='$(subst $(eval ) ,$(comma),$(addsuffix /*,$(ROOMS)))')
 
-rooms: .venv/.installed  ## draws docs/internals/rooms.svg, docs/internals/rooms.md and docs/internals/life.svg from the code
-	$(BIN)/python -m tests.drawings
+rooms: .venv/.installed  ## lists packages and their imports from the code in docs/internals/rooms.md
+	$(BIN)/python -m tests.rooms
 
 docs: .venv/.docs  ## builds the docs site with the API reference in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
