@@ -40,7 +40,7 @@ build/clients/.installed: tests/clients/requirements.txt tests/clients/package.j
 	! command -v npm > /dev/null || npm install --prefix build/clients --no-audit --no-fund --no-package-lock --silent
 	touch $@
 
-costs: .venv/.installed  ## the cost of tests in CPU seconds, slowest first; ARGS="tests/api" for some, "--write" updates tests/costs.json
+costs: .venv/.installed  ## the seconds of tests by package and file, slowest first; ARGS="tests/api" for some, "--write" updates tests/costs.json
 	$(BIN)/python -m tests.costs $(SPREAD) $(ARGS)
 
 # On a CUDA device: the GPU tests, and other tests that use a GPU if there is one. Warnings of torch, Triton or a driver of

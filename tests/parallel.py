@@ -106,8 +106,7 @@ class _Loop:
                 if time.monotonic() > deadline:
                     os.kill(process.pid, signal.SIGKILL)
                 time.sleep(0.02)
-        with costs.measured("services of all processes", "end"):
-            forks.end()
+        forks.end()
 
     def _start(self) -> None:
         connection, its = Pipe()

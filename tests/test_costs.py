@@ -17,28 +17,27 @@ def test_files_of_the_table_are_there_and_in_its_order() -> None:
     assert min(table.values()) >= costs.LEAST_S
 
 
-def run(folder: Path, *options: str, **variables: str) -> list[str]:
-    """The tests in the order in which pytest ran them, with our hooks and a table of its own."""
-    done = test_parallel.run(folder, "-v", *options, ".", **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [word for line in done.stdout.splitlines() if "PASSED" in line for word in line.split() if "::" in word]
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """Three files of tests, of which the last but one is the dearest of the table."""
+def test_the_dearest_files_run_first_and_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a table of their own; the report of the run says what each took."""
     table = tmp_path / "costs.json"
-    table.write_text(json.dumps({"test_c.py": 9.0, "test_b.py": 3.0}))
-    body = "def test_first(): pass\ndef test_second(): pass\n"
+    table.write_text(json.dumps({"test_c.py": 9.0, "test_b.py": 3.0, "tests/costs.py": 6.0}))
     for name in "abc":
-        (tmp_path / f"test_{name}.py").write_text(body)
-    (tmp_path / "conftest.py").write_text(
-        f"from pathlib import Path\nfrom tests import costs\ncosts.TABLE = Path({str(table)!r})\n"
-    )
-    return tmp_path
+        (tmp_path / f"test_{name}.py").write_text("def test_first(): pass\ndef test_second(): pass\n")
+    own = f"from pathlib import Path\nfrom tests import costs\ncosts.TABLE = Path({str(table)!r})\n"
+    (tmp_path / "conftest.py").write_text(own)
 
+    def run(*options: str) -> list[str]:
+        done = test_parallel.run(tmp_path, "-v", *options, ".")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [word for line in done.stdout.splitlines() if "PASSED" in line for word in line.split() if "::" in word]
 
-def test_the_dearest_files_run_first_and_stay_whole(files: Path) -> None:
-    alone = run(files, "--processes", "1")
+    alone = run("--processes", "1", "--junitxml", "report.xml", "-o", "junit_family=xunit1")
     assert alone == [f"test_{file}.py::test_{test}" for file in "cba" for test in ("first", "second")]
-    assert run(files) == sorted(alone), "a run of one process is in the order that was asked for"
+    assert run() == sorted(alone), "a run of one process is in the order that was asked for"
+    measured = costs.read(tmp_path / "report.xml")
+    assert measured.keys() == {f"test_{name}.py" for name in "abc"} and all(
+        0 <= cost < 60 for cost in measured.values()
+    )
+    monkeypatch.setattr(costs, "TABLE", table)
+    costs.write(measured)
+    assert json.loads(table.read_text()) == {"tests/costs.py": 6.0}, "what is quick, or is not there, leaves"

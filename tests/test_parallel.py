@@ -26,8 +26,7 @@ LOG = HEAD + (
 
 
 def command(*options: str) -> list[str]:
-    plugins = ("-p", "tests.costs", "-p", "tests.parallel", "-p", "no:cacheprovider")
-    return [sys.executable, "-m", "pytest", *plugins, *options]
+    return [sys.executable, "-m", "pytest", "-p", "tests.parallel", "-p", "no:cacheprovider", *options]
 
 
 def environment(**variables: str) -> dict[str, str]:
