@@ -146,6 +146,14 @@ def check_bytes(found: Tensor, scaled: Tensor) -> None:
     assert off.max() <= 0.5 + 1e-3, f"off by {off.max()} levels"
 
 
+def check(found: Tensor, wanted: Tensor, inverse: Tensor | None = None, *, relative: float = 2e-6) -> None:
+    """Floats as `check_close`, and what `inverse` quantizes as `check_bytes`."""
+    if inverse is None:
+        check_close(found, wanted, relative=relative)
+    else:
+        check_bytes(found, wanted * inverse.double())
+
+
 def check_close(found: Tensor, wanted: Tensor, *, relative: float = 2e-6, least: float = 1e-6) -> None:
     """Within `relative` of the largest magnitude."""
     assert found.shape == wanted.shape and found.isfinite().all()
