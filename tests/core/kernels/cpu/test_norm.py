@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.kernels.cpu.program import Program
+from core.kernels.cpu.token_program import TokenProgram
 from core.quant.dynamic import quantize_rows
 from core.quant.linear import quantize
 from tests.core.quant.stage import as_bytes, called, check, check_close, kernels, normal, threads
@@ -211,4 +212,4 @@ NAMED = torch.ones(8), torch.ones(4, dtype=torch.int32)
 def test_what_does_not_fit_is_refused(name: str, arguments: Any, said: str) -> None:
     options = {"images": 2, "silu": False, "inverse": None} if name == "group_norm" else {}
     with pytest.raises(ValueError, match=said):
-        getattr(Program(kernels()), name)(*arguments, **options)
+        getattr(TokenProgram(kernels()), name)(*arguments, **options)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
-from tests.core.quant.stage import Watched, check_close, kernels, normal, threads
+from tests.core.quant.stage import Watched, check, kernels, normal, threads
 
 
 def angles_of(seed: int, count: int, d: int) -> Tensor:
@@ -64,7 +64,7 @@ def test_rotate_heads(
     split = given_.view(rows, -1, d)
     for found, heads_of, weight in ((q, split[:, :heads], q_norm), (k, split[:, heads : heads + kv_heads], k_norm)):
         wanted = rotated(normed(heads_of, weight, 1e-5), own, interleaved=interleaved)
-        check_close(found, wanted.flatten(1))
+        check(found, wanted.flatten(1))
     if fused:
         assert torch.equal(qkv[:, (heads + kv_heads) * d :], given_[:, (heads + kv_heads) * d :])
 
