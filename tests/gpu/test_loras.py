@@ -22,10 +22,9 @@ from core.ops.branches import LowRank
 from core.ops.cuda import CudaLowering
 from core.quant.convert import swap_
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear
-from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.quantization import quantized
-from tests.gpu.test_recording import SHAPE, WIDTHS
+from tests.gpu.conftest import add_variant
+from tests.gpu.test_recording import WIDTHS
 from tests.pipeline import loras
 from tests.pipeline.extensions.test_adapted import companions, mixed
 from tests.pipeline.worlds import Watching, levels, solo
@@ -49,12 +48,10 @@ WIDTHS_OF_UNET: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its variants of 8 bits."""
-    made = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
-    for scheme in ("int8", "fp8"):
-        quantized.make(load(str(made)), ["a red hat", "a blue hat", "an old cat"], made, scheme=scheme)
-    return made
+def folder(folder: Path) -> Path:
+    """The model with both variants of 8 bits."""
+    add_variant(folder, "fp8")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,21 +17,10 @@ from core.batching.request import Request
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import Widths
 from pipeline.backends.graphs import GraphBackend
-from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.quantization import quantized
 from pipeline.runner import ImageRunner
 
-SHAPE = tiny.SDXLShape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)
 WIDTHS = (2, 4, 8)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its INT8 variant."""
-    made = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
-    quantized.make(load(str(made)), ["a red hat", "a blue hat", "an old cat"], made)
-    return made
 
 
 @cache
@@ -80,28 +69,28 @@ def orders(count: int) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+def drawn(runner: ImageRunner, wanted: list[ImageParameters]) -> list[Any]:
+    with Engine([runner]) as engine:
+        requests = [Request(str(i), "image", one) for i, one in enumerate(wanted)]
+        return [future.result(120) for future in [engine.submit(request) for request in requests]]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_all_graphs_are_recorded_while_pictures_are_drawn(folder: Path, precision: str) -> None:
     wanted = orders(24)
-
-    def drawn(runner: ImageRunner) -> list[Any]:
-        with Engine([runner]) as engine:
-            requests = [Request(str(i), "image", one) for i, one in enumerate(wanted)]
-            return [future.result(120) for future in [engine.submit(request) for request in requests]]
-
     beforehand, meanwhile = runner_of(model(folder, precision)), runner_of(model(folder, precision))
     try:
         beforehand.prepare(measure_s=600)
-        expected = drawn(beforehand)
+        expected = drawn(beforehand, wanted)
         meanwhile.prepare(measure_s=0.0)  # only says what is wanted
-        found = drawn(meanwhile)
+        found = drawn(meanwhile, wanted)
         assert meanwhile.recording.wait(120)
         recorded, total = meanwhile.backend.graphs.counts
         assert recorded == total == beforehand.backend.graphs.counts[0]
         for one, before, now in zip(wanted, expected, found, strict=True):
             if one.deterministic:  # what was begun before there were graphs ran without, and its fingerprint says so
                 assert before.png() == now.png() or before.fingerprint["executable"] != now.fingerprint["executable"]
-        again = drawn(meanwhile)
+        again = drawn(meanwhile, wanted)
         for one, before, now in zip(wanted, expected, again, strict=True):
             if one.deterministic:
                 assert before.png() == now.png()

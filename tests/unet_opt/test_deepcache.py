@@ -31,22 +31,6 @@ def own(features: Features) -> Features:
     return tuple(feature.clone() for feature in features)
 
 
-SIZES = [(8, 8), (4, 12), (6, 5)]
-
-
-@pytest.mark.quick(0, 1, 2, 3)
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [(name, SIZES[n % 3]) for n, name in enumerate(UNETS)] + [("three-levels", size) for size in (SIZES[0], SIZES[2])],
-)
-def test_on_torch_deep_is_diffusers(name: str, size: tuple[int, int]) -> None:
-    one = unet(name)
-    given = inputs(one, 3, *size)
-    wanted = stock(one, given)
-    assert wanted.std() > 0.05, "an output of nothing would prove nothing"
-    check_close(deep(on_torch(one), given)[0], wanted, relative=1e-5)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("on", "name", "scheme"),

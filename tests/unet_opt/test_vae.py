@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from core.ops.cpu import CpuLowering
+from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
@@ -36,13 +37,13 @@ def latents(rows: int, height: int, width: int, seed: int = 0) -> Tensor:
     return normal(seed, rows, 4, height, width, scale=4)
 
 
-def quantized(of: Any) -> Any:
+def quantized(of: Any, scheme: Any = "int8") -> Any:
     made, statistics = recipe.decoder(of), Statistics("digest")
     layers = made.targets(of)
     for seed in range(3):
         with statistics.observe(of, layers, 0):
             stock(of, latents(2, 4, 4, seed))
-    quantize_(of, made, statistics)
+    quantize_(of, made, statistics, scheme=scheme)
     return of
 
 
@@ -139,6 +140,8 @@ def test_a_head_that_is_no_multiple_of_16_is_refused() -> None:
     one = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 8, 16, 24))
     with pytest.raises(ValueError, match=r"vae decoder\.mid_block\.attentions\.0: heads of width 24 are no multiple"):
         on_kernels(one)
+    with pytest.raises(ValueError, match=r"vae decoder\.mid_block\.attentions\.0: heads of width 24 are no multiple"):
+        VaeDecoder(CudaLowering(torch.float32, 1), one)
 
 
 def test_latents_of_other_channels_are_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -62,6 +65,17 @@ def close(
             assert (a != e).float().mean() <= max(share, 0.02)
 
 
+def compare(
+    kernel: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], *arguments: Any, dtype: torch.dtype,
+    share: float = 0.02, slack: float = 0.0, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """What the kernel makes, which is `close` to what its twin does."""
+    expected = reference(*arguments, **options)  # first: the kernel may write over its arguments
+    made = kernel(*arguments, **options)
+    close(made, expected, dtype, share, slack)
+    return made
+
+
 @pytest.mark.parametrize("dtype", EIGHT)
 @pytest.mark.parametrize("given", [BF16, FP16, FP32])
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -69,9 +83,8 @@ def test_quantize(dtype: torch.dtype, given: torch.dtype, per_channel: bool) -> 
     g = draw(0)
     x = (normal(g, 3, 7, 40) * 4).to(given)
     inverse = torch.rand(40 if per_channel else 1, generator=g, device=DEVICE) * 40
-    assert torch.equal(quantize(x, inverse, dtype).float(), quantize_reference(x, inverse, dtype).float())
-    part, some = x[..., 8:32], inverse[: 24 if per_channel else 1]
-    assert torch.equal(quantize(part, some, dtype).float(), quantize_reference(part, some, dtype).float())
+    for some, by in ((x, inverse), (x[..., 8:32], inverse[: 24 if per_channel else 1])):
+        assert torch.equal(quantize(some, by, dtype).float(), quantize_reference(some, by, dtype).float())
 
 
 def test_halves_round_to_even_and_ends_saturate() -> None:
@@ -97,32 +110,30 @@ def test_scales_of_rows_that_are_not_finite_are_not_either() -> None:
     assert quantize_rows(x)[1].isfinite().tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("dtype", EIGHT)
+@pytest.mark.parametrize("to", EIGHT)
 @pytest.mark.parametrize(("rows", "channels"), [(7, 40), (5, 640), (3, 1280)])
-def test_layer_norm(dtype: torch.dtype, rows: int, channels: int) -> None:
+def test_layer_norm(to: torch.dtype, rows: int, channels: int) -> None:
     g = draw(2)
     x = (normal(g, rows, channels + 8) * 3 + 1).to(BF16)[:, :channels]
     weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
     inverse = torch.rand(channels, generator=g, device=DEVICE) * 30 + 10
-    expected = layer_norm_int8_reference(x, weight, bias, 1e-5, inverse, dtype)
-    close(layer_norm_int8(x, weight, bias, 1e-5, inverse, dtype), expected, dtype, 0.01)
+    compare(layer_norm_int8, layer_norm_int8_reference, x, weight, bias, 1e-5, inverse, to, dtype=to, share=0.01)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", [*EIGHT, BF16])
+@pytest.mark.parametrize("to", [*EIGHT, BF16])
 @pytest.mark.parametrize(
     ("shape", "groups", "silu"),
     [((2, 5, 7, 40), 4, False), ((2, 5, 7, 40), 4, True), ((1, 16, 16, 96), 32, True), ((1, 8, 8, 960), 32, False)],
 )
-def test_group_norm(dtype: torch.dtype, shape: tuple[int, int, int, int], groups: int, silu: bool) -> None:
+def test_group_norm(to: torch.dtype, shape: tuple[int, int, int, int], groups: int, silu: bool) -> None:
     g = draw(3)
     channels = shape[3]
     x = (normal(g, *shape[:3], channels + 16) * 2 + 1).to(BF16)[..., 8 : 8 + channels]
     weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
     inverse = torch.rand(channels, generator=g, device=DEVICE) * 30 + 10
-    given = None if dtype == BF16 else inverse
-    expected = group_norm_int8_reference(x, groups, weight, bias, 1e-5, given, silu, dtype)
-    close(group_norm_int8(x, groups, weight, bias, 1e-5, given, silu, dtype), expected, dtype, 0.02)
+    given = (groups, weight, bias, 1e-5, None if to == BF16 else inverse, silu, to)
+    compare(group_norm_int8, group_norm_int8_reference, x, *given, dtype=to)
 
 
 @pytest.mark.quick
@@ -135,18 +146,13 @@ def test_linear(kind: torch.dtype, dtype: torch.dtype, m: int, n: int, k: int) -
     scale = torch.rand(n, generator=g, device=DEVICE) * 1e-3
     bias, row_scale = normal(g, n), torch.rand(m, generator=g, device=DEVICE)
     wide = normal(g, m, n + 32).to(dtype)
-    loose = (1.0, 1e-3) if kind == E4M3 else (0.02,)
-    for arguments in (
-        (None, None, None),
-        (bias, None, wide[:, 16 : 16 + n]),
-        (bias, row_scale, None),
-    ):
-        expected = linear_int8_reference(x, weight, scale, *arguments, dtype=dtype)
-        close(linear_int8(x, weight, scale, *arguments, dtype=dtype), expected, dtype, *loose)
-    expected = linear_int8_reference(x, weight, scale, bias, None, wide[:, 16 : 16 + n], dtype)
-    same = linear_int8(x, weight, scale, bias, None, wide[:, 16 : 16 + n], dtype, out=wide[:, 16 : 16 + n])
-    close(same, expected, dtype, *loose)
-    assert same.data_ptr() == wide[:, 16:].data_ptr()
+    residual, loose = wide[:, 16 : 16 + n], {"share": 1.0, "slack": 1e-3} if kind == E4M3 else {}
+    for arguments in ((None, None, None), (bias, None, residual), (bias, row_scale, None)):
+        compare(linear_int8, linear_int8_reference, x, weight, scale, *arguments, dtype, dtype=dtype, **loose)
+    expected = linear_int8_reference(x, weight, scale, bias, None, residual, dtype)
+    same = linear_int8(x, weight, scale, bias, None, residual, dtype, out=residual)
+    close(same, expected, dtype, **loose)
+    assert same.data_ptr() == residual.data_ptr()
 
 
 @pytest.mark.parametrize("kind", EIGHT)
@@ -156,16 +162,13 @@ def test_gated_linear(kind: torch.dtype, act: Activation, m: int, n: int, k: int
     g = draw(5)
     x, weight = eight_bits(g, kind, m, k), eight_bits(g, kind, 2 * n, k)
     scale = torch.rand(2 * n, generator=g, device=DEVICE) * (3e-4 if kind == INT8 else 0.2)
-    bias = normal(g, 2 * n)
+    bias, share = normal(g, 2 * n), 0.1 if kind == E4M3 else 0.03
     for inverse in (torch.full((1,), 20.0, device=DEVICE), torch.rand(n, generator=g, device=DEVICE) * 30):
-        expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse, act=act)
-        made = linear_geglu_int8(x, weight, scale, bias, inverse, act=act)
-        close(made, expected, kind, 0.1 if kind == E4M3 else 0.03)
+        given = (linear_geglu_int8, linear_geglu_int8_reference, x, weight, scale, bias, inverse)
+        made = compare(*given, act=act, dtype=kind, share=share)
         added = normal(g, m, 2 * n).to(BF16)
         added[1::3] = 0  # rows that nothing is added to: as a request without a LoRA beside others
-        expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse, act=act, added=added)
-        found = linear_geglu_int8(x, weight, scale, bias, inverse, act=act, added=added)
-        close(found, expected, kind, 0.1 if kind == E4M3 else 0.03)
+        found = compare(*given, act=act, added=added, dtype=kind, share=share)
         assert torch.equal(found[1::3].float(), made[1::3].float()), "zeros change no bit"
         assert not torch.equal(found[::3].float(), made[::3].float())
 
@@ -181,13 +184,11 @@ def test_conv(kind: torch.dtype, stride: int, shape: tuple[int, int, int, int], 
     tall, wide = (shape[1] + stride - 1) // stride, (shape[2] + stride - 1) // stride
     row_bias = normal(g, shape[0], n + 8)[:, :n]
     residual = normal(g, shape[0], tall, wide, n + 16).to(BF16)[..., 8 : 8 + n]
-    for arguments in ((None, None, None), (bias, row_bias, residual)):
-        expected = conv3x3_int8_reference(x, weight, scale, *arguments, stride)
-        close(conv3x3_int8(x, weight, scale, *arguments, stride), expected, BF16, 1.0 if kind == E4M3 else 0.02)
-    expected = conv3x3_int8_reference(x, weight, scale, *arguments, stride, relu=True)
-    assert 0.2 < (expected == 0).float().mean() < 0.8
-    made = conv3x3_int8(x, weight, scale, *arguments, stride, relu=True)
-    close(made, expected, BF16, 1.0 if kind == E4M3 else 0.02)
+    given, loose = (conv3x3_int8, conv3x3_int8_reference, x, weight, scale), 1.0 if kind == E4M3 else 0.02
+    compare(*given, None, None, None, stride, dtype=BF16, share=loose)
+    compare(*given, bias, row_bias, residual, stride, dtype=BF16, share=loose)
+    made = compare(*given, bias, row_bias, residual, stride, relu=True, dtype=BF16, share=loose)
+    assert 0.2 < (made == 0).float().mean() < 0.8
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 1, 64), (2, 1, 1, 64), (1, 1, 1, 64), (2, 1, 4, 64)])
@@ -212,8 +213,8 @@ def test_upsampling_conv(kind: torch.dtype, shape: tuple[int, int, int, int], n:
     g = draw(7)
     x, weight = eight_bits(g, kind, *shape), eight_bits(g, kind, 4, n, 2, 2, shape[3])
     scale, bias = torch.rand(4, n, generator=g, device=DEVICE) * 1e-3, normal(g, n)
-    expected = upsample_conv3x3_int8_reference(x, weight, scale, bias)
-    close(upsample_conv3x3_int8(x, weight, scale, bias), expected, BF16, 1.0 if kind == E4M3 else 0.02)
+    given, loose = (x, weight, scale, bias), 1.0 if kind == E4M3 else 0.02
+    compare(upsample_conv3x3_int8, upsample_conv3x3_int8_reference, *given, dtype=BF16, share=loose)
 
 
 def test_four_small_convolutions_are_one_of_the_upsampled_picture() -> None:

@@ -349,9 +349,3 @@ def test_each_layer_is_seen_with_what_it_reads() -> None:
     for (_, read), expected in zip(seen, (x, x, x, a(x), b(x)), strict=True):
         check_close(read, expected)
     assert torch.equal(call(x)[0], wanted) and len(seen) == 5
-
-
-def test_layers_are_named_where_the_kernels_do_not_know_them() -> None:
-    wide = nn.Conv2d(8, 8, 5, padding=2)
-    with pytest.raises(ValueError, match=r"^layer 1: convolutions of 5×5 are unknown to the kernels"):
-        lowering_of(linear(0, 8, 8), wide).prepare(twice(wide), (1, 4, 4, 8))

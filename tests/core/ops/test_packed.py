@@ -10,6 +10,7 @@ from torch import nn
 
 from core.kernels.cpu.program import BF16, FP32, INT8, Program
 from core.ops.packed import PackedLayers
+from core.quant.dynamic import Int8DynamicLinear
 from core.quant.fp8 import Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.sparse import SparseInt8Linear
@@ -103,7 +104,8 @@ def test_layers_that_the_kernels_cannot_read_are_refused_by_name() -> None:
 def test_what_reads_one_input_is_quantized_alike_or_not_at_all() -> None:
     model = Model()
     quantized = Int8Linear.of(model.a, torch.ones(8))
-    for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0))):
+    dynamic = Int8DynamicLinear.of(model.b, None)
+    for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0)), dynamic):
         for call, pair in ((PackedLayers.__call__, (quantized, other)), (PackedLayers.inverse, (quantized, other)),
                            (PackedLayers.inverse, (other, quantized))):  # fmt: skip
             with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):

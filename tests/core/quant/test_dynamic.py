@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product as pairs
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from core.kernels.device import DeviceInfo, instead, lacks
-from core.ops.cpu import CpuLowering
 from core.ops.fused import Reader
-from core.ops.ops import bind
-from core.ops.reference import TorchLowering
 from core.quant.dynamic import SMALLEST, Int8DynamicConv2d, Int8DynamicLinear, product, quantize_rows
-from core.quant.linear import LEVELS, Int8Linear
-from tests.core.quant.stage import kernels, normal
+from core.quant.linear import LEVELS
+from tests.core.quant.stage import normal
 
 few = settings(max_examples=60)
 sizes = st.sampled_from((1e-25, 1e-3, 1.0, 1e4, 1e20))
@@ -122,58 +117,6 @@ def test_a_picture_has_its_own_bits_and_a_pixel_changes_only_what_reads_it() -> 
     assert {(row, column) for _, row, column in changed.nonzero().tolist()} == near and not changed[1:].any()
 
 
-class Net(nn.Module):
-    """All kinds of products, and a layer in floats between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32)
-        self.down, self.up = nn.Conv2d(32, 48, 3, stride=2, padding=1), nn.Conv2d(48, 32, 3, padding=1)
-        self.q, self.kv, self.floats = nn.Linear(32, 32), nn.Linear(32, 64, bias=False), nn.Linear(32, 32)
-        self.wide, self.out, self.last = nn.Linear(32, 128), nn.Linear(64, 32), nn.LayerNorm(32)
-        self.requires_grad_(False).eval()
-        for name, layer in [*self.named_children()]:
-            if name != "floats" and isinstance(layer, nn.Linear):
-                setattr(self, name, Int8DynamicLinear.of(layer, None))
-            elif isinstance(layer, nn.Conv2d):
-                setattr(self, name, Int8DynamicConv2d.of(layer, None))
-
-
-def walk(ops: Any, w: Any, x: Any) -> Any:
-    y = ops.group_norm(ops.conv(x, w.conv), w.norm, silu=True, to=[w.down])
-    y = ops.upsample(ops.conv(y, w.down), w.up)
-    qkv = ops.linear(y, w.q, w.kv)
-    y = ops.add(y, ops.attend(*(ops.columns(qkv, 32 * part, 32) for part in range(3)), heads=2, to=[w.floats]))
-    y = ops.linear(ops.layer_norm(y, w.last, to=[w.floats]), w.floats, residual=y)
-    return ops.linear(ops.gated(y, w.wide, act="gelu", to=w.out), w.out, residual=y)
-
-
-def test_programs_compute_what_the_modules_do_each_picture_by_itself() -> None:
-    torch.manual_seed(0)
-    net, x = Net(), normal(3, 3, 6, 8, 16)
-    lowering = CpuLowering(kernels(), net)
-    run = lowering.lower(bind(walk, net), "net")
-    with torch.inference_mode():
-        (wanted,) = TorchLowering(torch.float32).lower(bind(walk, net), "net")(x)
-        (found,) = run(x)
-        assert (found - wanted).norm() < 3e-3 * wanted.norm(), "levels may fall to the other side, sums may not"
-        for picture in range(3):
-            assert torch.equal(run(x[picture : picture + 1].contiguous())[0][0], found[picture])
-
-
-def test_what_reads_one_input_side_by_side_has_one_kind_of_scales() -> None:
-    net = Net()
-    net.kv = Int8Linear.of(nn.Linear(32, 64).requires_grad_(False), torch.ones(32))
-    with pytest.raises(ValueError, match="layer q: it and what reads the same input must all be quantized"):
-        CpuLowering(kernels(), net).layers(net.q, net.kv)
-
-
 def test_gpus_refuse_it_by_name() -> None:
-    h200 = DeviceInfo("cuda", "NVIDIA H200", (9, 0), triton="3.7.1")
-    assert (
-        lacks(h200, "int8-dynamic")
-        == "the GPU kernels support bf16, int8, fp8, int8-sparse, w4a16, w4a8, nvfp4, not int8-dynamic"
-    )
-    assert instead(h200, "int8-dynamic") == "int8 or bf16"
     with pytest.raises(ValueError, match="the GPU kernels do not support Int8DynamicLinear"):
         Reader.of([Int8DynamicLinear.of(linear(8, 8, True, 0), None)])

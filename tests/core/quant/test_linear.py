@@ -130,12 +130,6 @@ def test_only_plain_convolutions_are_quantized(options: Any) -> None:
         Int8Conv2d.of(nn.Conv2d(4, 4, 3, **options), torch.ones(4))
 
 
-def error(layer: nn.Linear, x: Tensor, alpha: float | None) -> float:
-    wanted = layer(x)
-    found = Int8Linear.of(layer, scales(x, layer.weight, alpha))(x)
-    return float((found - wanted).norm() / wanted.norm())
-
-
 @few
 @given(rows=st.integers(1, 9), k=st.integers(1, 50), n=st.integers(1, 30), bias=st.booleans(), seed=st.integers(0, 999))
 def test_fp8_is_within_the_error_of_three_bits_of_mantissa(rows: int, k: int, n: int, bias: bool, seed: int) -> None:

@@ -170,24 +170,25 @@ def test_what_is_nan_stays_so_in_floats() -> None:
 
 @pytest.mark.parametrize("floats", [True, False])
 def test_an_images_bits_depend_neither_on_its_companions_nor_its_place_nor_threads(floats: bool) -> None:
-    x, y = normal(0, 5 * 30, 40), normal(1, 5 * 30, 24)
+    x, y, scales = normal(0, 5 * 30, 40), normal(1, 5 * 30, 24), normal(2, 5, 40)
     groups, layer = filled(nn.GroupNorm(8, 64)), filled(nn.LayerNorm(40))
     wide, narrow = (None if floats else normal(2, channels, scale=20) for channels in (64, 40))
 
-    def run(rows: slice) -> list[Tensor]:
-        a, b = x[rows].contiguous(), y[rows].contiguous()
+    def run(first: int, images: int) -> list[Tensor]:
+        rows = slice(30 * first, 30 * (first + images))
+        a, b, row_scale = x[rows].contiguous(), y[rows].contiguous(), scales[first : first + images]
         return [
-            called(lambda p: p.group_norm(a, b, groups, images=len(a) // 30, silu=True, inverse=wide)),
-            called(lambda p: p.layer_norm(a, layer, narrow)),
+            called(lambda p: p.group_norm(a, b, groups, images=images, silu=True, inverse=wide)),
+            called(lambda p: p.layer_norm(a, layer, narrow, row_scale=row_scale, residual=a)),
+            called(lambda p: p.rms_norm(a, layer.weight, 1e-5, narrow, row_scale=row_scale, residual=a)),
         ]
 
-    together = run(slice(None))
+    together = run(0, 5)
     for image in range(5):
-        rows = slice(image * 30, image * 30 + 30)
-        for alone, whole in zip(run(rows), together, strict=True):
-            assert torch.equal(alone, whole[rows])
+        own = [whole[30 * image : 30 * image + 30] for whole in together]
+        assert all(map(torch.equal, run(image, 1), own))
     with threads(2):
-        assert all(map(torch.equal, run(slice(None)), together))
+        assert all(map(torch.equal, run(0, 5), together))
 
 
 X, LAYER, GROUPS = torch.zeros(6, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8)

@@ -68,26 +68,12 @@ def test_no_two_buffers_in_use_are_one(steps: list[tuple[int, int]]) -> None:
         assert len({buffer.data_ptr() for buffer in held}) == len(held)
 
 
-def test_calls_run_in_order_and_again_with_new_contents() -> None:
-    """y = W₂ (W₁ x), written down once and run on several x."""
-    first, second = normal(0, 20, 1, 12), normal(1, 7, 1, 20)
-    program = Program(kernels())
-    x = program.buffer(5, 12)
-    hidden = program.product(x, pack_float(kernels(), first, None), grid=(1, 1, 5))
-    out = program.product(hidden, pack_float(kernels(), second, None), grid=(1, 1, 5))
-    assert len(program) == 2
-    for seed in range(3):
-        x.copy_(normal(seed, 5, 12))
-        program.run()
-        wanted = x.double() @ first[:, 0].double().t() @ second[:, 0].double().t()
-        assert torch.allclose(out.double(), wanted, atol=1e-4)
-
-
 def test_what_calls_point_into_stays_alive() -> None:
     program = Program(kernels())
-    out = program.product(
-        normal(0, 64, 64), pack_float(kernels(), normal(1, 64, 1, 64), normal(2, 64)), grid=(1, 1, 64)
-    )
+    weights = pack_float(kernels(), normal(1, 64, 1, 64), normal(2, 64))
+    out = program.product(normal(0, 64, 64), weights, grid=(1, 1, 64))
+    del weights
+    assert len(program) == 1
     for _ in range(20):  # memory that was let go would be taken
         torch.full((64, 64), torch.nan)
     program.run()

@@ -67,37 +67,6 @@ def test_rms_norm(images: int, tokens: int, channels: int, scaled: bool, added: 
     )
 
 
-def test_a_gated_residual_may_be_written_over_what_it_is_added_to() -> None:
-    x, y, weight, gate = normal(0, 6, 40), normal(1, 6, 40), normal(2, 40), normal(3, 2, 40)
-    held, p = x.clone(), Watched()
-    assert p.rms_norm(y, weight, 1e-5, None, row_scale=gate, residual=held, out=held) is held
-    p.run()
-    check(held, x.double() + normed(y, weight, 1e-5) * gate.double().repeat_interleave(3, 0))
-
-
-@pytest.mark.parametrize("floats", [True, False])
-def test_a_modulated_rows_bits_depend_neither_on_its_companions_nor_threads(floats: bool) -> None:
-    images, tokens, channels = 4, 7, 50
-    x, residual = (normal(seed, images * tokens, channels) for seed in (0, 2))
-    row_scale, weight = normal(1, images, channels), normal(3, channels)
-    norm, inverse = torch.nn.LayerNorm(channels, elementwise_affine=False), None if floats else 20 * normal(4, channels)
-
-    def run(rows: slice, which: slice) -> list[Tensor]:
-        p = Watched()
-        options = {"row_scale": row_scale[which], "residual": residual[rows]}
-        made = [p.rms_norm(x[rows], weight, 1e-5, inverse, **options), p.layer_norm(x[rows], norm, inverse, **options)]
-        p.run()
-        return made
-
-    together = run(slice(None), slice(None))
-    for image in range(images):
-        rows = slice(image * tokens, (image + 1) * tokens)
-        for alone, every in zip(run(rows, slice(image, image + 1)), together, strict=True):
-            assert torch.equal(alone, every[rows])
-    with threads(2):
-        assert all(map(torch.equal, run(slice(None), slice(None)), together))
-
-
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4), kv_heads=st.integers(1, 3), group=st.integers(1, 7),
