@@ -10,7 +10,7 @@ from contract.plan import BLOCK, DEPTHS, RESNET
 from core.ops.cpu import CpuLowering
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
-from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, on_kernels, stock, unet
+from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, of_sdxl, on_kernels, stock, unet
 from tests.unet_opt.test_fused_unet import BASE, DEVICE, on_fused, placed
 from unet_opt import deepcache
 from unet_opt.deepcache import Features, SplitUNet, select_features, shapes
@@ -129,10 +129,7 @@ def test_a_last_block_with_attention_reads_the_text_again(lowering: str) -> None
 
 def test_the_depths_read_what_the_submission_says() -> None:
     """SDXL at 1024²: two residuals of 320 and an input of 640 channels at 128×128 (FACTS of MLPerf's submission)."""
-    from diffusers import UNet2DConditionModel
-
-    with torch.device("meta"):
-        sdxl = UNet2DConditionModel.from_config(_SDXL)
+    sdxl = of_sdxl()
     assert shapes(sdxl, BLOCK, 128, 128) == [(128, 128, 640), (128, 128, 320), (128, 128, 320)]
     assert shapes(sdxl, RESNET, 128, 128) == [(128, 128, 320)]
 
@@ -142,18 +139,3 @@ def test_a_unet_of_another_build_is_refused() -> None:
     del one.down_blocks[0].resnets[-1]
     with pytest.raises(ValueError, match="cannot be split"):
         on_torch(one)
-
-
-_SDXL = {
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "attention_head_dim": [5, 10, 20],
-    "block_out_channels": [320, 640, 1280],
-    "cross_attention_dim": 2048,
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "projection_class_embeddings_input_dim": 2816,
-    "sample_size": 128,
-    "transformer_layers_per_block": [1, 2, 10],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "use_linear_projection": True,
-}

@@ -12,11 +12,10 @@ from torch import nn
 
 from core.ops.reference import TorchLowering
 from core.quant.convert import Recipe, Rule, quantize_
-from core.quant.statistics import Statistics
 from core.quant.store import round_
 from tests.core.quant.stage import check_close, threads
 from tests.pipeline.worlds import model
-from tests.unet_opt.shapes import UNETS, in_8_bits, inputs, on_kernels, ours, stock, unet
+from tests.unet_opt.shapes import UNETS, calibrated, in_8_bits, inputs, on_kernels, ours, stock, unet
 from unet_opt.deepcache import SplitUNet
 from unet_opt.layout import _SUPPORTED, check_unet
 from unet_opt.unet import cross_attentions
@@ -162,11 +161,8 @@ def test_other_channels_are_refused() -> None:
 
 def with_int8(layers: str) -> Any:
     """A UNet with these layers in INT8, which recipes leave in floats."""
-    one, statistics = unet("plain"), Statistics("digest")
-    recipe = Recipe("some", (Rule(layers, alpha=None), Rule(".*", reason="left")))
-    with statistics.observe(one, recipe.targets(one), 0):
-        stock(one, inputs(one, 2, 8, 8))
-    assert quantize_(one, recipe, statistics).changed
+    one, recipe = unet("plain"), Recipe("some", (Rule(layers, alpha=None), Rule(".*", reason="left")))
+    assert quantize_(one, recipe, calibrated(one, recipe, inputs(one, 2, 8, 8))).changed
     return one
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from tests.core.quant.stage import avx2_kernels, check_close, kernels, normal, threads
+from tests.core.quant.stage import check_close, kernels, normal, threads
 from tests.unet_opt.shapes import KNOWN, vae
 from unet_opt import recipe
 from unet_opt.layout import check_decoder
@@ -29,8 +28,8 @@ def stock(of: Any, latents: Tensor) -> Tensor:
     return of.decode(latents, return_dict=False)[0].permute(0, 2, 3, 1)  # type: ignore[no-any-return]
 
 
-def on_kernels(of: Any, *, half: bool = False, library: ctypes.CDLL | None = None) -> VaeDecoder:
-    return VaeDecoder(CpuLowering(library or kernels(), of, half=half), of)
+def on_kernels(of: Any, *, half: bool = False) -> VaeDecoder:
+    return VaeDecoder(CpuLowering(kernels(), of, half=half), of)
 
 
 def latents(rows: int, height: int, width: int, seed: int = 0) -> Tensor:
@@ -93,18 +92,6 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     assert off(found, modules).median() < 1e-5
     assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
     assert off(found, wanted).max() < 0.2  # eight random channels, of which each counts
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
-def test_avx2_says_the_same(scheme: str) -> None:
-    one = vae("plain", mid_block_add_attention=True)
-    x = latents(4, 2, 2)
-    found, wanted = (
-        on_kernels(quantized(copy.deepcopy(one)) if scheme == "int8" else one, half=scheme == "half", library=which)(x)
-        for which in (avx2_kernels(), kernels())
-    )
-    check_close(found, wanted, relative=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.kernels.cuda.device import CUDA, DEVICE, E4M3, EIGHT, INT8, draw, normal
+from tests.core.kernels.cuda.device import CUDA, DEVICE, E4M3, EIGHT, INT8, draw, levels, normal, uniform
 
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference
@@ -40,7 +40,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def eight_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     if dtype == INT8:
-        return torch.randint(-127, 128, shape, generator=generator, device=DEVICE, dtype=torch.int8)
+        return levels(generator, *shape)
     return normal(generator, *shape).to(dtype)
 
 
@@ -82,7 +82,7 @@ def compare(
 def test_quantize(dtype: torch.dtype, given: torch.dtype, per_channel: bool) -> None:
     g = draw(0)
     x = (normal(g, 3, 7, 40) * 4).to(given)
-    inverse = torch.rand(40 if per_channel else 1, generator=g, device=DEVICE) * 40
+    inverse = uniform(g, 40 if per_channel else 1) * 40
     for some, by in ((x, inverse), (x[..., 8:32], inverse[: 24 if per_channel else 1])):
         assert torch.equal(quantize(some, by, dtype).float(), quantize_reference(some, by, dtype).float())
 
@@ -116,7 +116,7 @@ def test_layer_norm(to: torch.dtype, rows: int, channels: int) -> None:
     g = draw(2)
     x = (normal(g, rows, channels + 8) * 3 + 1).to(BF16)[:, :channels]
     weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
-    inverse = torch.rand(channels, generator=g, device=DEVICE) * 30 + 10
+    inverse = uniform(g, channels) * 30 + 10
     compare(layer_norm_int8, layer_norm_int8_reference, x, weight, bias, 1e-5, inverse, to, dtype=to, share=0.01)
 
 
@@ -131,7 +131,7 @@ def test_group_norm(to: torch.dtype, shape: tuple[int, int, int, int], groups: i
     channels = shape[3]
     x = (normal(g, *shape[:3], channels + 16) * 2 + 1).to(BF16)[..., 8 : 8 + channels]
     weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
-    inverse = torch.rand(channels, generator=g, device=DEVICE) * 30 + 10
+    inverse = uniform(g, channels) * 30 + 10
     given = (groups, weight, bias, 1e-5, None if to == BF16 else inverse, silu, to)
     compare(group_norm_int8, group_norm_int8_reference, x, *given, dtype=to)
 
@@ -143,8 +143,8 @@ def test_group_norm(to: torch.dtype, shape: tuple[int, int, int, int], groups: i
 def test_linear(kind: torch.dtype, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     g = draw(4)
     x, weight = eight_bits(g, kind, m, k), eight_bits(g, kind, n, k)
-    scale = torch.rand(n, generator=g, device=DEVICE) * 1e-3
-    bias, row_scale = normal(g, n), torch.rand(m, generator=g, device=DEVICE)
+    scale = uniform(g, n) * 1e-3
+    bias, row_scale = normal(g, n), uniform(g, m)
     wide = normal(g, m, n + 32).to(dtype)
     residual, loose = wide[:, 16 : 16 + n], {"share": 1.0, "slack": 1e-3} if kind == E4M3 else {}
     for arguments in ((None, None, None), (bias, None, residual), (bias, row_scale, None)):
@@ -161,9 +161,9 @@ def test_linear(kind: torch.dtype, dtype: torch.dtype, m: int, n: int, k: int) -
 def test_gated_linear(kind: torch.dtype, act: Activation, m: int, n: int, k: int) -> None:
     g = draw(5)
     x, weight = eight_bits(g, kind, m, k), eight_bits(g, kind, 2 * n, k)
-    scale = torch.rand(2 * n, generator=g, device=DEVICE) * (3e-4 if kind == INT8 else 0.2)
+    scale = uniform(g, 2 * n) * (3e-4 if kind == INT8 else 0.2)
     bias, share = normal(g, 2 * n), 0.1 if kind == E4M3 else 0.03
-    for inverse in (torch.full((1,), 20.0, device=DEVICE), torch.rand(n, generator=g, device=DEVICE) * 30):
+    for inverse in (torch.full((1,), 20.0, device=DEVICE), uniform(g, n) * 30):
         given = (linear_geglu_int8, linear_geglu_int8_reference, x, weight, scale, bias, inverse)
         made = compare(*given, act=act, dtype=kind, share=share)
         added = normal(g, m, 2 * n).to(BF16)
@@ -180,7 +180,7 @@ def test_gated_linear(kind: torch.dtype, act: Activation, m: int, n: int, k: int
 def test_conv(kind: torch.dtype, stride: int, shape: tuple[int, int, int, int], n: int) -> None:
     g = draw(6)
     x, weight = eight_bits(g, kind, *shape), eight_bits(g, kind, n, 3, 3, shape[3])
-    scale, bias = torch.rand(n, generator=g, device=DEVICE) * 1e-3, normal(g, n)
+    scale, bias = uniform(g, n) * 1e-3, normal(g, n)
     tall, wide = (shape[1] + stride - 1) // stride, (shape[2] + stride - 1) // stride
     row_bias = normal(g, shape[0], n + 8)[:, :n]
     residual = normal(g, shape[0], tall, wide, n + 16).to(BF16)[..., 8 : 8 + n]
@@ -201,7 +201,7 @@ def test_the_stride_of_a_dimension_of_one_says_nothing(shape: tuple[int, int, in
     given = (4, weight, weight, 1e-5, inverse, False, INT8)
     close(group_norm_int8(x, *given), group_norm_int8_reference(wide.contiguous(), *given), INT8, 0.02)
     x_q, weight_q = eight_bits(g, INT8, *shape), eight_bits(g, INT8, 64, 3, 3, shape[3])
-    scale, bias = torch.rand(64, generator=g, device=DEVICE) * 1e-3, normal(g, 64)
+    scale, bias = uniform(g, 64) * 1e-3, normal(g, 64)
     expected = conv3x3_int8_reference(x_q, weight_q, scale, bias, None, wide.contiguous())
     close(conv3x3_int8(x_q, weight_q, scale, bias, None, x), expected, BF16, 0.02)
     close(conv3x3_int8(x_q, weight_q, scale, bias, None, x, out=x), expected, BF16, 0.02)
@@ -212,7 +212,7 @@ def test_the_stride_of_a_dimension_of_one_says_nothing(shape: tuple[int, int, in
 def test_upsampling_conv(kind: torch.dtype, shape: tuple[int, int, int, int], n: int) -> None:
     g = draw(7)
     x, weight = eight_bits(g, kind, *shape), eight_bits(g, kind, 4, n, 2, 2, shape[3])
-    scale, bias = torch.rand(4, n, generator=g, device=DEVICE) * 1e-3, normal(g, n)
+    scale, bias = uniform(g, 4, n) * 1e-3, normal(g, n)
     given, loose = (x, weight, scale, bias), 1.0 if kind == E4M3 else 0.02
     compare(upsample_conv3x3_int8, upsample_conv3x3_int8_reference, *given, dtype=BF16, share=loose)
 
@@ -234,7 +234,7 @@ def test_attention(dtype: torch.dtype, queries: int, keys: int) -> None:
     q, kv = normal(g, 2, queries, 3, 64).to(BF16), normal(g, 2, keys, 2, 3, 64).to(BF16)
     q *= 3
     k, v = kv[:, :, 0], kv[:, :, 1]
-    for inverse in (torch.full((1,), 60.0, device=DEVICE), torch.rand(192, generator=g, device=DEVICE) * 60):
+    for inverse in (torch.full((1,), 60.0, device=DEVICE), uniform(g, 192) * 60):
         given = None if dtype == BF16 else inverse
         expected, actual = attention_reference(q, k, v, given, dtype), attention(q, k, v, given, dtype)
         assert actual.dtype == dtype and actual.shape == (2, queries, 192)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from core.ops.cpu import CpuLowering
 from core.ops.ops import Walk
 from core.ops.packed import PackedLayer
-from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, norm, run, through
-from tests.core.quant.stage import check_close, kernels, normal, threads
+from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, run, through
+from tests.core.quant.stage import check_close, kernels, normal
 
 
 def lowering_of(*layers: nn.Module) -> CpuLowering:
@@ -270,44 +270,13 @@ def test_columns_and_keys_that_an_array_has_not_are_refused(walk: Walk, shapes: 
         lowering_of(WIDE).prepare(walk, *shapes, bound=len(shapes) - 1 or None)
 
 
-def block(int8: bool) -> tuple[tuple[nn.Module, ...], Any]:
-    """A residual block with attention: layers and a walk over a map of 32 channels."""
-    first, second, out = conv(0, 32, 32), linear(1, 32, 96), linear(2, 32, 32)
-    if int8:
-        first, second, out = (eight(layer, inverse(seed, 32)) for seed, layer in enumerate((first, second, out)))
-    norms = norm(3, 32, groups=4), norm(4, 32)
-
-    def walk(ops: Any, x: Any) -> Any:
-        h = ops.conv(ops.group_norm(x, norms[0], silu=True, to=(first,)), first, residual=x)
-        qkv = ops.linear(ops.layer_norm(h, norms[1], to=(second,)), second)
-        q, k, v = (ops.columns(qkv, 32 * at, 32) for at in range(3))
-        return ops.linear(ops.attend(q, k, v, heads=2, to=(out,)), out, residual=h), h
-
-    return (first, second, out, *norms), walk
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_rows_bits_depend_on_nothing_but_the_row(int8: bool) -> None:
-    layers, walk = block(int8)
-    lowering, x = lowering_of(*layers), normal(0, 5, 3, 4, 32)
-    together = run(lowering, walk, x)
-    for which in ([0], [4], [2, 3], [4, 3, 2, 1, 0], [1, 1, 3]):
-        assert all(map(torch.equal, run(lowering, walk, x[which]), [whole[which] for whole in together]))
-    with threads(2):
-        assert all(map(torch.equal, run(lowering, walk, x), together))
-
-
 def test_programs_of_one_lowering_from_several_threads() -> None:
     """They share memory, and results are each call's own."""
-    layers, walk = block(int8=True)
-    lowering = lowering_of(*layers)
-
-    def first(ops: Any, x: Any) -> Any:
-        return walk(ops, x)[0]
-
-    calls = [lowering.lower(first, name) for name in ("one", "other")]
+    layer = eight(conv(0, 32, 32), inverse(0, 32))
+    lowering, walk = lowering_of(layer), twice(layer)
+    calls = [lowering.lower(walk, name) for name in ("one", "other")]
     given_maps = [normal(seed, 1 + seed % 3, 16, 12 + seed, 32) for seed in range(6)]
-    wanted = [run(lowering_of(*layers), first, x)[0] for x in given_maps]
+    wanted = [run(lowering_of(layer), walk, x)[0] for x in given_maps]
     wrong: list[int] = []
     start = threading.Barrier(6)
 

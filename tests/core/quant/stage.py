@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cpu import library as module
 from core.kernels.cpu.library import KernelsUnavailable, library
 from core.kernels.cpu.token_program import TokenProgram
 
@@ -26,33 +24,16 @@ CACHE = ROOT / ".pytest_cache" / "d" / "kernels"
 CANARY = 0xA5
 
 
-def _compiled(load: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    """The real kernels, compiled once for all runs of the tests; skips where this machine has none, with the reason."""
     CACHE.mkdir(parents=True, exist_ok=True)
     try:
         with (CACHE / "lock").open("w") as lock:  # one process compiles, and others wait for it
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return load(CACHE)
+            return library(CACHE)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-
-
-@functools.cache
-def kernels() -> ctypes.CDLL:
-    """The real kernels, compiled once for all runs of the tests; skips where this machine has none, with the reason."""
-    return _compiled(library)
-
-
-@functools.cache
-def avx2_kernels() -> ctypes.CDLL:
-    """Those for AVX2, which differ from `kernels`; skips where the processor has no AVX-512 VNNI to compare with."""
-    if "avx512_vnni" not in module._processor_flags():
-        pytest.skip("this processor has no AVX-512 VNNI to compare with")
-    wide = kernels()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", shlex.join([*module._compiler(), "-mno-avx512f"]))
-        narrow = _compiled(library.__wrapped__)
-    assert narrow._name != wide._name
-    return narrow
 
 
 def warm(cache_dir: Path) -> Path:

@@ -102,6 +102,8 @@ def test_experts_in_a_stack_are_expanded_for_the_kernels_of_mixtures(monkeypatch
 def test_what_is_no_sparse_layer_is_rejected() -> None:
     layer = nn.Linear(16, 4)
     tensors = SparseInt8Linear.of(layer, torch.ones(16)).state_dict()
+    with pytest.raises(ValueError, match="is stored with its weights"):
+        SparseInt8Linear.restored(layer, {"inverse": tensors["inverse"]})
     with pytest.raises(ValueError, match="does not name two places of each group"):
         SparseInt8Linear.restored(layer, tensors | {"metadata": torch.zeros_like(tensors["metadata"])})
     odd, statistics = nn.ModuleDict({"first": nn.Linear(30, 4)}), Statistics("odd")

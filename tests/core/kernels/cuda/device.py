@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tests.interpreted import CUDA as CUDA
@@ -23,3 +25,17 @@ def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 def seeded(seed: int, *shape: int) -> torch.Tensor:
     return normal(draw(seed), *shape)
+
+
+def uniform(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Numbers from 0 to 1."""
+    return torch.rand(shape, generator=generator, device=DEVICE)
+
+
+def levels(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """int8 numbers from -127 to 127."""
+    return torch.randint(-127, 128, shape, generator=generator, device=DEVICE, dtype=torch.int8)
+
+
+def ints(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8
+from tests.core.kernels.cuda.device import DTYPE, E4M3, EIGHT, INT8, draw, ints, normal
 
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference, variant_for
@@ -20,8 +20,8 @@ from core.kernels.cuda.attention_source import source
 
 def drawn(seed: int, images: int, tokens: int, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as slices of one fused projection."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    fused = torch.randn(images, tokens, heads + 2 * kv_heads, d, generator=generator, device=DEVICE)
+    generator = draw(seed)
+    fused = normal(generator, images, tokens, heads + 2 * kv_heads, d)
     fused[:, :, :heads] *= 3
     q, k, v = fused.to(DTYPE).split([heads, kv_heads, kv_heads], dim=2)
     return q, k, v
@@ -36,7 +36,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 def lengths_of(*counts: int) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    return ints(counts)
 
 
 @settings(max_examples=20)
@@ -53,9 +53,9 @@ def test_attention(
     """With lengths and without."""
     tokens = max(1, max(counts) + more)
     q, k, v = drawn(seed, len(counts), tokens, *heads, d)
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = draw(seed)
     width = heads[0] * d
-    inverse = 30 + 5 * torch.randn(1 if one else width, generator=generator, device=DEVICE) if to in EIGHT else None
+    inverse = 30 + 5 * normal(generator, 1 if one else width) if to in EIGHT else None
     options: dict[str, Any] = {"lengths": lengths_of(*counts) if limited else None, "causal": causal}
     found = attention(q, k, v, inverse, to, **options)
     near(found, attention_reference(q, k, v, inverse, to, **options))

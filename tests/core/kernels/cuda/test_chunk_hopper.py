@@ -9,7 +9,7 @@ from core.kernels.cuda import chunk_hopper, driver
 from core.kernels.cuda.chunk_kernel import chunks, tiles
 from core.kernels.cuda.chunk_source import ChunkVariant, source
 from core.kernels.cuda.decode_source import SHARED_BYTES
-from tests.core.kernels.cuda.device import DEVICE
+from tests.core.kernels.cuda.device import DEVICE, draw, ints, normal
 from tests.core.kernels.cuda.test_decode_kernel import check_levels, exact, spoiled
 
 REASON = driver.unsupported_reason(torch.device(DEVICE))
@@ -31,18 +31,18 @@ def test_variants_fit_the_multiprocessor() -> None:
     ],
 )  # fmt: skip
 def test_chunks(group: int, kv_heads: int, d: int, kind: str, window: int, cap: float) -> None:
-    draw = torch.Generator(DEVICE).manual_seed(2)
+    g = draw(2)
     runs = [(40, 200), (33, 33), (7, 1000), (160, 1445), (5, 5), (300, 2048)]  # rows, and tokens up to the last one
     cache = spoiled([end for _, end in runs], kv_heads, d, kind, 2048)
     counted = [(torch.arange(end - rows, end), torch.full((rows,), s)) for s, (rows, end) in enumerate(runs)]
     positions, sequences = (torch.cat(columns).int().to(DEVICE) for columns in zip(*counted, strict=True))
-    q = torch.randn(len(positions), group * kv_heads, d, generator=draw, device=DEVICE).bfloat16()
+    q = normal(g, len(positions), group * kv_heads, d).bfloat16()
     firsts = [sum(rows for rows, _ in runs[:s]) for s in range(len(runs))]
     layer = (*cache.layer(0), cache.table)
 
     def run(parts: list[int], out: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
         cut = [*tiles([(firsts[s], runs[s][0], s) for s in parts], group), (0, 0, 0)]
-        on_device = torch.tensor(cut, dtype=torch.int32, device=DEVICE)
+        on_device = ints(cut)
         return chunks(q, *layer, positions, on_device, d**-0.5, out, inverse=inverse, window=window, cap=cap)
 
     assert chunk_hopper.unsupported_reason(q, layer[0], q) is None

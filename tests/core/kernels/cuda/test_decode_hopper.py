@@ -8,7 +8,7 @@ import torch
 from core.kernels.cuda import decode_hopper, driver
 from core.kernels.cuda.decode_kernel import decode, decode_reference
 from core.kernels.cuda.decode_source import SHARED_BYTES, DecodeVariant, source
-from tests.core.kernels.cuda.device import DEVICE
+from tests.core.kernels.cuda.device import DEVICE, draw, ints, normal
 from tests.core.kernels.cuda.test_decode_kernel import check_levels, ends, exact, filled, spoiled
 
 REASON = driver.unsupported_reason(torch.device(DEVICE))
@@ -49,10 +49,10 @@ def test_what_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: float) -> None:
     """Against the reference, and bit for bit as alone, in other company and on a grid of another reach."""
-    draw = torch.Generator(DEVICE).manual_seed(2)
+    g = draw(2)
     lengths = [1, 16, 17, 256, 300, 5000, 513, 1500, 40]
     cache = spoiled(lengths, kv_heads, d, kind, 5120)
-    q = torch.randn(len(lengths), group * kv_heads, d, generator=draw, device=DEVICE).bfloat16()
+    q = normal(g, len(lengths), group * kv_heads, d).bfloat16()
     positions, sequences = ends(lengths)
     given = (*cache.layer(0), cache.table, positions, sequences, d**-0.5)
     result = decode(q, *given, window=window, cap=cap, out=q.half())  # finer than the rounding of bf16
@@ -63,7 +63,7 @@ def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
         lambda inverse, out: decode(q, *given, window=window, cap=cap, inverse=inverse, out=out), expected, kind, 0.55
     )
     for rows, parts in (([5], 16), ([4, -1, 0], 4), ([8, 3, 2, 1, 0], 1), ([7, 6, 5, 7], 16)):
-        index = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+        index = ints(rows)
         again = torch.zeros_like(result)
         for early in (0, 1):
             decode(q, *given, window=window, cap=cap, parts=parts, index=index, out=again, early=early)
@@ -75,10 +75,10 @@ def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
 @pytest.mark.parametrize("rows", [1, 40, 256])
 def test_many_rows(rows: int) -> None:
     """More parts than blocks, some rows of nobody, and a graph whose kernels start early."""
-    draw = torch.Generator(DEVICE).manual_seed(3)
-    lengths = torch.randint(1, 1200, (rows,), generator=draw, device=DEVICE).tolist()
+    g = draw(3)
+    lengths = torch.randint(1, 1200, (rows,), generator=g, device=DEVICE).tolist()
     cache = filled(lengths, 8, 128, torch.bfloat16, "int8", 1280)
-    q = torch.randn(rows, 32, 128, generator=draw, device=DEVICE).bfloat16()
+    q = normal(g, rows, 32, 128).bfloat16()
     positions, sequences = ends(lengths)
     positions[3::7] = -1
     given = (*cache.layer(0), cache.table, positions, sequences, 128**-0.5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.kernels.cuda.device import CUDA, DEVICE, EIGHT
+from tests.core.kernels.cuda.device import CUDA, DEVICE, EIGHT, draw, ints, normal, seeded
 
 # isort: split
 from core.kernels.cuda.decode_kernel import decode, decode_reference, unsupported_reason
@@ -23,14 +23,14 @@ def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: 
     each = -(-context // 16)
     cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=d, pages=each * len(lengths), sequences=len(lengths),
                     context=context, dtype=dtype, device=DEVICE, kind=kind, turned=True)  # fmt: skip
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    order = torch.randperm(each * len(lengths), generator=draw, device=DEVICE).tolist()
+    g = draw(0)
+    order = torch.randperm(each * len(lengths), generator=g, device=DEVICE).tolist()
     for s, length in enumerate(lengths):
         cache.place(s, order[s * each : (s + 1) * each])
         cache.settle()
         positions = torch.arange(length, dtype=torch.int32, device=DEVICE)
         step = TokenBatch(positions, positions, torch.full_like(positions, s), positions[:0])
-        keys, values = (torch.randn(length, kv_heads, d, generator=draw, device=DEVICE).to(dtype) for _ in range(2))
+        keys, values = (normal(g, length, kv_heads, d).to(dtype) for _ in range(2))
         cache.write(0, keys, values, step)
     return cache
 
@@ -66,7 +66,7 @@ def check_levels(
 
 def ends(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions and sequences of the last token of each."""
-    positions = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
+    positions = ints(lengths) - 1
     return positions, torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
 
 
@@ -83,8 +83,8 @@ def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
     lengths = [1, 16, 17, 256, 520 if CUDA or kv_heads == 3 else 300]
     dtype = torch.bfloat16 if CUDA else torch.float32
     cache = filled(lengths, kv_heads, d, dtype, kind, lengths[-1] // 256 * 256 + 256)
-    draw = torch.Generator(DEVICE).manual_seed(1)
-    q = torch.randn(len(lengths), heads, d, generator=draw, device=DEVICE).to(dtype)
+    g = draw(1)
+    q = normal(g, len(lengths), heads, d).to(dtype)
     given = (*cache.layer(0), cache.table, *ends(lengths), d**-0.5)
     found = decode(q, *given)
     wanted = decode_reference(q, *given)
@@ -92,7 +92,7 @@ def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
     # Whatever the most that any row may come to, and whoever is beside it: the same bits.
     assert torch.equal(decode(q, *given, parts=16 if CUDA else 5), found)
-    short = torch.tensor([3, 0, 2], dtype=torch.int32, device=DEVICE)
+    short = ints([3, 0, 2])
     for parts in (1, 4):
         out = torch.zeros_like(q)
         decode(q, *given, parts=parts, index=short, out=out)
@@ -105,7 +105,7 @@ def test_decode_in_a_window(window: int, cap: float) -> None:
     lengths = [1, 30, 300, 530]
     dtype = torch.bfloat16 if CUDA else torch.float32
     cache = filled(lengths, 2, 16, dtype, "float", 768)
-    q = torch.randn(4, 4, 16, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE).to(dtype)
+    q = seeded(1, 4, 4, 16).to(dtype)
     given = (*cache.layer(0), cache.table, *ends(lengths), 0.5)
     found = decode(q, *given, window=window, cap=cap)
     wanted = decode_reference(q, *given, window=window, cap=cap)
@@ -113,7 +113,7 @@ def test_decode_in_a_window(window: int, cap: float) -> None:
     torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
     for behind in (cache.keys, cache.values):  # pages of the longest row that are behind its window
         behind[:, cache.table[3, : (530 - window) // 16].long()] = 9.0
-    last = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    last = ints([3])
     again = decode(q, *given, index=last, window=window, cap=cap, out=torch.zeros_like(q))
     assert torch.equal(again[3], found[3])
 

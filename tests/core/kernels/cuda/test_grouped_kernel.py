@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, EIGHT, draw, normal
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, EIGHT, draw, normal, uniform
 
 # isort: split
 from core.kernels.cuda import grouped_kernel as kernels
@@ -37,9 +37,7 @@ class Case:
             else (normal(generator, *shape) / 10).to(dtype)
             for shape in shapes
         ]
-        self.scales = [
-            torch.rand(n, generator=generator, device=DEVICE) * 1e-3 if quantized else None for n, _ in shapes
-        ]
+        self.scales = [uniform(generator, n) * 1e-3 if quantized else None for n, _ in shapes]
 
     def run(self, rows: slice, tile: GroupTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Experts, their weights, and the sum of what they make."""
