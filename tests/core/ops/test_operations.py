@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -12,23 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.ops.ops import Activation, Walk
+from core.ops.ops import Walk
 from tests.core.ops.stage import between, conv, eight, inverse, linear, lowerings, norm, point, run
-from tests.core.quant.stage import check_close, normal, seeded
+from tests.core.quant.stage import Few, Many, Seed, Several, check_close, normal, seeded
 
 few = settings(max_examples=40)
+Sizes = Annotated[
+    list[tuple[int, bool]], st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=3)
+]
 
 
 @dataclass(frozen=True)
 class Drawn:
     """A map, and whether the layer that reads it is in INT8, which needs times four channels."""
 
-    images: int
-    height: int
-    width: int
-    fours: int
+    images: Few
+    height: Several
+    width: Several
+    fours: Several
     int8: bool
-    seed: int
+    seed: Seed
 
     @property
     def channels(self) -> int:
@@ -44,12 +47,6 @@ class Drawn:
 
     def input(self, *sides: int) -> Tensor:
         return between(self.seed, inverse(self.seed, self.channels), *(sides or self.sides), self.channels)
-
-
-drawn = st.builds(
-    Drawn, st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 8), st.booleans(),
-    st.integers(0, 999),
-)  # fmt: skip
 
 
 @dataclass
@@ -85,12 +82,9 @@ def check(
 
 
 @few
-@given(
-    drawn, st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=3), st.booleans(),
-    st.sampled_from([None, "silu"]), st.booleans(), st.integers(1, 3),
-)  # fmt: skip
+@given(...)
 def test_linear(
-    of: Drawn, sizes: list[tuple[int, bool]], points: bool, act: Activation | None, adds: bool, dimensions: int
+    of: Drawn, sizes: Sizes, points: bool, act: Literal["silu"] | None, adds: bool, dimensions: Few
 ) -> None:
     """Of maps, tokens and vectors: linear layers and 1×1 convolutions, one or several, with biases or without."""
     layers = [
@@ -111,8 +105,11 @@ def test_linear(
 
 
 @few
-@given(drawn, st.lists(st.booleans(), min_size=1, max_size=4), st.integers(1, 40), st.booleans(), st.booleans())
-def test_linear_within_the_range_of_its_scales(of: Drawn, named: list[bool], n: int, bias: bool, adds: bool) -> None:
+@given(...)
+def test_linear_within_the_range_of_its_scales(
+    of: Drawn, named: Annotated[list[bool], st.lists(st.booleans(), min_size=1, max_size=4)], n: Many, bias: bool,
+    adds: bool,
+) -> None:  # fmt: skip
     """Of named images tokens beyond the range are not cut off; those of others are, as in a layer that knows none."""
     by, plain = inverse(of.seed, of.channels), linear(of.seed, of.channels, n, bias=bias)
     weight, own, layer = plain.weight.clone(), plain.bias, of.layer(plain)
@@ -137,11 +134,12 @@ def test_linear_within_the_range_of_its_scales(of: Drawn, named: list[bool], n: 
 
 
 @few
-@given(
-    drawn, st.integers(1, 40), st.sampled_from([1, 2]), st.sampled_from([0, 1]), st.booleans(), st.booleans(),
-    st.sampled_from([None, "relu", "silu"]),
-)  # fmt: skip
-def test_conv(of: Drawn, n: int, stride: int, padding: int, biased: bool, adds: bool, act: Activation | None) -> None:
+@given(...)
+def test_conv(
+    of: Drawn, n: Many, stride: Literal[1, 2],
+    padding: Literal[0, 1], biased: bool, adds: bool,
+    act: Literal["relu", "silu"] | None,
+) -> None:  # fmt: skip
     """With a bias of each image, which is a part of several layers' side by side, a residual and an activation."""
     images, height, width = of.images, of.height + 1 - padding, of.width + 1 - padding
     layer = of.layer(conv(of.seed, of.channels, n, stride=stride, padding=padding))
@@ -162,8 +160,8 @@ def test_conv(of: Drawn, n: int, stride: int, padding: int, biased: bool, adds: 
 
 
 @few
-@given(drawn, st.integers(1, 40), st.tuples(*2 * [st.integers(0, 1)]))
-def test_upsample(of: Drawn, n: int, cut: tuple[int, int]) -> None:
+@given(...)
+def test_upsample(of: Drawn, n: Many, cut: tuple[Literal[0, 1], Literal[0, 1]]) -> None:
     """Also to odd sides, of maps that were halved."""
     layer, x = of.layer(conv(of.seed, of.channels, n)), of.input()
     like = normal(of.seed, of.images, 2 * of.height - cut[0], 2 * of.width - cut[1], 4)
@@ -188,8 +186,8 @@ def test_no_map_is_stretched_to_sides_that_are_not_twice_its_own(name: str, side
 
 
 @few
-@given(drawn, st.integers(1, 3), st.booleans(), st.booleans(), st.sampled_from(["gelu", "silu"]))
-def test_gated(of: Drawn, sixteens: int, then_int8: bool, apart: bool, act: Activation) -> None:
+@given(...)
+def test_gated(of: Drawn, sixteens: Few, then_int8: bool, apart: bool, act: Literal["gelu", "silu"]) -> None:
     """By one layer or by two, for a layer in floats or in INT8."""
     seed, wide, only = of.seed, 16 * sixteens, ("cpu", "cuda") if act == "gelu" else ("cpu",)
     layers = [of.layer(linear(seed + i, of.channels, wide if apart else 2 * wide)) for i in range(1 + apart)]
@@ -203,8 +201,8 @@ def test_gated(of: Drawn, sixteens: int, then_int8: bool, apart: bool, act: Acti
 
 
 @few
-@given(drawn, st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans())
-def test_group_norm(of: Drawn, first: int, second: int, silu: bool, convs: bool) -> None:
+@given(...)
+def test_group_norm(of: Drawn, first: Few, second: Annotated[int, st.integers(0, 3)], silu: bool, convs: bool) -> None:
     """Of one map, or of two as one, for a linear layer or a convolution."""
     channels = 8 * (first + second)
     own = norm(of.seed, channels, groups=4)
@@ -220,8 +218,8 @@ def test_group_norm(of: Drawn, first: int, second: int, silu: bool, convs: bool)
 
 
 @few
-@given(drawn, st.integers(1, 3))
-def test_layer_norm(of: Drawn, count: int) -> None:
+@given(...)
+def test_layer_norm(of: Drawn, count: Few) -> None:
     """For one or several layers side by side."""
     own, layers = norm(of.seed, of.channels), [of.layer(linear(of.seed + i, of.channels, 6 + i)) for i in range(count)]
 
@@ -232,8 +230,8 @@ def test_layer_norm(of: Drawn, count: int) -> None:
 
 
 @few
-@given(drawn, st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_attend(of: Drawn, tokens: int, heads: int, sixteens: int, itself: bool) -> None:
+@given(...)
+def test_attend(of: Drawn, tokens: Several, heads: Few, sixteens: Few, itself: bool) -> None:
     """Of a map's pixels, on themselves as slices of one product or on other tokens, for a layer that reads it."""
     channels = 16 * sixteens * heads
     layer, then = linear(of.seed, 8, 3 * channels), of.layer(linear(of.seed + 1, channels, 12))
@@ -250,10 +248,8 @@ def test_attend(of: Drawn, tokens: int, heads: int, sixteens: int, itself: bool)
 
 
 @few
-@given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 20), st.integers(0, 999)
-)
-def test_what_is_concatenated(images: int, height: int, width: int, first: int, second: int, seed: int) -> None:
+@given(...)
+def test_what_is_concatenated(images: Few, height: Few, width: Few, first: Many, second: Many, seed: Seed) -> None:
     """In slots that lie side by side or not, and read by a norm, a 1×1 convolution and as a result's part."""
     first, second = 4 * first, 4 * second
     layers = conv(seed, 4, first), point(seed + 1, 4, second), point(seed + 2, first + second, 7)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from contract.plan import DEPTHS
@@ -18,7 +17,7 @@ from core.ops.ops import bind
 from core.ops.packed import PackedLayers
 from core.ops.reference import TorchOps
 from core.ops.trace import Trace, TracedCall, trace
-from tests.core.quant.stage import kernels, normal
+from tests.core.quant.stage import Few, Several, kernels, normal
 from tests.unet_opt.shapes import UNETS, quantized, unet, vae
 from tests.unet_opt.test_vae import CONFIGS
 from unet_opt import unet as network
@@ -118,8 +117,8 @@ def test_of_a_unet(name: str, scheme: str) -> None:
 
 
 @settings(max_examples=4)
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
-def test_of_a_unet_whose_sides_are_odd(rows: int, height: int, width: int) -> None:
+@given(...)
+def test_of_a_unet_whose_sides_are_odd(rows: Few, height: Several, width: Several) -> None:
     one = unet("three-levels")
     one_row = input_shapes(one, height, width)
     check(one, bind(network.deep, one), *((rows, *row[1:]) for row in one_row), only_torch=True)

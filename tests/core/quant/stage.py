@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.kernels.cpu.library import KernelsUnavailable, library
@@ -22,6 +24,12 @@ from core.kernels.cpu.token_program import TokenProgram
 ROOT = Path(__file__).resolve().parents[3]
 CACHE = ROOT / ".pytest_cache" / "d" / "kernels"
 CANARY = 0xA5
+
+# What properties are drawn for: `@given(...)` reads it from the types of a test's arguments.
+Few = Annotated[int, st.integers(1, 3)]
+Several = Annotated[int, st.integers(1, 9)]
+Many = Annotated[int, st.integers(1, 60)]
+Seed = Annotated[int, st.integers(0, 999)]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product as pairs
+from typing import Annotated, Literal
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from core.ops.fused import Reader
 from core.quant.dynamic import SMALLEST, Int8DynamicConv2d, Int8DynamicLinear, product, quantize_rows
 from core.quant.linear import LEVELS
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Many, Seed, Several, normal
 
 few = settings(max_examples=60)
-sizes = st.sampled_from((1e-25, 1e-3, 1.0, 1e4, 1e20))
+Size = Annotated[float, st.sampled_from((1e-25, 1e-3, 1.0, 1e4, 1e20))]
+Height = Annotated[int, st.integers(3, 8)]
 
 
 def linear(n: int, k: int, bias: bool, seed: int) -> nn.Linear:
@@ -32,8 +34,8 @@ def within(found: Tensor, wanted: Tensor, terms: Tensor) -> bool:
 
 
 @few
-@given(rows=st.integers(1, 9), k=st.integers(1, 60), size=sizes, seed=st.integers(0, 999))
-def test_a_level_is_off_by_half_a_step_and_the_largest_is_127(rows: int, k: int, size: float, seed: int) -> None:
+@given(...)
+def test_a_level_is_off_by_half_a_step_and_the_largest_is_127(rows: Several, k: Many, size: Size, seed: Seed) -> None:
     x = normal(seed, rows, k) * normal(seed + 1, rows, 1).exp() * size
     levels, scale = quantize_rows(x)
     assert levels.dtype == torch.int8 and scale.dtype == torch.float32 and scale.shape == (rows, 1)
@@ -52,10 +54,9 @@ def test_rows_of_zeros_and_of_what_is_no_number() -> None:
 
 
 @few
-@given(rows=st.integers(1, 9), k=st.integers(1, 50), n=st.integers(1, 30), bias=st.booleans(), size=sizes,
-       seed=st.integers(0, 999))  # fmt: skip
+@given(...)
 def test_a_linear_layer_is_that_of_64_bits_and_near_the_one_it_replaces(
-    rows: int, k: int, n: int, bias: bool, size: float, seed: int
+    rows: Several, k: Many, n: Many, bias: bool, size: Size, seed: Seed
 ) -> None:
     x, layer = normal(seed, rows, k) * size, linear(n, k, bias, seed + 2)
     made = Int8DynamicLinear.of(layer, None)
@@ -69,14 +70,12 @@ def test_a_linear_layer_is_that_of_64_bits_and_near_the_one_it_replaces(
 
 
 @few
-@given(
-    c=st.integers(1, 12), n=st.integers(1, 12), kernel=st.sampled_from((1, 3)), stride=st.sampled_from((1, 2)),
-    padding=st.sampled_from((0, 1)), height=st.integers(3, 8), width=st.integers(3, 8), bias=st.booleans(),
-    seed=st.integers(0, 999),
-)  # fmt: skip
+@given(...)
 def test_a_convolution_is_that_of_64_bits(
-    c: int, n: int, kernel: int, stride: int, padding: int, height: int, width: int, bias: bool, seed: int
-) -> None:
+    c: Several, n: Several, kernel: Literal[1, 3],
+    stride: Literal[1, 2], padding: Literal[0, 1], height: Height,
+    width: Height, bias: bool, seed: Seed,
+) -> None:  # fmt: skip
     layer = nn.Conv2d(c, n, kernel, stride=stride, padding=padding, bias=bias).requires_grad_(False)
     layer.weight.copy_(normal(seed, n, c, kernel, kernel))
     x = normal(seed + 1, 2, c, height, width) * normal(seed + 2, 2, 1, height, width).exp()  # pixels of all sizes

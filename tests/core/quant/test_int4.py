@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from core.quant.int4 import Int4Linear
 from core.quant.search import chosen, search
 from tests.core.quant.blocks import TWO, block, observed, observed_two, squared_error
 from tests.core.quant.blocks import recipe as of_block
-from tests.core.quant.stage import TwoLayers, normal
+from tests.core.quant.stage import Seed, Several, TwoLayers, normal
 
 few = settings(max_examples=30, deadline=None)
 
@@ -28,8 +29,8 @@ def inputs(seed: int = 0) -> Tensor:
 
 
 @few
-@given(n=st.integers(1, 9), depth=st.integers(1, 600), seed=st.integers(0, 99))
-def test_words_hold_every_level(n: int, depth: int, seed: int) -> None:
+@given(...)
+def test_words_hold_every_level(n: Several, depth: Annotated[int, st.integers(1, 600)], seed: Seed) -> None:
     levels = torch.randint(-8, 8, (n, depth), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
     words = int4.pack(levels)
     assert words.dtype == torch.int16 and words.shape == (n, 64 * -(-depth // 256))
@@ -40,9 +41,11 @@ def test_words_hold_every_level(n: int, depth: int, seed: int) -> None:
 
 
 @few
-@given(n=st.integers(1, 9), depth=st.integers(1, 300), size=st.sampled_from((1e-6, 1e-2, 1.0, 1e3)),
-       seed=st.integers(0, 99))  # fmt: skip
-def test_a_weight_is_off_by_half_a_step_of_its_group(n: int, depth: int, size: float, seed: int) -> None:
+@given(...)
+def test_a_weight_is_off_by_half_a_step_of_its_group(
+    n: Several, depth: Annotated[int, st.integers(1, 300)],
+    size: Annotated[float, st.sampled_from((1e-6, 1e-2, 1.0, 1e3))], seed: Seed,
+) -> None:  # fmt: skip
     weight = normal(seed, n, depth) * size
     layer = Int4Linear.of_taps(weight[:, None], None)
     groups = torch.arange(depth) // 128

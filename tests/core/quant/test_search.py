@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from core.quant.samples import Samples
 from core.quant.search import ALPHAS, Choice, LayerErrors, chosen, sampled, search
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, Block, block, inputs, recipe
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Seed, normal
 
 
 def watched(model: Block, made: Recipe, *, rows: int = 200) -> Statistics:
@@ -48,11 +48,12 @@ def test_rows_are_kept_once_for_layers_that_read_one_input() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 999), outliers=st.sampled_from([1.0, 10.0, 60.0]), alpha=st.sampled_from([None, 0.5, 1.0]),
-       scheme=st.sampled_from(["int8", "fp8"]))  # fmt: skip
+@given(...)
 def test_the_error_on_the_rows_is_never_above_the_recipes(
-    seed: int, outliers: float, alpha: float | None, scheme: Any
-) -> None:
+    seed: Seed, outliers: Annotated[float, st.sampled_from([1.0, 10.0, 60.0])],
+    alpha: Annotated[float | None, st.sampled_from([None, 0.5, 1.0])],
+    scheme: Literal["int8", "fp8"],
+) -> None:  # fmt: skip
     model, made = block(seed, outliers=outliers), recipe(alpha=alpha)
     found = search(model, made, watched(model, made), scheme=scheme)
     assert {*found} == {*LAYERS} and found["to_q"] == found["to_k"] == found["to_v"]

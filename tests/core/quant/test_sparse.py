@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.kernels.cuda import sparse_gemm
@@ -20,7 +19,7 @@ from core.quant.grouped import StackedLinear, grouped
 from core.quant.sparse import SparseInt8Linear
 from core.quant.statistics import Statistics
 from tests.core.quant.blocks import TWO, observed_two, squared_error
-from tests.core.quant.stage import TwoLayers, normal
+from tests.core.quant.stage import Many, Seed, Several, TwoLayers, normal
 
 few = settings(max_examples=30, deadline=None)
 
@@ -31,8 +30,8 @@ def inputs(seed: int = 0) -> Tensor:
 
 
 @few
-@given(n=st.integers(1, 9), groups=st.integers(1, 40), seed=st.integers(0, 99))
-def test_compressed_levels_come_back(n: int, groups: int, seed: int) -> None:
+@given(...)
+def test_compressed_levels_come_back(n: Several, groups: Many, seed: Seed) -> None:
     g = torch.Generator().manual_seed(seed)
     levels = torch.randint(-127, 128, (n, 4 * groups), generator=g, dtype=torch.int8)
     levels *= sparse.mask(torch.rand(levels.shape, generator=g)) & (torch.rand(levels.shape, generator=g) < 0.8)

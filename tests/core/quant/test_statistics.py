@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, block, inputs, observed, same
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Few, Seed, normal
 
 
 class Pair(nn.Module):
@@ -47,8 +47,10 @@ def numpys(maps: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> dict[str, 
 
 
 @settings(max_examples=15)
-@given(batches=st.integers(1, 4), steps=st.integers(1, 3), side=st.integers(3, 40), seed=st.integers(0, 999))
-def test_what_is_observed_equals_numpys(batches: int, steps: int, side: int, seed: int) -> None:
+@given(...)
+def test_what_is_observed_equals_numpys(
+    batches: Few, steps: Few, side: Annotated[int, st.integers(3, 40)], seed: Seed
+) -> None:
     model, found = Pair(), Statistics("digest")
     seen: dict[str, list[list[tuple[Any, Any]]]] = {"conv": [], "linear": []}
     for batch in range(batches):

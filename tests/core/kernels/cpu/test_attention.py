@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.kernels.cpu.program import Program
-from tests.core.quant.stage import called, check, kernels, normal, threads
+from tests.core.quant.stage import Few, Many, Seed, called, check, kernels, normal, threads
 
 
 def exact(
@@ -30,15 +30,12 @@ def exact(
 
 
 @settings(max_examples=160)
-@given(
-    lengths=st.lists(st.integers(1, 45), min_size=1, max_size=4), more=st.integers(0, 40), tokens=st.integers(1, 40),
-    limited=st.booleans(), causal=st.booleans(), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
-    d=st.sampled_from((16, 32, 48, 64)), hardness=st.sampled_from((0.1, 1.0, 10.0, 1e4)), far=st.booleans(),
-    floats=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_attention(
-    lengths: list[int], more: int, tokens: int, limited: bool, causal: bool, kv_heads: int, group: int, d: int,
-    hardness: float, far: bool, floats: bool, seed: int,
+    lengths: Annotated[list[int], st.lists(st.integers(1, 45), min_size=1, max_size=4)],
+    more: Annotated[int, st.integers(0, 40)], tokens: Many, limited: bool, causal: bool, kv_heads: Few, group: Few,
+    d: Literal[16, 32, 48, 64],
+    hardness: Annotated[float, st.sampled_from((0.1, 1.0, 10.0, 1e4))], far: bool, floats: bool, seed: Seed,
 ) -> None:  # fmt: skip
     """Lengths, causality and shared heads in any combination; keys and values lie in something wider, NaN behind a
     length. At the greatest hardness one key takes all. Scores `far` below nought are below those of padded vectors.

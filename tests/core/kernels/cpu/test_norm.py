@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -15,11 +15,21 @@ from core.kernels.cpu.program import Program
 from core.kernels.cpu.token_program import TokenProgram
 from core.quant.dynamic import quantize_rows
 from core.quant.linear import quantize
-from tests.core.quant.stage import as_bytes, called, check, check_close, kernels, normal, threads
+from tests.core.quant.stage import (
+    Few,
+    Many,
+    Seed,
+    Several,
+    as_bytes,
+    called,
+    check,
+    check_close,
+    kernels,
+    normal,
+    threads,
+)
 
 few = settings(max_examples=60)
-widths = st.integers(1, 70)
-seeds = st.integers(0, 99)
 
 
 def filled(norm: Any) -> Any:
@@ -37,8 +47,10 @@ def exact_group_norm(x: Tensor, norm: nn.GroupNorm, images: int) -> Tensor:
 
 
 @few
-@given(rows=st.integers(1, 20), channels=widths, scale=st.sampled_from((1e-30, 1e-3, 1.0, 300.0)), seed=seeds)
-def test_quantize_is_pytorchs(rows: int, channels: int, scale: float, seed: int) -> None:
+@given(...)
+def test_quantize_is_pytorchs(
+    rows: Many, channels: Many, scale: Annotated[float, st.sampled_from((1e-30, 1e-3, 1.0, 300.0))], seed: Seed
+) -> None:
     """By scales of channels, and by each row's largest."""
     x, inverse = normal(seed, rows, channels), normal(seed + 1, channels, scale=scale)
     assert torch.equal(called(lambda p: p.quantize(x, inverse)), as_bytes(quantize(x, inverse)))
@@ -50,10 +62,11 @@ def test_quantize_is_pytorchs(rows: int, channels: int, scale: float, seed: int)
 
 
 @few
-@given(named=st.lists(st.integers(0, 2), min_size=1, max_size=4), tokens=st.integers(1, 7), channels=widths, seed=seeds)
+@given(...)
 def test_rows_of_named_images_are_scaled_into_the_range_of_bytes(
-    named: list[int], tokens: int, channels: int, seed: int
-) -> None:
+    named: Annotated[list[int], st.lists(st.integers(0, 2), min_size=1, max_size=4)], tokens: Several,
+    channels: Many, seed: Seed,
+) -> None:  # fmt: skip
     rows = len(named) * tokens
     inverse = 50 * normal(seed + 1, channels).abs() + 1
     x = normal(seed, rows, channels) * normal(seed + 2, rows, 1).exp()
@@ -92,14 +105,11 @@ def test_quantize_rounds_half_to_even_and_clamps_what_no_integer_holds() -> None
 
 
 @settings(max_examples=120)
-@given(
-    images=st.integers(1, 3), tokens=st.integers(1, 7), channels=widths, mean=st.sampled_from((0.0, 50.0)),
-    eps=st.sampled_from((1e-5, 1e-2)), affine=st.booleans(), scaled=st.booleans(), added=st.booleans(),
-    floats=st.booleans(), seed=seeds,
-)  # fmt: skip
+@given(...)
 def test_layer_norm(
-    images: int, tokens: int, channels: int, mean: float, eps: float, affine: bool, scaled: bool, added: bool,
-    floats: bool, seed: int,
+    images: Few, tokens: Several, channels: Many, mean: Annotated[float, st.sampled_from((0.0, 50.0))],
+    eps: Annotated[float, st.sampled_from((1e-5, 1e-2))], affine: bool, scaled: bool, added: bool, floats: bool,
+    seed: Seed,
 ) -> None:  # fmt: skip
     """With and without parameters, times a scale for each image, plus a residual."""
     x, residual = normal(seed, images * tokens, channels, scale=3) + mean, normal(seed + 3, images * tokens, channels)
@@ -121,13 +131,11 @@ def test_layer_norm(
 
 
 @few
-@given(
-    images=st.integers(1, 3), pixels=st.integers(2, 40), size=st.integers(1, 9), groups=st.integers(1, 8),
-    second=st.integers(0, 40), silu=st.booleans(), floats=st.booleans(), seed=seeds,
-)  # fmt: skip
+@given(...)
 def test_group_norm(
-    images: int, pixels: int, size: int, groups: int, second: int, silu: bool, floats: bool, seed: int
-) -> None:
+    images: Few, pixels: Annotated[int, st.integers(2, 40)], size: Several, groups: Several,
+    second: Annotated[int, st.integers(0, 40)], silu: bool, floats: bool, seed: Seed,
+) -> None:  # fmt: skip
     """Of one input and of two side by side, whose border may lie within a group."""
     channels = size * groups
     c2 = min(second, channels - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.kernels.cpu.arguments import ACTIVATIONS, Activation
 from core.kernels.cpu.program import Program, Weights, pack_float, pack_int8
-from tests.core.quant.stage import as_bytes, called, check, check_close, kernels, normal, threads, whole
+from tests.core.quant.stage import Many, Several, as_bytes, called, check, check_close, kernels, normal, threads, whole
 
 few = settings(max_examples=80)
 KINDS = ("int8", "int8 by row", "fp32", "bf16")
@@ -97,17 +97,17 @@ EXACT: dict[Activation | None, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 acts = st.sampled_from([*EXACT])
 
-cases = st.builds(
+Product = Annotated[Case, st.builds(
     Case, st.sampled_from(KINDS), images=st.integers(1, 3), height=st.integers(1, 7), width=st.integers(1, 9),
     fours=st.integers(1, 12), n=st.integers(1, 140), taps=st.sampled_from((1, 9)), stride=st.sampled_from((1, 2)),
     before=st.sampled_from((0, 1)), upsample=st.booleans(), cut=st.tuples(*2 * [st.integers(0, 1)]),
     row_bias=st.booleans(), residual=st.booleans(), act=acts, bytes=st.booleans(), seed=st.integers(0, 99),
-).filter(lambda case: case.taps == 1 or min(case.height, case.width) > 1)  # fmt: skip
+).filter(lambda case: case.taps == 1 or min(case.height, case.width) > 1)]  # fmt: skip
 
 
 @few
-@given(cases)
-def test_sums_of_bytes_are_exact(case: Case) -> None:
+@given(...)
+def test_sums_of_bytes_are_exact(case: Product) -> None:
     case = dataclasses.replace(case, kind="int8")
     a, x = case.input()
     found = called(lambda p: p.product(a, case.packed(), **case.options))
@@ -115,8 +115,8 @@ def test_sums_of_bytes_are_exact(case: Case) -> None:
 
 
 @settings(max_examples=160)
-@given(cases)
-def test_scale_bias_what_is_added_and_the_way_out(case: Case) -> None:
+@given(...)
+def test_scale_bias_what_is_added_and_the_way_out(case: Product) -> None:
     a, x = case.input()
     a_scale = normal(7, len(a)).exp() if case.kind == "int8 by row" else None
     scale = normal(2, case.n).abs() / 1e3 if case.int8 else torch.ones(case.n)
@@ -138,11 +138,11 @@ def test_scale_bias_what_is_added_and_the_way_out(case: Case) -> None:
 
 
 @few
-@given(
-    kind=st.sampled_from(KINDS), rows=st.integers(1, 30), fours=st.integers(1, 12), pairs=st.integers(1, 9),
-    floats=st.booleans(), act=acts,
-)  # fmt: skip
-def test_geglu(kind: str, rows: int, fours: int, pairs: int, floats: bool, act: Activation | None) -> None:
+@given(...)
+def test_geglu(
+    kind: Annotated[str, st.sampled_from(KINDS)], rows: Many, fours: Several, pairs: Several, floats: bool,
+    act: Annotated[Activation | None, acts],
+) -> None:  # fmt: skip
     """Hidden · act(gate), by default GELU, in diffusers' order: the first half of the columns is hidden."""
     case = Case(kind, 1, 1, rows, fours, 32 * pairs, 1)
     a, x = case.input()

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from core.kernels.cpu import calls
 from core.kernels.cpu.program import Program, pack_float
 from tests.core.quant.stage import kernels, normal, threads
+
+Step = st.tuples(st.sampled_from((4, 8, 12)), st.integers(0, 9))
+Steps = Annotated[list[tuple[int, int]], st.lists(Step, max_size=30)]
 
 
 def test_python_and_the_kernels_agree_on_structures() -> None:
@@ -56,8 +59,8 @@ def test_what_is_given_back_twice_or_is_no_buffer_is_refused() -> None:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from((4, 8, 12)), st.integers(0, 9)), max_size=30))
-def test_no_two_buffers_in_use_are_one(steps: list[tuple[int, int]]) -> None:
+@given(...)
+def test_no_two_buffers_in_use_are_one(steps: Steps) -> None:
     program = Program(kernels())
     held: list[torch.Tensor] = []
     for count, which in steps:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
-from tests.core.quant.stage import Watched, check, kernels, normal, threads
+from tests.core.quant.stage import Few, Seed, Several, Watched, check, kernels, normal, threads
 
 
 def angles_of(seed: int, count: int, d: int) -> Tensor:
@@ -37,13 +36,11 @@ def rotated(x: Tensor, angles: Tensor, *, interleaved: bool) -> Tensor:
 
 
 @settings(max_examples=60)
-@given(
-    rows=st.integers(1, 9), kv_heads=st.integers(1, 3), group=st.integers(1, 3), d=st.sampled_from((16, 48, 128)),
-    interleaved=st.booleans(), norm=st.booleans(), table=st.booleans(), fused=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_rotate_heads(
-    rows: int, kv_heads: int, group: int, d: int, interleaved: bool, norm: bool, table: bool, fused: bool, seed: int
-) -> None:
+    rows: Several, kv_heads: Few, group: Few, d: Literal[16, 48, 128], interleaved: bool,
+    norm: bool, table: bool, fused: bool, seed: Seed,
+) -> None:  # fmt: skip
     """Slices of a fused projection or tensors of their own, angles for each row or for each position."""
     heads = kv_heads * group
     given_ = normal(seed, rows, (heads + 2 * kv_heads) * d, scale=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.kernels.cpu.token_program import TokenProgram
-from tests.core.quant.stage import Watched, called, kernels, normal, seeded, threads
+from tests.core.quant.stage import Few, Many, Seed, Several, Watched, called, kernels, normal, seeded, threads
 
 
 @settings(max_examples=60)
-@given(
-    images=st.integers(1, 3), tokens=st.integers(1, 9), channels=st.integers(1, 70), count=st.integers(1, 20),
-    half=st.booleans(), placed=st.booleans(), scale=st.sampled_from((1.0, 2.3)), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_embed(
-    images: int, tokens: int, channels: int, count: int, half: bool, placed: bool, scale: float, seed: int
-) -> None:
+    images: Few, tokens: Several, channels: Many, count: Many, half: bool, placed: bool,
+    scale: Annotated[float, st.sampled_from((1.0, 2.3))], seed: Seed,
+) -> None:  # fmt: skip
     """Of fp32 and bf16 tables, which may be slices, scaled, with and without positions."""
     table = normal(seed, count, channels + 3).to(torch.bfloat16 if half else torch.float32)[:, 2:-1]
     table[0, 0] = -0.0
@@ -49,13 +47,11 @@ def test_an_embedding_of_a_buffer_gathers_its_rows() -> None:
 
 
 @settings(max_examples=25)
-@given(
-    images=st.integers(1, 3), n1=st.integers(1, 9), n2=st.integers(1, 9), padding=st.integers(0, 3),
-    channels=st.integers(1, 70), as_bytes=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_sequences_are_joined_and_split(
-    images: int, n1: int, n2: int, padding: int, channels: int, as_bytes: bool, seed: int
-) -> None:
+    images: Few, n1: Several, n2: Several, padding: Annotated[int, st.integers(0, 3)], channels: Many, as_bytes: bool,
+    seed: Seed,
+) -> None:  # fmt: skip
     """[images, n1] and [images, n2] tokens in one sequence, whatever pads it left alone; all may be slices."""
     tokens = n1 + n2 + padding
     parts = [normal(seed + n, images * n, channels + 2, scale=50) for n in (n1, n2)]

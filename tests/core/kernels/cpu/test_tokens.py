@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
 from tests.core.kernels.cpu.test_rotary import angles_of, normed, rotated
-from tests.core.quant.stage import Watched, called, check, kernels, normal, seeded, threads
+from tests.core.quant.stage import Few, Many, Seed, Several, Watched, called, check, kernels, normal, seeded, threads
 
 
 class World(NamedTuple):
@@ -47,11 +47,10 @@ def ints(values: list[int]) -> Tensor:
 
 
 @settings(max_examples=60)
-@given(
-    images=st.integers(1, 3), tokens=st.integers(1, 5), channels=st.integers(1, 80), scaled=st.booleans(),
-    added=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_rms_norm(images: int, tokens: int, channels: int, scaled: bool, added: bool, floats: bool, seed: int) -> None:
+@given(...)
+def test_rms_norm(
+    images: Few, tokens: Several, channels: Many, scaled: bool, added: bool, floats: bool, seed: Seed
+) -> None:
     rows = images * tokens
     x, weight, residual = normal(seed, rows, channels, scale=3), normal(seed + 1, channels), None
     inverse = None if floats else normal(seed + 2, channels, scale=40)
@@ -68,14 +67,13 @@ def test_rms_norm(images: int, tokens: int, channels: int, scaled: bool, added: 
 
 
 @settings(max_examples=60)
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4), kv_heads=st.integers(1, 3), group=st.integers(1, 7),
-    d=st.sampled_from((16, 48, 128)), int8=st.booleans(), floats=st.booleans(), hardness=st.sampled_from((1.0, 1e4)),
-    window=st.one_of(st.just(0), st.integers(1, 60)), cap=st.sampled_from((0.0, 0.7, 50.0)), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_attention_over_pages(
-    lengths: list[int], kv_heads: int, group: int, d: int, int8: bool, floats: bool, hardness: float, window: int,
-    cap: float, seed: int,
+    lengths: Annotated[list[int], st.lists(st.integers(1, 50), min_size=1, max_size=4)], kv_heads: Few, group: Several,
+    d: Literal[16, 48, 128], int8: bool, floats: bool,
+    hardness: Annotated[float, st.sampled_from((1.0, 1e4))],
+    window: Annotated[int, st.one_of(st.just(0), st.integers(1, 60))],
+    cap: Annotated[float, st.sampled_from((0.0, 0.7, 50.0))], seed: Seed,
 ) -> None:  # fmt: skip
     """Any rows of any sequences, also several of one; what lies behind a row's position or before its window must not
     matter. At the greatest hardness scores are beyond what exp holds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests.core.kernels.cuda.device import DTYPE, E4M3, EIGHT, INT8, draw, ints,
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference, variant_for
 from core.kernels.cuda.attention_source import source
+from tests.core.quant.stage import Seed
 
 
 def drawn(seed: int, images: int, tokens: int, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,15 +41,13 @@ def lengths_of(*counts: int) -> Tensor:
 
 
 @settings(max_examples=20)
-@given(
-    counts=st.lists(st.integers(0, 150), min_size=1, max_size=3), more=st.integers(0, 70),
-    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]), d=st.sampled_from([8, 24, 64, 128]), causal=st.booleans(),
-    limited=st.booleans(),
-    to=st.sampled_from([DTYPE, *EIGHT]), one=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_attention(
-    counts: list[int], more: int, heads: tuple[int, int], d: int, causal: bool, limited: bool, to: torch.dtype,
-    one: bool, seed: int,
+    counts: Annotated[list[int], st.lists(st.integers(0, 150), min_size=1, max_size=3)],
+    more: Annotated[int, st.integers(0, 70)],
+    heads: Annotated[tuple[int, int], st.sampled_from([(2, 2), (4, 2), (3, 1)])],
+    d: Literal[8, 24, 64, 128], causal: bool, limited: bool,
+    to: Annotated[torch.dtype, st.sampled_from([DTYPE, *EIGHT])], one: bool, seed: Seed,
 ) -> None:  # fmt: skip
     """With lengths and without."""
     tokens = max(1, max(counts) + more)

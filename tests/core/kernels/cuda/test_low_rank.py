@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from core.kernels.cuda.low_rank import (
     up,
 )
 from core.kernels.cuda.tiles import Tile, candidates
+from tests.core.quant.stage import Many, Seed, Several
 
 SLACK = 2e-2 if CUDA else 1e-5
 
@@ -302,8 +303,10 @@ made(_up, rest | {"out": "*bf16"}, dict(ADD=True, BM=16, BN=64, BR=16, pixels=1,
 """
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.floats(1e-6, 1e6), st.integers(0, 99))
-def test_levels_are_within_half_a_step(ranks: int, depth: int, size: float, seed: int) -> None:
+@given(...)
+def test_levels_are_within_half_a_step(
+    ranks: Several, depth: Many, size: Annotated[float, st.floats(1e-6, 1e6)], seed: Seed
+) -> None:
     """Of a row's largest value in 16 bits; zeros stay zeros."""
     down = size * normal(seed, ranks, depth)
     down[0] = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +15,11 @@ from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8, dra
 # isort: split
 from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
 from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
+from tests.core.quant.stage import Few, Seed, Several
 
 KINDS = [*EIGHT, DTYPE]
+Channels = Literal[40, 128, 640]
+To = Annotated[torch.dtype, st.sampled_from(KINDS)]
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -29,12 +34,9 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 @settings(max_examples=12)
-@given(
-    images=st.integers(1, 3), each=st.integers(1, 9), channels=st.sampled_from([40, 128, 640]),
-    to=st.sampled_from(KINDS), scaled=st.booleans(), added=st.booleans(), one=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_rms_norm(
-    images: int, each: int, channels: int, to: torch.dtype, scaled: bool, added: bool, one: bool, seed: int
+    images: Few, each: Several, channels: Channels, to: To, scaled: bool, added: bool, one: bool, seed: Seed
 ) -> None:
     g, rows = draw(seed), images * each
     x = (3 * normal(g, rows, channels + 16)).to(DTYPE)[:, 8:-8]
@@ -50,12 +52,9 @@ def test_rms_norm(
 
 
 @settings(max_examples=12)
-@given(
-    images=st.integers(1, 3), each=st.integers(1, 9), channels=st.sampled_from([40, 128, 640]),
-    to=st.sampled_from(KINDS), gated=st.booleans(), scaled=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_residual_norm(
-    images: int, each: int, channels: int, to: torch.dtype, gated: bool, scaled: bool, seed: int
+    images: Few, each: Several, channels: Channels, to: To, gated: bool, scaled: bool, seed: Seed
 ) -> None:
     g, rows = draw(seed), images * each
     x, y = (3 * normal(g, rows, channels)).to(DTYPE), normal(g, rows, channels).to(DTYPE)

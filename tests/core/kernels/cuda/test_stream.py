@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,8 +22,11 @@ hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 SHAPES = ((6144, 4096), (4096, 4096), (4096, 14336), (64, 128), (192, 640))
 
 
-@given(st.integers(1, MOST_ROWS), st.integers(1, 256), st.integers(1, 128), st.booleans())
-def test_variants_fit_the_multiprocessor(rows: int, tiles: int, steps: int, gated: bool) -> None:
+@given(...)
+def test_variants_fit_the_multiprocessor(
+    rows: Annotated[int, st.integers(1, MOST_ROWS)], tiles: Annotated[int, st.integers(1, 256)],
+    steps: Annotated[int, st.integers(1, 128)], gated: bool,
+) -> None:  # fmt: skip
     columns, depth = 128 * tiles, 128 * steps
     variant = stream.choose(rows, columns, depth, _PROCESSORS, gated=gated)
     assert rows <= variant.tokens <= max(8, 2 * rows) and variant.tokens % (8 * variant.consumers) == 0
