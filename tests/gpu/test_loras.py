@@ -22,6 +22,7 @@ from core.ops.branches import LowRank
 from core.ops.cuda import CudaLowering
 from core.quant.convert import swap_
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear
+from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from tests.gpu.conftest import add_variant
 from tests.gpu.test_recording import WIDTHS
@@ -38,13 +39,9 @@ LAYERS = (  # that have shares: attention's, and all but keys and values of the 
 )
 KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8", True)]
 PRECISIONS = pytest.mark.parametrize(("precision", "folds"), KINDS, indirect=["folds"])
-WIDTHS_OF_UNET: dict[str, Any] = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (64, 128, 256),
-    "transformer_layers_per_block": (1, 2, 3), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
-    "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 6 * 8 + 24,
-}  # fmt: skip
+DEEP = tiny.SDXLShape(
+    channels=(64, 128, 256), transformers=(1, 2, 3), heads=(1, 2, 4), resnets=2, groups=32, text_width=32
+)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +133,7 @@ def random_unet(device: torch.device) -> Any:
 
     torch.manual_seed(0)
     with device:
-        unet = UNet2DConditionModel(sample_size=32, in_channels=4, out_channels=4, layers_per_block=2, **WIDTHS_OF_UNET)
-    unet.eval().requires_grad_(False).to(torch.bfloat16)
+        unet = UNet2DConditionModel(**DEEP.unet()).eval().requires_grad_(False).to(torch.bfloat16)
     rules = recipe.unet(unet)
     scales, layers = dict[str, torch.Tensor](), dict[str, nn.Module]()
     for name, layer in unet.named_modules():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.core.kernels.cuda.device import CUDA, DEVICE, E4M3, EIGHT, INT8, draw, levels, normal, uniform
 
@@ -34,8 +36,10 @@ from core.kernels.cuda.quantize import (
     quantize_rows,
     quantize_rows_reference,
 )
+from tests.core.quant.stage import Few, Seed, Several
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+To = Annotated[torch.dtype, st.sampled_from([*EIGHT, BF16])]
 
 
 def eight_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -110,14 +114,18 @@ def test_scales_of_rows_that_are_not_finite_are_not_either() -> None:
     assert quantize_rows(x)[1].isfinite().tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("to", EIGHT)
-@pytest.mark.parametrize(("rows", "channels"), [(7, 40), (5, 640), (3, 1280)])
-def test_layer_norm(to: torch.dtype, rows: int, channels: int) -> None:
-    g = draw(2)
-    x = (normal(g, rows, channels + 8) * 3 + 1).to(BF16)[:, :channels]
-    weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
-    inverse = uniform(g, channels) * 30 + 10
-    compare(layer_norm_int8, layer_norm_int8_reference, x, weight, bias, 1e-5, inverse, to, dtype=to, share=0.01)
+@settings(max_examples=14)
+@given(...)
+def test_layer_norm(
+    images: Few, each: Several, channels: Literal[40, 640, 1280], to: To, affine: bool, scaled: bool, seed: Seed
+) -> None:
+    """With and without parameters, times a scale of each image."""
+    g = draw(seed)
+    x = (normal(g, images * each, channels + 8) * 3 + 1).to(BF16)[:, :channels]
+    weight, bias = (normal(g, channels).to(BF16) if affine else None for _ in range(2))
+    row_scale = (1 + normal(g, images, channels)).to(BF16) if scaled else None
+    given = (x, weight, bias, 1e-5, None if to == BF16 else uniform(g, channels) * 30 + 10, to)
+    compare(layer_norm_int8, layer_norm_int8_reference, *given, row_scale=row_scale, dtype=to, share=0.03)
 
 
 @pytest.mark.quick

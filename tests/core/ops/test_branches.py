@@ -168,10 +168,7 @@ def gated(on: str, kind: str, apart: bool, act: Any, out: Any) -> tuple[Bench, W
     layers = {"hidden": linear(0, 32, 48), "gate": linear(1, 32, 48)} if apart else {"both": linear(0, 32, 96)}
     bench = Bench(on, kind, layers)
 
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(ops.gated(x, *bench.layers.values(), act=act, to=out), out)
-
-    return bench, walk
+    return bench, lambda ops, x: ops.linear(ops.gated(x, *bench.layers.values(), act=act, to=out), out)
 
 
 @KINDS

@@ -136,9 +136,6 @@ def test_it_needs_no_weights() -> None:
     with torch.device("meta"):
         layers = nn.Linear(10**6, 10**6), nn.Conv2d(10**6, 10**6, 3, stride=2, padding=0)
 
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.columns(ops.conv(ops.linear(x, layers[0]), layers[1]), 5, 7)
-
-    found = trace(walk, (1, 9, 8, 10**6))
+    found = trace(lambda ops, x: ops.columns(ops.conv(ops.linear(x, layers[0]), layers[1]), 5, 7), (1, 9, 8, 10**6))
     assert found.outputs == ((1, 4, 4, 7),)
     assert [(call.operation, call.layers) for call in found.calls] == [("linear", layers[:1]), ("conv", layers[1:])]

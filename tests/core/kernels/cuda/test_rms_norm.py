@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8, draw, normal
 
 # isort: split
-from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
+from core.kernels.cuda.layer_norm import layer_norm_int8
 from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
 from tests.core.quant.stage import Few, Seed, Several
 
@@ -81,18 +81,6 @@ def test_an_images_rows_do_not_depend_on_the_others(to: torch.dtype) -> None:
     own, some = slice(5, 10), slice(1, 2)
     alone = residual_norm(x[own], y[own], weight, weight, 1e-5, inverse, to, gate=gate[some], next_scale=scale[some])
     assert all(torch.equal(a.float(), b.float()[own]) for a, b in zip(alone, whole, strict=True))
-
-
-@pytest.mark.parametrize("to", KINDS)
-@pytest.mark.parametrize("affine", [False, True])
-def test_layer_norm_without_weights_and_with_a_scale_of_the_image(to: torch.dtype, affine: bool) -> None:
-    g, channels = draw(4), 384
-    x = (3 * normal(g, 10, channels) + 1).to(DTYPE)
-    weight, bias = (normal(g, channels).to(DTYPE) if affine else None for _ in range(2))
-    inverse = 20 + 5 * normal(g, channels) if to in EIGHT else None
-    for row_scale in (None, (1 + normal(g, 2, channels)).to(DTYPE)):
-        wanted = layer_norm_int8_reference(x, weight, bias, 1e-6, inverse, to, row_scale=row_scale)
-        near(layer_norm_int8(x, weight, bias, 1e-6, inverse, to, row_scale=row_scale), wanted)
 
 
 def test_shapes_that_disagree_are_refused() -> None:
