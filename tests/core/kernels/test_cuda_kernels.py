@@ -19,7 +19,6 @@ from core.kernels.cuda.conv import (
     conv3x3_int8_reference,
     upsample_conv3x3_int8,
     upsample_conv3x3_int8_reference,
-    upsample_weight,
 )
 from core.kernels.cuda.group_norm import group_norm_int8, group_norm_int8_reference
 from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
@@ -223,16 +222,6 @@ def test_upsampling_conv(kind: torch.dtype, shape: tuple[int, int, int, int], n:
     scale, bias = uniform(g, 4, n) * 1e-3, normal(g, n)
     given, loose = (x, weight, scale, bias), 1.0 if kind == E4M3 else 0.02
     compare(upsample_conv3x3_int8, upsample_conv3x3_int8_reference, *given, dtype=BF16, share=loose)
-
-
-def test_four_small_convolutions_are_one_of_the_upsampled_picture() -> None:
-    g = draw(8)
-    x, weight = eight_bits(g, INT8, 2, 5, 6, 16), normal(g, 8, 3, 3, 16)
-    up = x.double().movedim(-1, 1).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    expected = torch.nn.functional.conv2d(up, weight.double().movedim(-1, 1), padding=1).movedim(1, -1)
-    ones = torch.ones(4, 8, device=DEVICE)
-    actual = upsample_conv3x3_int8_reference(x, upsample_weight(weight.double()), ones, dtype=FP32)
-    assert torch.allclose(actual.double(), expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [BF16, *EIGHT])

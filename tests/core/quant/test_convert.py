@@ -102,15 +102,6 @@ def test_a_layer_under_two_names_is_replaced_under_both() -> None:
     assert isinstance(model.out, Int8Linear) and model.again is model.out and report.changed == list(LAYERS)
 
 
-def test_layers_of_layers_are_reached() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)).requires_grad_(False)
-    statistics = Statistics("digest")
-    with statistics.observe(model, ["0.0", "0.1", "1"], 0):
-        model(torch.randn(3, 4))
-    assert quantize_(model, Recipe("all", (Rule(".*"),)), statistics).changed == ["0.0", "0.1", "1"]
-    assert all(isinstance(layer, Int8Linear) for layer in (model[0][0], model[0][1], model[1]))
-
-
 def lose(name: str) -> Callable[[Block, Statistics], None]:
     def damage(model: Block, statistics: Statistics) -> None:
         del statistics.largest[name]

@@ -102,16 +102,6 @@ def test_a_causal_rows_bits_do_not_depend_on_later_tokens() -> None:
         assert torch.equal(called(lambda p: p.attention(q[:count], k[:count], v[:count], **options)), whole[:count])  # noqa: B023
 
 
-def test_lengths_are_read_when_a_program_runs() -> None:
-    q, k, v, lengths = normal(0, 8, 32), normal(1, 20, 32), normal(2, 20, 32), torch.tensor([20], dtype=torch.int32)
-    p = Program(kernels())
-    found = p.attention(q, k, v, images=1, heads=2, scale=0.25, inverse=None, lengths=lengths)
-    for length in (20, 3):
-        lengths.fill_(length)
-        p.run()
-        check(found, exact(q, k[:length], v[:length], 1, 2), relative=3e-6)
-
-
 @pytest.mark.parametrize("which", range(3))
 def test_nan_stays_nan(which: int) -> None:
     given_ = normal(0, 12, 32), normal(1, 20, 32), normal(2, 20, 32)

@@ -83,17 +83,6 @@ def test_what_calls_point_into_stays_alive() -> None:
     assert torch.allclose(out, normal(0, 64, 64) @ normal(1, 64, 64).t() + normal(2, 64), atol=1e-4)
 
 
-def test_pointers_of_the_last_call_may_be_set_anew() -> None:
-    program = Program(kernels())
-    x = normal(0, 2, 4)
-    out = program.quantize(torch.zeros(2, 4), torch.full((4,), 10.0))
-    program.run()
-    assert (out == 128).all()
-    program.last.x = x.data_ptr()
-    program.run()
-    assert torch.equal(out, ((x * 10).round().clamp(-127, 127) + 128).to(torch.uint8))
-
-
 def test_a_program_has_torchs_threads_whichever_thread_runs_it() -> None:
     """OpenMP's own setting is each thread's: one that is new would take every core."""
     maps = Path("/proc/self/maps").read_text().splitlines()
