@@ -130,6 +130,11 @@ def stock(of: Any, given: Inputs) -> Tensor:
     )[0]  # fmt: skip
 
 
+def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
+    """Of each row, relative."""
+    return (found - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+
+
 @torch.inference_mode()
 def ours(split: SplitUNet, given: Inputs) -> Tensor:
     """What we compute, on any lowering."""

@@ -15,7 +15,7 @@ from core.quant.convert import Recipe, Rule, quantize_
 from core.quant.store import round_
 from tests.core.quant.stage import check_close, threads
 from tests.pipeline.worlds import model
-from tests.unet_opt.shapes import UNETS, calibrated, in_8_bits, inputs, on_kernels, ours, stock, unet
+from tests.unet_opt.shapes import UNETS, calibrated, in_8_bits, inputs, on_kernels, ours, row_errors, stock, unet
 from unet_opt.deepcache import SplitUNet
 from unet_opt.layout import _SUPPORTED, check_unet
 from unet_opt.unet import cross_attentions
@@ -51,14 +51,10 @@ def test_in_8_bits_it_equals_the_quantized_modules_and_is_near_the_model(
     given = inputs(one, 8, *sides, tokens=77, seed=50)
     found, modules, wanted = ours(programs, given), stock(one, given), stock(plain, given)
 
-    def off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Of each row, relative."""
-        return (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)
-
     # Most rows are equal. In others some value lies between two levels and falls to either side.
-    assert off(found, modules).median() < 1e-5
-    assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
-    assert off(found, wanted).max() < 0.15
+    assert row_errors(found, modules).median() < 1e-5
+    assert row_errors(found, modules).max() < 1.5 * row_errors(modules, wanted).max()
+    assert row_errors(found, wanted).max() < 0.15
 
 
 @pytest.mark.parametrize("name", UNETS)

@@ -16,7 +16,7 @@ from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
 from tests.core.quant.stage import check_close, kernels, normal, threads
-from tests.unet_opt.shapes import KNOWN, vae
+from tests.unet_opt.shapes import KNOWN, row_errors, vae
 from unet_opt import recipe
 from unet_opt.layout import check_decoder
 from unet_opt.vae import VaeDecoder
@@ -89,12 +89,9 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     x = latents(16, 2, 2, seed=50)  # small: a value on the edge of two levels may fall either way, and few do here
     found, modules, wanted = on_kernels(one)(x), stock(one, x), stock(plain, x)
 
-    def off(a: Tensor, b: Tensor) -> Tensor:
-        return (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)
-
-    assert off(found, modules).median() < 1e-5
-    assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
-    assert off(found, wanted).max() < 0.2  # eight random channels, of which each counts
+    assert row_errors(found, modules).median() < 1e-5
+    assert row_errors(found, modules).max() < 1.5 * row_errors(modules, wanted).max()
+    assert row_errors(found, wanted).max() < 0.2  # eight random channels, of which each counts
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
