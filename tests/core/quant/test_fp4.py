@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core.quant.fp4 import Fp4Linear, nearest_codes, values
 from core.quant.fp4_layouts import Fp4Layout
 from tests.core.quant.published import draw_fp4
-from tests.core.quant.stage import Few, Many, Seed, Several, normal
+from tests.core.quant.stage import Few, Seed, Several, normal
 
 few = settings(max_examples=20, deadline=None)
 
@@ -55,7 +55,7 @@ def test_a_weight_is_off_by_a_sixth_of_the_largest_of_its_sixteen(
 @few
 @given(...)
 def test_a_layer_is_what_its_published_layout_says(
-    method: Literal["compressed-tensors", "modelopt"], n: Few, blocks: Many, seed: Seed
+    method: Literal["compressed-tensors", "modelopt"], n: Few, blocks: Several, seed: Seed
 ) -> None:
     layout = Fp4Layout(method)
     parts, weight = draw_fp4(layout, n, 16 * blocks, seed=seed)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
+from core.kernels.cpu.token_program import TokenProgram
 from tests.core.quant.stage import Few, Seed, Several, Watched, check, kernels, normal, threads
 
 
@@ -66,7 +66,7 @@ def test_rotate_heads(
         assert torch.equal(qkv[:, (heads + kv_heads) * d :], given_[:, (heads + kv_heads) * d :])
 
 
-def test_a_rows_bits_depend_neither_on_its_companions_nor_threads_nor_on_a_cache() -> None:
+def test_a_rows_bits_depend_neither_on_its_companions_nor_threads() -> None:
     rows, heads, kv_heads, d = 9, 4, 2, 48
     given_ = normal(0, rows, (heads + 2 * kv_heads) * d)
     angles, q_norm, k_norm = angles_of(1, rows, d), normal(2, d), normal(3, d)
@@ -83,15 +83,6 @@ def test_a_rows_bits_depend_neither_on_its_companions_nor_threads_nor_on_a_cache
         assert torch.equal(run(slice(row, row + 1))[0], together[row])
     with threads(2):
         assert torch.equal(run(slice(None)), together)
-    numbers = torch.arange(rows, dtype=torch.int32)
-    places = TokenPositions(numbers, torch.zeros_like(numbers), torch.zeros(1, 1, dtype=torch.int32))
-    layer = PagedLayer(torch.zeros(1, kv_heads, d, PAGE), torch.zeros(1, kv_heads, PAGE, d))
-    paged, p = given_.clone(), Watched()
-    p.rotate(paged, angles, places, layer, heads=heads, q_norm=q_norm, k_norm=k_norm)
-    p.run()
-    assert torch.equal(paged, together)
-    kept = layer.keys[0, :, :, :rows].permute(2, 0, 1).reshape(rows, -1)
-    assert torch.equal(kept, together[:, heads * d : -kv_heads * d])
 
 
 @pytest.mark.parametrize(

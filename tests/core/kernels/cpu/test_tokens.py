@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
-from tests.core.kernels.cpu.test_rotary import angles_of, normed, rotated
+from tests.core.kernels.cpu.test_rotary import angles_of, normed
 from tests.core.quant.stage import Few, Many, Seed, Several, Watched, called, check, kernels, normal, seeded, threads
 
 
@@ -42,7 +42,7 @@ def world(lengths: list[int], kv_heads: int, d: int, *, int8: bool, seed: int = 
     return World(layer, table.to(torch.int32), keys, values)
 
 
-def ints(values: list[int]) -> Tensor:
+def ints(values: list[int] | list[list[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -103,40 +103,32 @@ def test_attention_over_pages(
 def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
     heads: int, kv_heads: int, d: int, norm: bool, int8: bool
 ) -> None:
+    """And turns queries and keys with the bits that they have without pages."""
     dtype = torch.int8 if int8 else torch.float32
     keys, values = (torch.full((6, kv_heads, *sides), 7, dtype=dtype) for sides in ((d, PAGE), (PAGE, d)))
     scales = [torch.full((6, kv_heads, PAGE), 7.0) if int8 else None for _ in range(2)]
-    table = torch.tensor([[4, 1], [0, 5]], dtype=torch.int32)
-    positions, sequences = [0, 17, 15, 31], [0, 0, 1, 1]
-    angles = angles_of(1, 32, d)
-    given_ = normal(2, 4, (heads + 2 * kv_heads) * d)
-    qkv, p = given_.clone(), Watched()
-    places = TokenPositions(ints(positions), ints(sequences), table)
+    table, positions, sequences = ints([[4, 1], [0, 5]]), ints([0, 17, 15, 31]), ints([0, 0, 1, 1])
     q_norm, k_norm = (normal(3, d), normal(4, d)) if norm else (None, None)
-    layer = PagedLayer(keys, values, *scales)
-    q = p.rotate(qkv, angles, places, layer, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+    options: dict[str, Any] = {"heads": heads, "q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+    angles, qkv, p = angles_of(1, 32, d), normal(2, 4, (heads + 2 * kv_heads) * d), Watched()
+    turned = qkv.clone()
+    q, k, v = turned.split([heads * d, kv_heads * d, kv_heads * d], dim=1)
+    p.rotate_heads(q, k, angles, kv_heads=kv_heads, positions=positions, **options)
+    places, layer = TokenPositions(positions, sequences, table), PagedLayer(keys, values, *scales)
+    found = p.rotate(qkv, angles, places, layer, **options)
     p.run()
-    written = torch.zeros(6, PAGE, dtype=torch.bool)
-    for row, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
-        split = given_[row].view(-1, d)
-        page, place = int(table[sequence, position // PAGE]), position % PAGE
-        written[page, place] = True
-        turned = [
-            rotated(normed(part, weight, 1e-6)[None], angles[position][None], interleaved=False)[0]
-            for part, weight in ((split[:heads], q_norm), (split[heads : heads + kv_heads], k_norm))
-        ]
-        check(q[row], turned[0].flatten())
-        for found, scale, want in (
-            (keys[page, :, :, place], scales[0], turned[1]),
-            (values[page, :, place], scales[1], split[heads + kv_heads :].double()),
-        ):
-            if scale is None:
-                check(found, want)
-            else:
-                step = scale[page, :, place].double()
-                torch.testing.assert_close(step, want.abs().amax(-1) / 127, rtol=1e-6, atol=0)
-                assert ((found.double() * step[:, None] - want).abs() <= 0.5001 * step[:, None]).all()
-    assert (keys.permute(0, 3, 1, 2)[~written] == 7).all() and (values.transpose(1, 2)[~written] == 7).all()
+    assert torch.equal(found, q)
+    page, place = table[sequences, positions // PAGE], positions % PAGE
+    for kept, scale, want in ((keys[page, :, :, place], scales[0], k), (values[page, :, place], scales[1], v)):
+        want = want.view(4, kv_heads, d)
+        if scale is None:
+            assert torch.equal(kept, want)
+        else:
+            step = scale[page, :, place, None]
+            torch.testing.assert_close(step, want.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0)
+            assert ((kept * step - want).abs() <= 0.5001 * step).all()
+    keys[page, :, :, place], values[page, :, place] = 7, 7
+    assert (keys == 7).all() and (values == 7).all()
 
 
 @pytest.mark.parametrize("int8", [False, True])

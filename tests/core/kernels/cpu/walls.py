@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,15 +88,15 @@ def products(p: Walled, kind: str, channels: int, n: int) -> None:
     inverse, dtype = p.ones(n), torch.uint8 if kind in BYTES else torch.float32
     for rows in (1, 7, 15):
         a, plain, residual = p.ones(rows, channels, dtype=dtype), p.pack(kind, n, channels), p.ones(rows, n)
-        options = {"grid": (1, 1, rows), "a_scale": scales(rows)}
-        p.product(a, plain, row_bias=p.ones(1, n), residual=residual, act="silu", **options)  # type: ignore[arg-type]
-        p.product(a, plain, inverse=inverse, **options)  # type: ignore[arg-type]
-        p.product(a, p.pack(kind, 32 * n, channels, geglu=True), inverse=p.ones(16 * n), **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"grid": (1, 1, rows), "a_scale": scales(rows)}
+        p.product(a, plain, row_bias=p.ones(1, n), residual=residual, act="silu", **options)
+        p.product(a, plain, inverse=inverse, **options)
+        p.product(a, p.pack(kind, 32 * n, channels, geglu=True), inverse=p.ones(16 * n), **options)
     for (h, w), stride, before, upsample in itertools.product(((2, 2), (3, 5), (4, 7)), (1, 2), (0, 1), (False, True)):
         a = p.ones(2 * h * w, channels, dtype=dtype)
         options = {"stride": stride, "before": before, "upsample": upsample, "a_scale": scales(2 * h * w)}
         for after in (None, inverse):
-            p.product(a, p.pack(kind, n, channels, 9), grid=(2, h, w), inverse=after, **options)  # type: ignore[arg-type]
+            p.product(a, p.pack(kind, n, channels, 9), grid=(2, h, w), inverse=after, **options)
 
 
 def norms(p: Walled, channels: int) -> None:

@@ -45,7 +45,7 @@ def spoiled(lengths: list[int], kv_heads: int, d: int, kind: str, context: int) 
 
 
 def exact(
-    q: torch.Tensor, cache: KVCache, positions: torch.Tensor, sequences: torch.Tensor, **options: float
+    q: torch.Tensor, cache: KVCache, positions: torch.Tensor, sequences: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """What attention over a `spoiled` cache is in 64 bits."""
     keys, values, *scales = cache.layer(0)
