@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from core.cuda_graphs import CapturedGraph, CudaRecorder
-from core.kernels.cuda.linear import linear_geglu_int8
 from core.ops import cuda_branches
 from core.ops.branches import LowRank
 from core.ops.cuda import CudaLowering
@@ -193,28 +192,3 @@ def test_rows_of_a_forward_do_not_meet(folds: bool, recorded: bool) -> None:
         without, every, first = outputs
         assert torch.equal(every[0], first[0]) and torch.equal(without[1:], first[1:]), layers
         assert (every != without).flatten(1).any(1).all(), layers
-
-
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("m", "n", "k"), [(4096, 2560, 640), (300, 160, 144), (70, 96, 80)])
-def test_zeros_before_a_gate_change_no_bit_and_others_are_added(kind: torch.dtype, m: int, n: int, k: int) -> None:
-    g = torch.Generator("cuda").manual_seed(0)
-    x, weight = (
-        torch.randn(rows, k, generator=g, device="cuda").mul(30 if kind == torch.int8 else 1).to(kind)
-        for rows in (m, 2 * n)
-    )
-    scale = torch.rand(2 * n, generator=g, device="cuda") * (1e-5 if kind == torch.int8 else 0.05)
-    bias, inverse = torch.randn(2 * n, generator=g, device="cuda"), 10 + torch.rand(n, generator=g, device="cuda")
-    plain = linear_geglu_int8(x, weight, scale, bias, inverse)
-    zeros = torch.zeros(m, 2 * n, dtype=torch.bfloat16, device="cuda")
-    assert torch.equal(linear_geglu_int8(x, weight, scale, bias, inverse, added=zeros).float(), plain.float())
-    # What is added to every row alike is a bias.
-    more = torch.randn(2 * n, generator=g, device="cuda").bfloat16()
-    added = zeros + more
-    added[::2] = 0
-    found = linear_geglu_int8(x, weight, scale, bias, inverse, added=added)
-    moved = linear_geglu_int8(x, weight, scale, bias + more.float(), inverse)
-    assert torch.equal(found[::2].float(), plain[::2].float())
-    apart = (found[1::2].float() - moved[1::2].float()).abs()
-    step = 1.0 if kind == torch.int8 else 0.13 * moved[1::2].float().abs().amax()
-    assert apart.max() <= step and (apart > 0).float().mean() < 0.05
