@@ -170,21 +170,26 @@ def test_alone_it_is_zero_where_there_is_no_share() -> None:
         torch.testing.assert_close(*made, rtol=SLACK, atol=SLACK)
 
 
+Part = st.tuples(st.integers(1, 150), st.integers(0, 80))  # columns and a rank
+Parts = Annotated[
+    list[tuple[int, int]], st.lists(Part, min_size=1, max_size=4).filter(lambda parts: any(r for _, r in parts))
+]
+
+
 @settings(max_examples=20 if CUDA else 10)
-@given(st.data())
-def test_any_parts_of_a_layer(data: st.DataObject) -> None:
+@given(...)
+def test_any_parts_of_a_layer(widths: Parts, channels: Many, count: Many, eight: bool) -> None:
     """Layers side by side whose columns do not fill tiles, some of them without a branch."""
-    widths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
-    given_ = data.draw(st.lists(st.integers(0, 80), min_size=len(widths), max_size=len(widths)).filter(any))
-    channels, count, eight = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40)), data.draw(st.booleans())
-    starts = [sum(widths[:n]) for n in range(len(widths) + 1)]
-    parts = [(rank, starts[n], starts[n + 1]) for n, rank in enumerate(given_) if rank]
-    adapter, columns = Adapter(5, channels, starts[-1], 1, parts, eight), starts[-1]
+    parts, end = [], 0
+    for width, rank in widths:
+        parts += [(rank, end, end + width)] if rank else []
+        end += width
+    adapter = Adapter(5, channels, end, 1, parts, eight)
     x, window = (30 * normal(2, 1, 1, count, channels)).round().clamp(-128, 127), tokens(count)
     x = x.to(DEVICE, torch.int8 if eight else DTYPE)
-    out = torch.zeros(count, columns, dtype=DTYPE, device=DEVICE)
+    out = torch.zeros(count, end, dtype=DTYPE, device=DEVICE)
     launch(x, out, rows_of([[(adapter, 1.0)]]), window)
-    wanted = torch.zeros(count, columns)
+    wanted = torch.zeros(count, end)
     share = adapter.made(x[0].cpu(), window)
     wanted[:, : share.shape[1]] = share
     slack = max(SLACK, 1e-4) if eight else SLACK
