@@ -86,17 +86,6 @@ def test_on_old_features_kernels_and_torch_agree_and_differ_from_the_whole(depth
     assert far < 1, "and yet be near"
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_shallow_rows_bits_depend_on_nothing_but_the_row(depth: str) -> None:
-    one = in_8_bits("three-levels")
-    split, given = on_kernels(one, half=True), inputs(one, 5, 8, 8)
-    features = own(select_features(deep(split, given)[1:], depth))
-    together = shallow(split, depth, features, given)
-    for which in ([0], [4], [2, 3], [4, 3, 2, 1, 0], [1, 1, 3]):
-        some = tuple(feature[which] for feature in features)
-        assert torch.equal(shallow(split, depth, some, given.rows(which)), together[which])
-
-
 def test_no_weight_is_copied() -> None:
     """The shallow end of the programs packs nothing that the whole has not packed."""
     one = unet("plain")

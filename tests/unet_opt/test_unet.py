@@ -183,25 +183,6 @@ def test_layers_in_int8_may_be_anywhere(layers: str) -> None:
     assert error < 0.5 * rounding
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("name", UNETS)
-def test_keys_and_values_are_those_of_the_model(name: str, half: bool) -> None:
-    one = unet(name)
-    if half:
-        round_(one)
-    programs = on_kernels(one, half=half)
-    attentions = [module for name, module in one.named_modules() if name.endswith("attn2")]
-    for rows, tokens in ((2, 77), (1, 5), (2, 77)):
-        hidden = inputs(one, rows, 8, 8, tokens=tokens).hidden
-        wanted = {id(attn): (attn.to_k(hidden), attn.to_v(hidden)) for attn in attentions}
-        found = programs.prepare_text(hidden)
-        packed = [part for attn in cross_attentions(one) for part in wanted.pop(id(attn))]
-        assert not wanted, "each layer has its keys and values"
-        check_close(found, torch.cat(packed, dim=-1), relative=1e-5)
-        assert torch.equal(programs.prepare_text(hidden[:1]), found[:1]), "a row's bits are its own"
-
-
 def test_what_is_released_was_packed_and_programs_run_on() -> None:
     one = unet("three-levels")
     programs, given = on_kernels(one), inputs(one, 2, 8, 8)

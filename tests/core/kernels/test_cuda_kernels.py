@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.core.kernels.cuda.device import CUDA, DEVICE, E4M3, EIGHT, INT8, draw, levels, normal, uniform
 
@@ -41,15 +42,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 To = Annotated[torch.dtype, st.sampled_from([*EIGHT, BF16])]
 
 
-def eight_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def eight_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     if dtype == INT8:
         return levels(generator, *shape)
     return normal(generator, *shape).to(dtype)
 
 
-def close(
-    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, share: float = 0.0, slack: float = 0.0
-) -> None:
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, share: float = 0.0, slack: float = 0.0) -> None:
     """Equal up to one level, and that in no more than `share` of the places, where the last bit of fp32 decides.
 
     `slack`, of the largest value: Hopper's tensor cores keep some 14 bits of a sum of E4M3 products.
@@ -69,9 +68,9 @@ def close(
 
 
 def compare(
-    kernel: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], *arguments: Any, dtype: torch.dtype,
+    kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *arguments: Any, dtype: torch.dtype,
     share: float = 0.02, slack: float = 0.0, **options: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """What the kernel makes, which is `close` to what its twin does."""
     expected = reference(*arguments, **options)  # first: the kernel may write over its arguments
     made = kernel(*arguments, **options)

@@ -51,7 +51,7 @@ def inputs(seed: int, batch: int = 2) -> Tensor:
     return x
 
 
-def recipe(*, alpha: float | None = 0.5, halves: bool = True) -> Recipe:
+def recipe(*, alpha: float | None = 0.5) -> Recipe:
     return Recipe(
         name="block",
         rules=(
@@ -60,7 +60,7 @@ def recipe(*, alpha: float | None = 0.5, halves: bool = True) -> Recipe:
             Rule(r"to_[qkv]|out", alpha=alpha),
         ),
         shares=lambda name: "qkv" if name.startswith("to_") else name,
-        halves=lambda name: 16 if halves and name == "conv" else None,
+        halves=lambda name: 16 if name == "conv" else None,
     )
 
 

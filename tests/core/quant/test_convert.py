@@ -69,15 +69,6 @@ def test_smoothquant_is_clearly_better_where_channels_stand_out_and_else_no_wors
         assert smooth <= 1.25 * plain and smooth < 3e-3
 
 
-def test_halves_have_a_scale_each() -> None:
-    model = block()
-    model.conv.weight[:, :16] /= 20
-    both, one = quantized(model, recipe()), quantized(model, recipe(halves=False))
-    assert both.conv.inverse[0] * 10 < both.conv.inverse[16] and len({*both.conv.inverse.tolist()}) == 2
-    assert len({*one.conv.inverse.tolist()}) == 1
-    assert off(model, both) < off(model, one)
-
-
 def test_ranges_are_taken_as_the_rule_says() -> None:
     model, statistics = block(), observed(block())
     inverses = {}

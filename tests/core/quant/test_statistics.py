@@ -74,15 +74,6 @@ def test_what_is_observed_equals_numpys(
         assert np.allclose(found.ranges(name, "min-mean").numpy(), largest.min(0).mean(0), rtol=1e-5)
 
 
-def test_the_percentile_drops_what_is_rare() -> None:
-    layer, found = nn.Linear(2, 2), Statistics("digest")
-    x = torch.ones(4000, 2)
-    x[1234, 0] = 1000.0
-    with found.observe(layer, [""], 0):
-        layer(x)
-    assert found.ranges("").tolist() == [1000, 1] and found.ranges("", "percentile").tolist() == [1, 1]
-
-
 def test_steps_that_did_not_come_to_a_layer_do_not_count() -> None:
     model, found = block(), Statistics("digest")
     with found.observe(model, ["conv"], 0), torch.inference_mode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from core.kernels.cuda import chunk_hopper, driver
 from core.kernels.cuda.chunk_kernel import chunks, tiles
@@ -40,7 +41,7 @@ def test_chunks(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
     firsts = [sum(rows for rows, _ in runs[:s]) for s in range(len(runs))]
     layer = (*cache.layer(0), cache.table)
 
-    def run(parts: list[int], out: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
+    def run(parts: list[int], out: Tensor, inverse: Tensor | None = None) -> Tensor:
         cut = [*tiles([(firsts[s], runs[s][0], s) for s in parts], group), (0, 0, 0)]
         on_device = ints(cut)
         return chunks(q, *layer, positions, on_device, d**-0.5, out, inverse=inverse, window=window, cap=cap)

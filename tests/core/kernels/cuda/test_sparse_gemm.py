@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.core.kernels.cuda.device import CUDA, DEVICE, draw, levels, normal, uniform
 
@@ -22,7 +23,7 @@ hopper = pytest.mark.skipif(
 )
 
 
-def operands(rows: int, columns: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, SparseWeight, torch.Tensor]:
+def operands(rows: int, columns: int, depth: int) -> tuple[Tensor, Tensor, SparseWeight, Tensor]:
     """Tokens, the weight with its zeros, and without, and scales."""
     g = draw(rows + columns + depth)
     x, weight = (levels(g, n, depth)
