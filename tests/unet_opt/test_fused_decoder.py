@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from core.ops.cuda import CudaLowering
-from tests.core.quant.stage import check_close
+from tests.core.quant.stage import check_close, error
 from tests.unet_opt.shapes import KNOWN, vae
-from tests.unet_opt.test_fused_unet import BASE, CUDA, DEVICE, error
+from tests.unet_opt.test_fused_unet import BASE, CUDA, DEVICE
 from tests.unet_opt.test_vae import CONFIGS, latents, quantized, stock
 from unet_opt.vae import VaeDecoder
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.ops.cuda import CudaLowering
 from core.ops.cuda_branches import AdaptableLayers
-from tests.core.quant.stage import check_close
+from tests.core.quant.stage import check_close, error
 from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, stock, unet
 from unet_opt.deepcache import SplitUNet
 
@@ -32,11 +32,6 @@ def placed(given: Inputs) -> Inputs:
 
 def on_fused(of: Any, rows: int) -> SplitUNet:
     return SplitUNet(CudaLowering(BASE, rows), of)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative, of the whole."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 @pytest.mark.quick

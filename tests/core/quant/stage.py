@@ -128,6 +128,11 @@ def as_levels(found: Tensor) -> Tensor:
     return found.int() - 128
 
 
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative, of the whole."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
 def check_bytes(found: Tensor, scaled: Tensor) -> None:
     """Bytes are `scaled`, clamped and rounded; where that is a toss-up between two levels, either."""
     wanted = scaled.double().clamp(-127, 127)

@@ -19,7 +19,7 @@ from core.quant.samples import Samples
 from core.quant.search import ALPHAS, Choice, LayerErrors, chosen, sampled, search
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, Block, block, inputs, recipe
-from tests.core.quant.stage import Seed, normal
+from tests.core.quant.stage import Seed, error, normal
 
 
 def watched(model: Block, made: Recipe, *, rows: int = 200) -> Statistics:
@@ -29,11 +29,6 @@ def watched(model: Block, made: Recipe, *, rows: int = 200) -> Statistics:
             with found.observe(model, LAYERS, step), torch.inference_mode():
                 model(inputs(10 * batch + step))
     return found
-
-
-def relative(layer: nn.Module, quantized: nn.Module, x: torch.Tensor) -> float:
-    wanted = layer(x)
-    return float((quantized(x) - wanted).norm() / wanted.norm())
 
 
 def without_bias(layer: nn.Module) -> nn.Module:
@@ -73,12 +68,12 @@ def test_the_errors_are_those_of_the_layers_that_are_made_of_the_choices() -> No
         after = copy.deepcopy(model)
         quantize_(after, one, statistics)
         x = statistics.samples.rows["out"]
-        wanted = relative(without_bias(model.out), without_bias(after.out), x)
+        wanted = error(without_bias(after.out)(x), without_bias(model.out)(x))
         assert getattr(found["out"], which) == pytest.approx(wanted, rel=1e-3)
         assert isinstance(after.out, Int8Linear)
         x, names = statistics.samples.rows["to_q"], ("to_q", "to_k", "to_v")
-        pairs = [(without_bias(model.get_submodule(n)), without_bias(after.get_submodule(n))) for n in names]
-        squares = [relative(*pair, x) ** 2 for pair in pairs]
+        pairs = [[without_bias(each.get_submodule(n))(x) for each in (after, model)] for n in names]
+        squares = [error(*pair) ** 2 for pair in pairs]
         assert getattr(found["to_q"], which) == pytest.approx((sum(squares) / 3) ** 0.5, rel=1e-3)
 
 
@@ -88,7 +83,7 @@ def test_a_convolution_is_measured_by_its_taps() -> None:
     x = normal(1, 4, 16, 24, 24)
     inverse = 127 / x.abs().amax((0, 2, 3))
     by_taps = LayerErrors([layer], x.permute(0, 2, 3, 1).flatten(0, 2))(inverse)
-    assert by_taps == pytest.approx(relative(layer, Int8Conv2d.of(layer, inverse), x), rel=0.1)
+    assert by_taps == pytest.approx(error(Int8Conv2d.of(layer, inverse)(x), layer(x)), rel=0.1)
 
 
 def test_scales_are_found_again_from_what_is_stored() -> None:
