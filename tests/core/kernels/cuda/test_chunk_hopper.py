@@ -11,7 +11,7 @@ from core.kernels.cuda.chunk_kernel import chunks, tiles
 from core.kernels.cuda.chunk_source import ChunkVariant, source
 from core.kernels.cuda.decode_source import SHARED_BYTES
 from tests.core.kernels.cuda.device import DEVICE, draw, ints, normal
-from tests.core.kernels.cuda.test_decode_kernel import check_levels, exact, spoiled
+from tests.core.kernels.cuda.test_decode_kernel import PAGED, check_levels, exact, spoiled
 
 REASON = driver.unsupported_reason(torch.device(DEVICE))
 hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -24,13 +24,7 @@ def test_variants_fit_the_multiprocessor() -> None:
 
 
 @hopper
-@pytest.mark.parametrize(
-    ("group", "kv_heads", "d", "kind", "window", "cap"),
-    [
-        (4, 8, 128, "int8", 0, 0.0), (4, 2, 128, "fp8", 0, 0.0), (8, 1, 128, "int8", 0, 0.0), (7, 2, 64, "fp8", 0, 0.0),
-        (1, 3, 64, "int8", 0, 0.0), (2, 2, 128, "int8", 300, 30.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("group", "kv_heads", "d", "kind", "window", "cap"), [*PAGED, (2, 2, 128, "int8", 300, 30.0)])
 def test_chunks(group: int, kv_heads: int, d: int, kind: str, window: int, cap: float) -> None:
     g = draw(2)
     runs = [(40, 200), (33, 33), (7, 1000), (160, 1445), (5, 5), (300, 2048)]  # rows, and tokens up to the last one

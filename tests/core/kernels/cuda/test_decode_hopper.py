@@ -9,7 +9,7 @@ from core.kernels.cuda import decode_hopper, driver
 from core.kernels.cuda.decode_kernel import decode, decode_reference
 from core.kernels.cuda.decode_source import SHARED_BYTES, DecodeVariant, source
 from tests.core.kernels.cuda.device import DEVICE, draw, ints, normal
-from tests.core.kernels.cuda.test_decode_kernel import check_levels, ends, exact, filled, spoiled
+from tests.core.kernels.cuda.test_decode_kernel import PAGED, check_levels, ends, exact, filled, spoiled
 
 REASON = driver.unsupported_reason(torch.device(DEVICE))
 hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -41,12 +41,8 @@ def test_what_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @hopper
 @pytest.mark.parametrize(
     ("group", "kv_heads", "d", "kind", "window", "cap"),
-    [
-        (4, 8, 128, "int8", 0, 0.0), (4, 2, 128, "fp8", 0, 0.0), (8, 1, 128, "int8", 0, 0.0), (7, 2, 64, "fp8", 0, 0.0),
-        (1, 3, 64, "int8", 0, 0.0), (2, 2, 256, "int8", 300, 30.0), (8, 1, 256, "int8", 0, 0.0),
-        (3, 2, 128, "int8", 20, 0.0),
-    ],
-)  # fmt: skip
+    [*PAGED, (2, 2, 256, "int8", 300, 30.0), (8, 1, 256, "int8", 0, 0.0), (3, 2, 128, "int8", 20, 0.0)],
+)
 def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: float) -> None:
     """Against the reference, and bit for bit as alone, in other company and on a grid of another reach."""
     g = draw(2)

@@ -70,6 +70,11 @@ def ends(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return positions, torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
 
 
+# Heads in a group, heads of keys, their width, the kind of pages, a window and a cap of scores: for Hopper's kernels.
+PAGED = [
+    (4, 8, 128, "int8", 0, 0.0), (4, 2, 128, "fp8", 0, 0.0), (8, 1, 128, "int8", 0, 0.0), (7, 2, 64, "fp8", 0, 0.0),
+    (1, 3, 64, "int8", 0, 0.0),
+]  # fmt: skip
 KINDS = ("int8", "float", "fp8") if CUDA and len(EIGHT) > 1 else ("int8", "float")
 HEADS = [(4, 2, 16), (8, 1, 64), (3, 3, 32), (8, 2, 128)]
 # In the interpreter, where each program is dear, each kind of heads has one kind of cache.
