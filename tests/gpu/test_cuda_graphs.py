@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from core.cuda_graphs import CapturedGraph, CudaRecorder, GraphCache
 
 
-def draw(seed: int, rows: int = 8) -> torch.Tensor:
+def draw(seed: int, rows: int = 8) -> Tensor:
     return torch.randn(rows, 64, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
-def blend(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def blend(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
     y = torch.nn.functional.gelu(x @ weight.T)
     return {"sum": y.sum(1), "whole": y}
 
@@ -32,7 +33,7 @@ def test_a_replay_computes_on_what_it_is_given_now() -> None:
 
 
 def test_graphs_of_many_widths_share_memory_and_do_not_mix() -> None:
-    def wide(x: torch.Tensor) -> torch.Tensor:
+    def wide(x: Tensor) -> Tensor:
         y = x.repeat(1, 4096)
         return (y * 2).exp().sum(1)
 
@@ -48,17 +49,17 @@ def test_graphs_of_many_widths_share_memory_and_do_not_mix() -> None:
         assert torch.equal(graphs.run("wide", rows, draw(rows, rows)), wide(draw(rows, rows)))
 
 
-def out_of_memory(x: torch.Tensor) -> torch.Tensor:
+def out_of_memory(x: Tensor) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
     return x * 2
 
 
-def asks_the_host(x: torch.Tensor) -> torch.Tensor:
+def asks_the_host(x: Tensor) -> Tensor:
     return x * float(x.sum().item())  # which no graph can hold
 
 
-def really_out_of_memory(x: torch.Tensor) -> torch.Tensor:
+def really_out_of_memory(x: Tensor) -> Tensor:
     huge = torch.cuda.get_device_properties(0).total_memory // 4
     if torch.cuda.is_current_stream_capturing():
         torch.empty(4 * huge, dtype=torch.float32, device="cuda")
@@ -87,7 +88,7 @@ def test_garbage_is_collected_after_a_capture() -> None:
         own: Circle
         graph: CapturedGraph
 
-    def busy(x: torch.Tensor) -> torch.Tensor:
+    def busy(x: Tensor) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             assert [[k] for k in range(50_000)], "would set off collections"
         return x * 2

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from core.cuda_graphs import CapturedGraph, CudaRecorder
-from core.kernels.cuda.linear import linear_geglu_int8
 from core.ops import cuda_branches
 from core.ops.branches import LowRank
 from core.ops.cuda import CudaLowering
@@ -24,8 +23,8 @@ from core.quant.convert import swap_
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.quantization import quantized
-from tests.gpu.test_recording import SHAPE, WIDTHS
+from tests.gpu.conftest import add_variant
+from tests.gpu.test_recording import WIDTHS
 from tests.pipeline import loras
 from tests.pipeline.extensions.test_adapted import companions, mixed
 from tests.pipeline.worlds import Watching, levels, solo
@@ -39,22 +38,16 @@ LAYERS = (  # that have shares: attention's, and all but keys and values of the 
 )
 KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8", True)]
 PRECISIONS = pytest.mark.parametrize(("precision", "folds"), KINDS, indirect=["folds"])
-WIDTHS_OF_UNET: dict[str, Any] = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (64, 128, 256),
-    "transformer_layers_per_block": (1, 2, 3), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
-    "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 6 * 8 + 24,
-}  # fmt: skip
+DEEP = tiny.SDXLShape(
+    channels=(64, 128, 256), transformers=(1, 2, 3), heads=(1, 2, 4), resnets=2, groups=32, text_width=32
+)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its variants of 8 bits."""
-    made = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
-    for scheme in ("int8", "fp8"):
-        quantized.make(load(str(made)), ["a red hat", "a blue hat", "an old cat"], made, scheme=scheme)
-    return made
+def folder(folder: Path) -> Path:
+    """The model with both variants of 8 bits."""
+    add_variant(folder, "fp8")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +132,7 @@ def random_unet(device: torch.device) -> Any:
 
     torch.manual_seed(0)
     with device:
-        unet = UNet2DConditionModel(sample_size=32, in_channels=4, out_channels=4, layers_per_block=2, **WIDTHS_OF_UNET)
-    unet.eval().requires_grad_(False).to(torch.bfloat16)
+        unet = UNet2DConditionModel(**DEEP.unet()).eval().requires_grad_(False).to(torch.bfloat16)
     rules = recipe.unet(unet)
     scales, layers = dict[str, torch.Tensor](), dict[str, nn.Module]()
     for name, layer in unet.named_modules():
@@ -200,28 +192,3 @@ def test_rows_of_a_forward_do_not_meet(folds: bool, recorded: bool) -> None:
         without, every, first = outputs
         assert torch.equal(every[0], first[0]) and torch.equal(without[1:], first[1:]), layers
         assert (every != without).flatten(1).any(1).all(), layers
-
-
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("m", "n", "k"), [(4096, 2560, 640), (300, 160, 144), (70, 96, 80)])
-def test_zeros_before_a_gate_change_no_bit_and_others_are_added(kind: torch.dtype, m: int, n: int, k: int) -> None:
-    g = torch.Generator("cuda").manual_seed(0)
-    x, weight = (
-        torch.randn(rows, k, generator=g, device="cuda").mul(30 if kind == torch.int8 else 1).to(kind)
-        for rows in (m, 2 * n)
-    )
-    scale = torch.rand(2 * n, generator=g, device="cuda") * (1e-5 if kind == torch.int8 else 0.05)
-    bias, inverse = torch.randn(2 * n, generator=g, device="cuda"), 10 + torch.rand(n, generator=g, device="cuda")
-    plain = linear_geglu_int8(x, weight, scale, bias, inverse)
-    zeros = torch.zeros(m, 2 * n, dtype=torch.bfloat16, device="cuda")
-    assert torch.equal(linear_geglu_int8(x, weight, scale, bias, inverse, added=zeros).float(), plain.float())
-    # What is added to every row alike is a bias.
-    more = torch.randn(2 * n, generator=g, device="cuda").bfloat16()
-    added = zeros + more
-    added[::2] = 0
-    found = linear_geglu_int8(x, weight, scale, bias, inverse, added=added)
-    moved = linear_geglu_int8(x, weight, scale, bias + more.float(), inverse)
-    assert torch.equal(found[::2].float(), plain[::2].float())
-    apart = (found[1::2].float() - moved[1::2].float()).abs()
-    step = 1.0 if kind == torch.int8 else 0.13 * moved[1::2].float().abs().amax()
-    assert apart.max() <= step and (apart > 0).float().mean() < 0.05

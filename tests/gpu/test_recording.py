@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,21 +18,10 @@ from core.batching.request import Request
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import Widths
 from pipeline.backends.graphs import GraphBackend
-from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.quantization import quantized
 from pipeline.runner import ImageRunner
 
-SHAPE = tiny.SDXLShape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)
 WIDTHS = (2, 4, 8)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its INT8 variant."""
-    made = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
-    quantized.make(load(str(made)), ["a red hat", "a blue hat", "an old cat"], made)
-    return made
 
 
 @cache
@@ -39,8 +29,8 @@ def model(folder: Path, precision: str) -> ImageModel:
     return load(str(folder), precision=precision, device="cuda")
 
 
-def runner_of(made: ImageModel) -> ImageRunner:
-    return ImageRunner(GraphBackend(made, Widths(8, 8, WIDTHS)), max_requests=32)
+def runner_of(folder: Path, precision: str) -> ImageRunner:
+    return ImageRunner(GraphBackend(model(folder, precision), Widths(8, 8, WIDTHS)), max_requests=32)
 
 
 def cloned(made: Any) -> list[torch.Tensor]:
@@ -49,8 +39,7 @@ def cloned(made: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_replay_has_the_bits_of_the_same_kernels_one_by_one(folder: Path, precision: str) -> None:
-    runner = runner_of(model(folder, precision))
-    try:
+    with closing(runner_of(folder, precision)) as runner:
         runner.prepare(measure_s=600)
         backend, size = runner.backend, (64, 64)
         assert isinstance(backend, GraphBackend)
@@ -64,8 +53,6 @@ def test_a_replay_has_the_bits_of_the_same_kernels_one_by_one(folder: Path, prec
                         found.append(cloned(backend._timer.example(phase, rows, size, seed)(function)))
                 for one, other in zip(*found, strict=True):
                     assert torch.isfinite(one.float()).all() and torch.equal(one, other), (phase, rows)
-    finally:
-        runner.close()
 
 
 def orders(count: int) -> list[ImageParameters]:
@@ -80,39 +67,38 @@ def orders(count: int) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
+def drawn(runner: ImageRunner, wanted: list[ImageParameters]) -> list[Any]:
+    with Engine([runner]) as engine:
+        requests = [Request(str(i), "image", one) for i, one in enumerate(wanted)]
+        return [future.result(120) for future in [engine.submit(request) for request in requests]]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_all_graphs_are_recorded_while_pictures_are_drawn(folder: Path, precision: str) -> None:
     wanted = orders(24)
-
-    def drawn(runner: ImageRunner) -> list[Any]:
-        with Engine([runner]) as engine:
-            requests = [Request(str(i), "image", one) for i, one in enumerate(wanted)]
-            return [future.result(120) for future in [engine.submit(request) for request in requests]]
-
-    beforehand, meanwhile = runner_of(model(folder, precision)), runner_of(model(folder, precision))
-    try:
+    with (
+        closing(runner_of(folder, precision)) as beforehand,
+        closing(runner_of(folder, precision)) as meanwhile,
+    ):
         beforehand.prepare(measure_s=600)
-        expected = drawn(beforehand)
+        expected = drawn(beforehand, wanted)
         meanwhile.prepare(measure_s=0.0)  # only says what is wanted
-        found = drawn(meanwhile)
+        found = drawn(meanwhile, wanted)
         assert meanwhile.recording.wait(120)
         recorded, total = meanwhile.backend.graphs.counts
         assert recorded == total == beforehand.backend.graphs.counts[0]
         for one, before, now in zip(wanted, expected, found, strict=True):
             if one.deterministic:  # what was begun before there were graphs ran without, and its fingerprint says so
                 assert before.png() == now.png() or before.fingerprint["executable"] != now.fingerprint["executable"]
-        again = drawn(meanwhile)
+        again = drawn(meanwhile, wanted)
         for one, before, now in zip(wanted, expected, again, strict=True):
             if one.deterministic:
                 assert before.png() == now.png()
-    finally:
-        beforehand.close()
-        meanwhile.close()
 
 
 def test_closing_while_graphs_are_recorded_leaves_the_device_usable(folder: Path) -> None:
     for _ in range(3):
-        runner = runner_of(model(folder, "bf16"))
+        runner = runner_of(folder, "bf16")
         runner.prepare(measure_s=0.0)
         runner.close()
         recorded, wanted = runner.backend.graphs.counts
@@ -122,8 +108,7 @@ def test_closing_while_graphs_are_recorded_leaves_the_device_usable(folder: Path
 
 def test_memory_that_runs_out_costs_a_graph_and_no_picture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = replace(orders(1)[0], deepcache=None)
-    runner = runner_of(model(folder, "bf16"))
-    try:
+    with closing(runner_of(folder, "bf16")) as runner:
         recordings = runner.backend.graphs
         deep = recordings._graphs._phases["deep"]
 
@@ -140,5 +125,3 @@ def test_memory_that_runs_out_costs_a_graph_and_no_picture(folder: Path, caplog:
         assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
         assert runner.backend.graphs.counts[0] == runner.backend.graphs.counts[1] - 1 > 0
         assert first.png() == second.png()
-    finally:
-        runner.close()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from core.ops.cpu import CpuLowering
-from core.quant.convert import quantize_
+from core.quant.convert import Recipe, quantize_
 from core.quant.statistics import Statistics
-from pipeline.checkpoints import tiny
+from pipeline.checkpoints import sdxl, tiny
 from tests.core.quant.stage import kernels, normal
 from tests.pipeline.worlds import SHAPES
 from unet_opt import recipe
@@ -130,6 +130,11 @@ def stock(of: Any, given: Inputs) -> Tensor:
     )[0]  # fmt: skip
 
 
+def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
+    """Of each row, relative."""
+    return (found - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+
+
 @torch.inference_mode()
 def ours(split: SplitUNet, given: Inputs) -> Tensor:
     """What we compute, on any lowering."""
@@ -148,15 +153,18 @@ def on_kernels(of: Any, *, half: bool = False) -> SplitUNet:
     return SplitUNet(CpuLowering(kernels(), of, half=half), of)
 
 
+def calibrated(of: Any, made: Recipe, *given: Inputs) -> Statistics:
+    """What the layers of a recipe read while the UNet computes these."""
+    found = Statistics("digest")
+    for one in given:
+        with found.observe(of, made.targets(of), 0):
+            stock(of, one)
+    return found
+
+
 @functools.cache
 def _in_8_bits(name: str, scheme: str) -> Any:
-    of, statistics = unet(name), Statistics("digest")
-    made = recipe.unet(of)
-    for seed in range(4):
-        with statistics.observe(of, made.targets(of), 0):
-            stock(of, inputs(of, 4, 8, 8, seed=seed))
-    quantize_(of, made, statistics, scheme=scheme)  # type: ignore[arg-type]
-    return of
+    return quantized(unet(name), scheme=scheme)
 
 
 def in_8_bits(name: str, scheme: str = "int8") -> Any:
@@ -164,12 +172,16 @@ def in_8_bits(name: str, scheme: str = "int8") -> Any:
     return copy.deepcopy(_in_8_bits(name, scheme))
 
 
-def quantized(of: Any, *, side: int = 8, alpha: float | None = recipe.ALPHA) -> Any:
-    """This UNet in INT8, calibrated on noise."""
-    made, statistics = recipe.unet(of, alpha=alpha), Statistics("digest")
-    layers = made.targets(of)
-    for seed in range(4):
-        with statistics.observe(of, layers, 0):
-            stock(of, inputs(of, 4, side, side, seed=seed))
-    quantize_(of, made, statistics)
+def quantized(of: Any, *, side: int = 8, alpha: float | None = recipe.ALPHA, scheme: Any = "int8") -> Any:
+    """This UNet in 8 bits, calibrated on noise."""
+    made = recipe.unet(of, alpha=alpha)
+    quantize_(of, made, calibrated(of, made, *(inputs(of, 4, side, side, seed=n) for n in range(4))), scheme=scheme)
     return of
+
+
+def of_sdxl() -> Any:
+    """SDXL's UNet without weights."""
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        return UNet2DConditionModel(**sdxl.UNET)

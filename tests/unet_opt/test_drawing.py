@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,45 +17,31 @@ from pipeline.sampling import samplers
 from tests.pipeline.worlds import SHAPES, Watching, levels, model, shared_lane, solo
 from unet_opt.inputs import DenoiserInputs
 
+CASES = [(shape, guidance, None) for shape in SHAPES for guidance in (5.0, 1.0)]
+
 
 @pytest.mark.quick
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("guidance", [5.0, 1.0])
-def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
-    """Alone and among others: with any sampler, distilled models too."""
+@pytest.mark.parametrize(
+    ("shape", "guidance", "sampler"), [*CASES, *(("plain", 5.0, name) for name in samplers.SCHEDULERS)]
+)
+def test_a_prompt_is_drawn_as_a_request_is(
+    shape: str, guidance: float, sampler: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and among others: with any sampler and its noise, distilled models too."""
     one = model(shape)
+    if sampler is not None:
+        monkeypatch.setattr(samplers, "default_name", lambda config, offered: sampler)
     runner = Watching(one, lane=shared_lane())
     drawing = Denoiser(one, on_torch(one).denoiser, guidance=guidance, steps=4)
     prompts, seeds = ["a red cat", "two dogs", "a boat"], [1, 2, 3]
-    latents = drawing.latents(prompts, seeds)
-    pixels = vae.decode(one, latents).int()
-    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        wanted = ImageParameters(
-            prompt=prompt,
-            seed=seed,
-            width=one.native,
-            height=one.native,
-            steps=4,
-            guidance_scale=guidance,
-            scheduler=one.defaults.scheduler,
-        )
-        drawn = torch.from_numpy(levels(solo(runner, wanted)))
-        assert (pixels[index] - drawn).abs().max() <= 1
-        assert drawn.float().std() > 10, "a flat picture would prove nothing"
-    runner.close()
-
-
-@pytest.mark.parametrize("name", samplers.SCHEDULERS)
-def test_every_sampler_draws_the_requests_noise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = model("plain")
-    monkeypatch.setattr(samplers, "default_name", lambda config, offered: name)
-    runner = Watching(one, lane=shared_lane())
-    latents = Denoiser(one, on_torch(one).denoiser, guidance=3.0, steps=5).latents(["a red cat"], [7])
+    pixels = vae.decode(one, drawing.latents(prompts, seeds)).int()
     wanted = ImageParameters(
-        prompt="a red cat", seed=7, width=one.native, height=one.native, steps=5, guidance_scale=3.0, scheduler=name
+        "", 0, one.native, one.native, steps=4, guidance_scale=guidance, scheduler=sampler or one.defaults.scheduler
     )
-    drawn = torch.from_numpy(levels(solo(runner, wanted)))
-    assert (vae.decode(one, latents)[0].int() - drawn).abs().max() <= 1
+    for prompt, seed, found in zip(prompts, seeds, pixels, strict=True):
+        drawn = torch.from_numpy(levels(solo(runner, replace(wanted, prompt=prompt, seed=seed))))
+        assert (found - drawn).abs().max() <= 1
+        assert drawn.float().std() > 10, "a flat picture would prove nothing"
     runner.close()
 
 

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from core.ops.cuda import CudaLowering
-from core.quant.convert import quantize_
-from core.quant.statistics import Statistics
-from tests.core.quant.stage import check_close
+from tests.core.quant.stage import check_close, error
 from tests.unet_opt.shapes import KNOWN, vae
-from tests.unet_opt.test_fused_unet import BASE, CUDA, DEVICE, error
-from tests.unet_opt.test_vae import CONFIGS, latents, stock
-from unet_opt import recipe
+from tests.unet_opt.test_fused_unet import BASE, CUDA, DEVICE
+from tests.unet_opt.test_vae import CONFIGS, latents, quantized, stock
 from unet_opt.vae import VaeDecoder
 
 
@@ -45,29 +42,6 @@ def test_in_floats_it_is_diffusers(name: str) -> None:
 def test_in_8_bits_it_is_as_far_from_floats_as_the_quantized_modules(name: str, scheme: str) -> None:
     """Or half as far again: the summed taps of three upsampling convolutions are rounded once more."""
     of, x = vae("plain", **CONFIGS[name]), latents(2, 4, 4)
-    floats, statistics = stock(of, x), Statistics("digest")
-    made = recipe.decoder(of)
-    for seed in range(3):
-        with statistics.observe(of, made.targets(of), 0):
-            stock(of, latents(2, 4, 4, seed))
-    quantize_(of, made, statistics, scheme=scheme)  # type: ignore[arg-type]
-    wanted = stock(of, x)
+    floats = stock(of, x)
+    wanted = stock(quantized(of, scheme), x)
     assert error(fused(of, x), floats) < 1.6 * error(wanted, floats) + 0.005
-
-
-@pytest.mark.skipif(CUDA, reason="parity in fp32")
-@pytest.mark.parametrize("heads", [1, 2])
-def test_attention_in_the_middle_at_any_width(heads: int) -> None:
-    """With several heads, and with one so wide that its scores are materialized."""
-    channels = {1: (8, 16, 16, 272), 2: (8, 16, 16, 32)}[heads]
-    of, x = vae("plain", mid_block_add_attention=True, block_out_channels=channels), latents(2, 4, 6)
-    of.decoder.mid_block.attentions[0].heads = heads
-    check_close(fused(of, x), stock(of, x), relative=1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_a_head_that_is_no_multiple_of_16_is_refused(heads: int) -> None:
-    of = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 8, 16, 24 * heads))
-    of.decoder.mid_block.attentions[0].heads = heads
-    with pytest.raises(ValueError, match=r"vae decoder\.mid_block\.attentions\.0: heads of width 24 are no multiple"):
-        fused(of, latents(1, 2, 2))

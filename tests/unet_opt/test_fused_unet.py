@@ -14,8 +14,7 @@ from torch import Tensor
 
 from core.ops.cuda import CudaLowering
 from core.ops.cuda_branches import AdaptableLayers
-from core.ops.reference import TorchLowering
-from tests.core.quant.stage import check_close
+from tests.core.quant.stage import check_close, error
 from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, stock, unet
 from unet_opt.deepcache import SplitUNet
 
@@ -33,11 +32,6 @@ def placed(given: Inputs) -> Inputs:
 
 def on_fused(of: Any, rows: int) -> SplitUNet:
     return SplitUNet(CudaLowering(BASE, rows), of)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative, of the whole."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 @pytest.mark.quick
@@ -141,17 +135,6 @@ def test_image_prompts_meet_no_new_layer() -> None:
     with torch.inference_mode():
         kv = split.prepare_text(given.hidden)
         split.deep(given.of_denoiser(kv), images=images)
-
-
-def test_keys_are_packed_as_torch_packs_them() -> None:
-    of = unet("three-levels").to(DEVICE, BASE)
-    hidden = placed(inputs(of, 2, 8, 8)).hidden
-    with torch.inference_mode():
-        wanted = SplitUNet(TorchLowering(BASE), of).prepare_text(hidden)
-        one = on_fused(of, rows=2)
-        found = one.prepare_text(hidden)
-    assert one.text_width == wanted.shape[-1]
-    check_close(found.float(), wanted.float(), relative=0.01 if CUDA else 1e-5)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

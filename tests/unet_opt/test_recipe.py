@@ -15,11 +15,10 @@ from torch import nn
 
 from core.quant.convert import QuantizationReport, RecipeError, largest_weights, quantize_
 from core.quant.linear import Int8Conv2d, Int8Linear
-from core.quant.statistics import Statistics
 from core.quant.store import Manifest, load_, round_, save
 from pipeline.checkpoints import tiny
 from tests.core.quant.stage import ROOT
-from tests.unet_opt.shapes import UNETS, inputs, on_kernels, ours, quantized, stock, unet, vae
+from tests.unet_opt.shapes import UNETS, calibrated, inputs, on_kernels, ours, quantized, stock, unet, vae
 from unet_opt import recipe
 
 
@@ -65,27 +64,16 @@ def test_halves_begin_where_the_skip_does(name: str) -> None:
     assert len(seen) == len(one.up_blocks) and made.halves("down_blocks.0.resnets.0.conv1") is None
 
 
-def test_names_tell_how_it_was_smoothed() -> None:
-    one = unet("plain")
-    assert (
-        recipe.unet(one).name == f"sdxl-unet-alpha{recipe.ALPHA:g}"
-        and recipe.unet(one, alpha=None).name == "sdxl-unet-plain"
-    )
-    made = quantized(unet("plain"), alpha=None)
-    block = made.mid_block.attentions[0].transformer_blocks[0]
-    assert len({*block.attn1.to_q.inverse.tolist()}) == 1
-
-
 def test_layers_are_smoothed_by_the_papers_formula_at_the_alpha_that_models_are_shipped_with() -> None:
     """What models/emoji-xl says it was made with, and what the scales of a UNet come to that is quantized here."""
     shipped = json.loads((ROOT / "models" / "emoji-xl" / "unet-int8" / "quantization.json").read_text())
-    assert shipped["recipe"] == recipe.unet(unet("plain")).name == "sdxl-unet-alpha0.65"
-
-    plain, statistics = unet("plain"), Statistics("digest")
-    made = recipe.unet(plain)
-    with statistics.observe(plain, made.targets(plain), 0):
-        stock(plain, inputs(plain, 4, 8, 8))
-    after = copy.deepcopy(plain)
+    plain = unet("plain")
+    assert shipped["recipe"] == recipe.unet(plain).name == "sdxl-unet-alpha0.65"
+    assert recipe.unet(plain, alpha=None).name == "sdxl-unet-plain"
+    unsmoothed = quantized(unet("plain"), alpha=None).mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+    assert len({*unsmoothed.inverse.tolist()}) == 1
+    made, after = recipe.unet(plain), copy.deepcopy(plain)
+    statistics = calibrated(plain, made, inputs(plain, 4, 8, 8))
     quantize_(after, made, statistics)
     at = "mid_block.attentions.0.transformer_blocks.0"
     for alpha, together in (
@@ -117,11 +105,9 @@ def test_a_decoder_is_quantized_behind_its_first_block() -> None:
 def emoji() -> tuple[Any, Any, QuantizationReport]:
     """A random UNet of the shape of models/emoji-xl, and the same in INT8."""
     plain = tiny.make(tiny.SHAPES[tiny.EMOJI_XL]).unet.eval().requires_grad_(False)
-    made, statistics = copy.deepcopy(plain), Statistics("digest")
+    made = copy.deepcopy(plain)
     wanted = recipe.unet(made)
-    with statistics.observe(made, wanted.targets(made), 0):
-        stock(made, inputs(made, 2, 16, 16, tokens=77))
-    return plain, made, quantize_(made, wanted, statistics)
+    return plain, made, quantize_(made, wanted, calibrated(made, wanted, inputs(made, 2, 16, 16, tokens=77)))
 
 
 def manifest(made: Any, report: QuantizationReport) -> Manifest:

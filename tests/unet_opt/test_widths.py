@@ -12,22 +12,12 @@ import torch
 from core.kernels.cuda import tiles
 from core.ops import fused as layers
 from core.ops.cuda import CudaLowering
-from core.quant.convert import quantize_
-from core.quant.statistics import Statistics
-from pipeline.checkpoints import sdxl, tiny
-from unet_opt import recipe
+from pipeline.checkpoints import tiny
+from tests.unet_opt.shapes import deep, inputs, of_sdxl, quantized
 from unet_opt.deepcache import SplitUNet
-from unet_opt.inputs import DenoiserInputs
 from unet_opt.widths import products, tuned_rows
 
 SHAPE = tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
-
-
-def of_sdxl() -> Any:
-    from diffusers import UNet2DConditionModel
-
-    with torch.device("meta"):
-        return UNet2DConditionModel(**sdxl.UNET)
 
 
 def test_sdxl_on_the_measured_device_ends_at_eight_pictures() -> None:
@@ -59,17 +49,9 @@ def test_the_narrowest_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert tuned_rows(unet, side, side, "another", 1) is None
 
 
-@torch.inference_mode()
 def test_products_are_those_that_the_fused_layers_ask_tiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = tiny.make(SHAPE)
-    unet, plain = pipeline.unet, copy.deepcopy(pipeline.unet)
-    statistics = Statistics("test")
-    targets = recipe.unet(unet).targets(unet)
-    given = {"added_cond_kwargs": {"text_embeds": torch.randn(2, 24), "time_ids": torch.ones(2, 6)}}
-    sample, times = torch.randn(2, 4, 8, 8), torch.full((2,), 500.0)
-    with statistics.observe(unet, targets, 0):
-        unet(sample, times, torch.randn(2, 77, 32), **given)
-    quantize_(unet, recipe.unet(unet), statistics, scheme="int8")
+    plain = tiny.make(SHAPE).unet.requires_grad_(False)
+    unet = quantized(copy.deepcopy(plain))
     asked: set[tuple[str, int, int, int]] = set()
 
     def watch(module: Any, name: str, kernel: str, rows: Any) -> None:
@@ -89,10 +71,7 @@ def test_products_are_those_that_the_fused_layers_ask_tiles_for(monkeypatch: pyt
     watch(layers.linears, "linear_geglu_int8_reference", "geglu", lambda made: made.shape[0])
     watch(layers.convs, "conv3x3_int8_reference", "conv", lambda made: made.shape[:3].numel())
     watch(layers.convs, "upsample_conv3x3_int8_reference", "upsample", lambda made: made.shape[:3].numel())
-    split = SplitUNet(CudaLowering(torch.float32, 2), unet)
-    kv, added = torch.randn(2, 77, split.text_width), given["added_cond_kwargs"]
-    pooled, time_ids = added["text_embeds"], added["time_ids"]
-    split.deep(DenoiserInputs(sample, times, {"kv": kv, "pooled": pooled, "time_ids": time_ids}))
+    deep(SplitUNet(CudaLowering(torch.float32, 2), unet), inputs(unet, 2, 8, 8))
     told = set(products(unet, 8, 8))
     assert told == set(products(plain, 8, 8)), "whether it is quantized or not"
     assert {kernel for kernel, *_ in asked} == {"linear", "geglu", "conv", "upsample"}

@@ -9,7 +9,7 @@ import torch
 
 from core.ops.cuda import CudaLowering, CudaOps
 from core.quant.fp8 import Fp8Linear
-from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, run, through
+from tests.core.ops.stage import eight, inverse, linear, lowerings, run, through
 from tests.core.quant.stage import check_close, normal
 
 
@@ -51,26 +51,6 @@ def test_joints_are_known_by_their_order_and_shared_by_all_numbers_of_rows() -> 
     assert len(set(first)) == 3 and slots(1) == slots(4) == first
     with pytest.raises(ValueError, match="5 rows, and there is room for 4"):
         slots(5)
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_results_are_written_into_slots(int8: bool) -> None:
-    by = inverse(0, 8)
-    first, second, up = conv(0, 8, 4), linear(1, 8, 6), conv(2, 8, 5)
-    if int8:
-        first, second, up = eight(first, by), eight(second, by), eight(up, by)
-    x, room = normal(0, 2, 3, 3, 8), torch.zeros(2, 3, 3, 4 + 6)
-    doubled = torch.zeros(2, 6, 6, 7)
-    ops, plain = CudaOps(torch.float32, 4), CudaOps(torch.float32, 4)
-    with torch.inference_mode():
-        ops.conv(x, first, out=room[..., :4])
-        ops.linear(x, second, act="silu", out=room[..., 4:])
-        ops.upsample(x, up, out=doubled[..., 1:6])
-        ops.place(x[..., :1], room[..., :1])
-        wanted = plain.conv(x, first), plain.linear(x, second, act="silu"), plain.upsample(x, up)
-    assert torch.equal(room[..., 1:4], wanted[0][..., 1:]) and torch.equal(room[..., :1], x[..., :1])
-    check_close(room[..., 4:], wanted[1])  # SiLU of what lies apart is computed number by number
-    assert torch.equal(doubled[..., 1:6], wanted[2]) and not doubled[..., 0].any() and not doubled[..., 6].any()
 
 
 def test_a_head_wider_than_any_kernels_is_attended_to_image_by_image() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, ints
 
 # isort: split
 from core.kernels.cuda.fused_kernels import SplitSums
@@ -96,7 +96,7 @@ def test_only_picked_rows_reach_the_head() -> None:
     block, token = Block(), ops()
     x = token.embed(torch.arange(9, device=DEVICE).int(), block.embedding)
     whole = token.rms_norm(x, block.last, to=(block.head,))
-    x.output_rows = torch.tensor([7, 2], dtype=torch.int32, device=DEVICE)
+    x.output_rows = ints([7, 2])
     assert torch.equal(token.rms_norm(x, block.last, to=(block.head,)), whole[[7, 2]])
 
 

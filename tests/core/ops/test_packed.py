@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from core.kernels.cpu.program import BF16, FP32, INT8, Program
+from core.kernels.cpu.program import BF16, FP32, INT8
 from core.ops.packed import PackedLayers
+from core.quant.dynamic import Int8DynamicLinear
 from core.quant.fp8 import Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.sparse import SparseInt8Linear
-from tests.core.quant.stage import check_close, kernels, normal
+from tests.core.quant.stage import kernels
 
 
 class Model(nn.Module):
@@ -28,27 +29,6 @@ class Model(nn.Module):
 
 def layers(model: nn.Module, **options: Any) -> PackedLayers:
     return PackedLayers(kernels(), model, **options)
-
-
-def test_layers_side_by_side_are_one_product() -> None:
-    model, x = Model(), normal(0, 5, 8)
-    layer = layers(model)(model.a, model.b)
-    program = Program(kernels())
-    found = program.product(x, layer.weights, grid=(1, 1, 5))
-    program.run()
-    check_close(found, torch.cat([model.a(x), model.b(x)], dim=-1))
-
-
-def test_part_of_a_layers_columns() -> None:
-    model, x = Model(), normal(0, 5, 8)
-    made = layers(model)
-    parts = [made.columns(model.point, 0, 5, bias=True), made.columns(model.point, 5, 3, bias=False)]
-    program = Program(kernels())
-    out = program.product(x[:, :5].contiguous(), parts[0].weights, grid=(1, 1, 5))
-    program.product(x[:, 5:].contiguous(), parts[1].weights, grid=(1, 1, 5), residual=out, out=out)
-    program.run()
-    check_close(out, model.point(x[:, :, None, None])[:, :, 0, 0])
-    assert made.columns(model.point, 5, 3, bias=True) is not parts[1]
 
 
 def test_a_sparse_layer_is_packed_as_the_dense_one_of_its_levels() -> None:
@@ -73,6 +53,7 @@ def test_a_layer_is_packed_once_and_no_other_is_mistaken_for_it() -> None:
     model = Model()
     made = layers(model)
     assert made(model.a) is made(model.a) and made(model.a) is not made(model.a, model.b)
+    assert made.columns(model.point, 5, 3, bias=True) is not made.columns(model.point, 5, 3, bias=False)
     for value in range(20):  # memory of what is gone is taken by what comes
         layer = nn.Linear(8, 16).requires_grad_(False)
         layer.weight.fill_(float(value))
@@ -103,7 +84,8 @@ def test_layers_that_the_kernels_cannot_read_are_refused_by_name() -> None:
 def test_what_reads_one_input_is_quantized_alike_or_not_at_all() -> None:
     model = Model()
     quantized = Int8Linear.of(model.a, torch.ones(8))
-    for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0))):
+    dynamic = Int8DynamicLinear.of(model.b, None)
+    for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0)), dynamic):
         for call, pair in ((PackedLayers.__call__, (quantized, other)), (PackedLayers.inverse, (quantized, other)),
                            (PackedLayers.inverse, (other, quantized))):  # fmt: skip
             with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):

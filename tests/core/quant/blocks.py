@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.quant.convert import Recipe, Rule
+from core.quant.samples import Samples
 from core.quant.statistics import Statistics
 from tests.core.quant.stage import normal
 
@@ -50,7 +51,7 @@ def inputs(seed: int, batch: int = 2) -> Tensor:
     return x
 
 
-def recipe(*, alpha: float | None = 0.5, halves: bool = True) -> Recipe:
+def recipe(*, alpha: float | None = 0.5) -> Recipe:
     return Recipe(
         name="block",
         rules=(
@@ -59,8 +60,25 @@ def recipe(*, alpha: float | None = 0.5, halves: bool = True) -> Recipe:
             Rule(r"to_[qkv]|out", alpha=alpha),
         ),
         shares=lambda name: "qkv" if name.startswith("to_") else name,
-        halves=lambda name: 16 if halves and name == "conv" else None,
+        halves=lambda name: 16 if name == "conv" else None,
     )
+
+
+TWO = Recipe("two", (Rule("first|second", alpha=0.5),))
+
+
+def observed_two(model: nn.Module, x: Tensor, *, sampled: bool = True) -> Statistics:
+    """What two layers read, with rows of it."""
+    found = Statistics("two", samples=Samples(["first", "second"], 1000) if sampled else None)
+    with found.observe(model, ["first", "second"], 0):
+        model(x)
+    return found
+
+
+def squared_error(quantized: nn.Module, model: nn.Module, x: Tensor) -> float:
+    """Relative."""
+    expected = model(x)
+    return float((quantized(x) - expected).square().sum() / expected.square().sum())
 
 
 LAYERS = ("conv", "to_q", "to_k", "to_v", "out")

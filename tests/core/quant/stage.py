@@ -8,16 +8,16 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from core.kernels.cpu import library as module
 from core.kernels.cpu.library import KernelsUnavailable, library
 from core.kernels.cpu.token_program import TokenProgram
 
@@ -25,34 +25,23 @@ ROOT = Path(__file__).resolve().parents[3]
 CACHE = ROOT / ".pytest_cache" / "d" / "kernels"
 CANARY = 0xA5
 
-
-def _compiled(load: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    try:
-        with (CACHE / "lock").open("w") as lock:  # one process compiles, and others wait for it
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            return load(CACHE)
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
+# What properties are drawn for: `@given(...)` reads it from the types of a test's arguments.
+Few = Annotated[int, st.integers(1, 3)]
+Several = Annotated[int, st.integers(1, 9)]
+Many = Annotated[int, st.integers(1, 60)]
+Seed = Annotated[int, st.integers(0, 999)]
 
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
     """The real kernels, compiled once for all runs of the tests; skips where this machine has none, with the reason."""
-    return _compiled(library)
-
-
-@functools.cache
-def avx2_kernels() -> ctypes.CDLL:
-    """Those for AVX2, which differ from `kernels`; skips where the processor has no AVX-512 VNNI to compare with."""
-    if "avx512_vnni" not in module._processor_flags():
-        pytest.skip("this processor has no AVX-512 VNNI to compare with")
-    wide = kernels()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", shlex.join([*module._compiler(), "-mno-avx512f"]))
-        narrow = _compiled(library.__wrapped__)
-    assert narrow._name != wide._name
-    return narrow
+    CACHE.mkdir(parents=True, exist_ok=True)
+    try:
+        with (CACHE / "lock").open("w") as lock:  # one process compiles, and others wait for it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return library(CACHE)
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
 
 
 def warm(cache_dir: Path) -> Path:
@@ -139,11 +128,24 @@ def as_levels(found: Tensor) -> Tensor:
     return found.int() - 128
 
 
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative, of the whole."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
 def check_bytes(found: Tensor, scaled: Tensor) -> None:
     """Bytes are `scaled`, clamped and rounded; where that is a toss-up between two levels, either."""
     wanted = scaled.double().clamp(-127, 127)
     off = (as_levels(found) - wanted).abs()
     assert off.max() <= 0.5 + 1e-3, f"off by {off.max()} levels"
+
+
+def check(found: Tensor, wanted: Tensor, inverse: Tensor | None = None, *, relative: float = 2e-6) -> None:
+    """Floats as `check_close`, and what `inverse` quantizes as `check_bytes`."""
+    if inverse is None:
+        check_close(found, wanted, relative=relative)
+    else:
+        check_bytes(found, wanted * inverse.double())
 
 
 def check_close(found: Tensor, wanted: Tensor, *, relative: float = 2e-6, least: float = 1e-6) -> None:

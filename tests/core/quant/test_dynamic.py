@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product as pairs
-from typing import Any
+from typing import Annotated, Literal
 
 import pytest
 import torch
@@ -12,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from core.kernels.device import DeviceInfo, instead, lacks
-from core.ops.cpu import CpuLowering
 from core.ops.fused import Reader
-from core.ops.ops import bind
-from core.ops.reference import TorchLowering
 from core.quant.dynamic import SMALLEST, Int8DynamicConv2d, Int8DynamicLinear, product, quantize_rows
-from core.quant.linear import LEVELS, Int8Linear
-from tests.core.quant.stage import kernels, normal
+from core.quant.linear import LEVELS
+from tests.core.quant.stage import Many, Seed, Several, normal
 
 few = settings(max_examples=60)
-sizes = st.sampled_from((1e-25, 1e-3, 1.0, 1e4, 1e20))
+Size = Annotated[float, st.sampled_from((1e-25, 1e-3, 1.0, 1e4, 1e20))]
+Height = Annotated[int, st.integers(3, 8)]
 
 
 def linear(n: int, k: int, bias: bool, seed: int) -> nn.Linear:
@@ -37,8 +34,8 @@ def within(found: Tensor, wanted: Tensor, terms: Tensor) -> bool:
 
 
 @few
-@given(rows=st.integers(1, 9), k=st.integers(1, 60), size=sizes, seed=st.integers(0, 999))
-def test_a_level_is_off_by_half_a_step_and_the_largest_is_127(rows: int, k: int, size: float, seed: int) -> None:
+@given(...)
+def test_a_level_is_off_by_half_a_step_and_the_largest_is_127(rows: Several, k: Many, size: Size, seed: Seed) -> None:
     x = normal(seed, rows, k) * normal(seed + 1, rows, 1).exp() * size
     levels, scale = quantize_rows(x)
     assert levels.dtype == torch.int8 and scale.dtype == torch.float32 and scale.shape == (rows, 1)
@@ -57,10 +54,9 @@ def test_rows_of_zeros_and_of_what_is_no_number() -> None:
 
 
 @few
-@given(rows=st.integers(1, 9), k=st.integers(1, 50), n=st.integers(1, 30), bias=st.booleans(), size=sizes,
-       seed=st.integers(0, 999))  # fmt: skip
+@given(...)
 def test_a_linear_layer_is_that_of_64_bits_and_near_the_one_it_replaces(
-    rows: int, k: int, n: int, bias: bool, size: float, seed: int
+    rows: Several, k: Many, n: Many, bias: bool, size: Size, seed: Seed
 ) -> None:
     x, layer = normal(seed, rows, k) * size, linear(n, k, bias, seed + 2)
     made = Int8DynamicLinear.of(layer, None)
@@ -74,14 +70,12 @@ def test_a_linear_layer_is_that_of_64_bits_and_near_the_one_it_replaces(
 
 
 @few
-@given(
-    c=st.integers(1, 12), n=st.integers(1, 12), kernel=st.sampled_from((1, 3)), stride=st.sampled_from((1, 2)),
-    padding=st.sampled_from((0, 1)), height=st.integers(3, 8), width=st.integers(3, 8), bias=st.booleans(),
-    seed=st.integers(0, 999),
-)  # fmt: skip
+@given(...)
 def test_a_convolution_is_that_of_64_bits(
-    c: int, n: int, kernel: int, stride: int, padding: int, height: int, width: int, bias: bool, seed: int
-) -> None:
+    c: Several, n: Several, kernel: Literal[1, 3],
+    stride: Literal[1, 2], padding: Literal[0, 1], height: Height,
+    width: Height, bias: bool, seed: Seed,
+) -> None:  # fmt: skip
     layer = nn.Conv2d(c, n, kernel, stride=stride, padding=padding, bias=bias).requires_grad_(False)
     layer.weight.copy_(normal(seed, n, c, kernel, kernel))
     x = normal(seed + 1, 2, c, height, width) * normal(seed + 2, 2, 1, height, width).exp()  # pixels of all sizes
@@ -122,58 +116,6 @@ def test_a_picture_has_its_own_bits_and_a_pixel_changes_only_what_reads_it() -> 
     assert {(row, column) for _, row, column in changed.nonzero().tolist()} == near and not changed[1:].any()
 
 
-class Net(nn.Module):
-    """All kinds of products, and a layer in floats between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32)
-        self.down, self.up = nn.Conv2d(32, 48, 3, stride=2, padding=1), nn.Conv2d(48, 32, 3, padding=1)
-        self.q, self.kv, self.floats = nn.Linear(32, 32), nn.Linear(32, 64, bias=False), nn.Linear(32, 32)
-        self.wide, self.out, self.last = nn.Linear(32, 128), nn.Linear(64, 32), nn.LayerNorm(32)
-        self.requires_grad_(False).eval()
-        for name, layer in [*self.named_children()]:
-            if name != "floats" and isinstance(layer, nn.Linear):
-                setattr(self, name, Int8DynamicLinear.of(layer, None))
-            elif isinstance(layer, nn.Conv2d):
-                setattr(self, name, Int8DynamicConv2d.of(layer, None))
-
-
-def walk(ops: Any, w: Any, x: Any) -> Any:
-    y = ops.group_norm(ops.conv(x, w.conv), w.norm, silu=True, to=[w.down])
-    y = ops.upsample(ops.conv(y, w.down), w.up)
-    qkv = ops.linear(y, w.q, w.kv)
-    y = ops.add(y, ops.attend(*(ops.columns(qkv, 32 * part, 32) for part in range(3)), heads=2, to=[w.floats]))
-    y = ops.linear(ops.layer_norm(y, w.last, to=[w.floats]), w.floats, residual=y)
-    return ops.linear(ops.gated(y, w.wide, act="gelu", to=w.out), w.out, residual=y)
-
-
-def test_programs_compute_what_the_modules_do_each_picture_by_itself() -> None:
-    torch.manual_seed(0)
-    net, x = Net(), normal(3, 3, 6, 8, 16)
-    lowering = CpuLowering(kernels(), net)
-    run = lowering.lower(bind(walk, net), "net")
-    with torch.inference_mode():
-        (wanted,) = TorchLowering(torch.float32).lower(bind(walk, net), "net")(x)
-        (found,) = run(x)
-        assert (found - wanted).norm() < 3e-3 * wanted.norm(), "levels may fall to the other side, sums may not"
-        for picture in range(3):
-            assert torch.equal(run(x[picture : picture + 1].contiguous())[0][0], found[picture])
-
-
-def test_what_reads_one_input_side_by_side_has_one_kind_of_scales() -> None:
-    net = Net()
-    net.kv = Int8Linear.of(nn.Linear(32, 64).requires_grad_(False), torch.ones(32))
-    with pytest.raises(ValueError, match="layer q: it and what reads the same input must all be quantized"):
-        CpuLowering(kernels(), net).layers(net.q, net.kv)
-
-
 def test_gpus_refuse_it_by_name() -> None:
-    h200 = DeviceInfo("cuda", "NVIDIA H200", (9, 0), triton="3.7.1")
-    assert (
-        lacks(h200, "int8-dynamic")
-        == "the GPU kernels support bf16, int8, fp8, int8-sparse, w4a16, w4a8, nvfp4, not int8-dynamic"
-    )
-    assert instead(h200, "int8-dynamic") == "int8 or bf16"
     with pytest.raises(ValueError, match="the GPU kernels do not support Int8DynamicLinear"):
         Reader.of([Int8DynamicLinear.of(linear(8, 8, True, 0), None)])

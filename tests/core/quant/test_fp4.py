@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from core.quant.fp4 import Fp4Linear, nearest_codes, values
 from core.quant.fp4_layouts import Fp4Layout
 from tests.core.quant.published import draw_fp4
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Few, Seed, Several, normal
 
 few = settings(max_examples=20, deadline=None)
 
@@ -24,8 +26,10 @@ def test_codes_stand_for_the_published_values() -> None:
 
 
 @few
-@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=50))
-def test_numbers_become_the_nearest_value_and_ties_the_even_code(numbers: list[float]) -> None:
+@given(...)
+def test_numbers_become_the_nearest_value_and_ties_the_even_code(
+    numbers: Annotated[list[float], st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=50)],
+) -> None:
     x = torch.tensor([*numbers, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     table = values(torch.arange(8, dtype=torch.uint8))
     for number, code in zip(x.tolist(), nearest_codes(x).tolist(), strict=True):
@@ -35,8 +39,11 @@ def test_numbers_become_the_nearest_value_and_ties_the_even_code(numbers: list[f
 
 
 @few
-@given(n=st.integers(1, 5), depth=st.integers(1, 300), size=st.sampled_from((1e-6, 1.0, 1e3)), seed=st.integers(0, 9))
-def test_a_weight_is_off_by_a_sixth_of_the_largest_of_its_sixteen(n: int, depth: int, size: float, seed: int) -> None:
+@given(...)
+def test_a_weight_is_off_by_a_sixth_of_the_largest_of_its_sixteen(
+    n: Several, depth: Annotated[int, st.integers(1, 300)], size: Annotated[float, st.sampled_from((1e-6, 1.0, 1e3))],
+    seed: Seed,
+) -> None:  # fmt: skip
     weight = normal(seed, n, depth) * size
     layer = Fp4Linear.of_taps(weight[:, None], None)
     largest = torch.stack([part.abs().amax(1) for part in weight.split(16, dim=1)], 1)[:, torch.arange(depth) // 16]
@@ -46,9 +53,10 @@ def test_a_weight_is_off_by_a_sixth_of_the_largest_of_its_sixteen(n: int, depth:
 
 
 @few
-@given(method=st.sampled_from(("compressed-tensors", "modelopt")), n=st.integers(1, 4), blocks=st.integers(1, 20),
-       seed=st.integers(0, 99))  # fmt: skip
-def test_a_layer_is_what_its_published_layout_says(method: str, n: int, blocks: int, seed: int) -> None:
+@given(...)
+def test_a_layer_is_what_its_published_layout_says(
+    method: Literal["compressed-tensors", "modelopt"], n: Few, blocks: Several, seed: Seed
+) -> None:
     layout = Fp4Layout(method)
     parts, weight = draw_fp4(layout, n, 16 * blocks, seed=seed)
     expected = layout.parts(n, 16 * blocks)

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.quant import gptq
@@ -18,7 +17,7 @@ from core.quant.samples import Samples
 from core.quant.search import sampled
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, block, inputs, recipe
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Many, Seed, normal
 
 
 def plainly(weight: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
@@ -37,8 +36,10 @@ def plainly(weight: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
 
 
 @settings(max_examples=15, deadline=None)
-@given(columns=st.integers(1, 40), rows=st.integers(1, 60), seed=st.integers(0, 999), block_size=st.integers(1, 50))
-def test_it_rounds_as_the_paper_says_in_blocks_of_any_size(columns: int, rows: int, seed: int, block_size: int) -> None:
+@given(...)
+def test_it_rounds_as_the_paper_says_in_blocks_of_any_size(
+    columns: Many, rows: Many, seed: Seed, block_size: Many
+) -> None:
     weight, mix = normal(seed, 6, columns), normal(seed + 1, columns, columns)
     x = (normal(seed + 2, rows, columns) @ mix * 20).round()
     hessian, (_, scale) = x.double().T @ x.double(), quantize_weight(weight)

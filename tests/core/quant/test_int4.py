@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
@@ -14,36 +15,22 @@ from torch import Tensor, nn
 from core.ops.fused import FusedLayer
 from core.quant import int4, store
 from core.quant.convert import Recipe, RecipeError, Rule, quantize_
-from core.quant.gptq import compensate_
 from core.quant.int4 import Int4Linear
-from core.quant.samples import Samples
 from core.quant.search import chosen, search
-from core.quant.statistics import Statistics
-from tests.core.quant.stage import TwoLayers, normal
+from tests.core.quant.blocks import TWO, block, observed, observed_two, squared_error
+from tests.core.quant.blocks import recipe as of_block
+from tests.core.quant.stage import Seed, Several, TwoLayers, normal
 
 few = settings(max_examples=30, deadline=None)
-RECIPE = Recipe("two", (Rule("first|second", alpha=0.5),))
 
 
 def inputs(seed: int = 0) -> Tensor:
     return normal(seed, 400, 12) @ normal(99, 12, 300) * (3 * normal(1, 300)).exp()
 
 
-def statistics(model: nn.Module) -> Statistics:
-    seen = Statistics("two", samples=Samples(["first", "second"]))
-    with seen.observe(model, ["first", "second"], 0):
-        model(inputs())
-    return seen
-
-
-def off(quantized: nn.Module, model: nn.Module) -> float:
-    expected = model(inputs(7))
-    return float((quantized(inputs(7)) - expected).square().sum() / expected.square().sum())
-
-
 @few
-@given(n=st.integers(1, 9), depth=st.integers(1, 600), seed=st.integers(0, 99))
-def test_words_hold_every_level(n: int, depth: int, seed: int) -> None:
+@given(...)
+def test_words_hold_every_level(n: Several, depth: Annotated[int, st.integers(1, 600)], seed: Seed) -> None:
     levels = torch.randint(-8, 8, (n, depth), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
     words = int4.pack(levels)
     assert words.dtype == torch.int16 and words.shape == (n, 64 * -(-depth // 256))
@@ -54,9 +41,11 @@ def test_words_hold_every_level(n: int, depth: int, seed: int) -> None:
 
 
 @few
-@given(n=st.integers(1, 9), depth=st.integers(1, 300), size=st.sampled_from((1e-6, 1e-2, 1.0, 1e3)),
-       seed=st.integers(0, 99))  # fmt: skip
-def test_a_weight_is_off_by_half_a_step_of_its_group(n: int, depth: int, size: float, seed: int) -> None:
+@given(...)
+def test_a_weight_is_off_by_half_a_step_of_its_group(
+    n: Several, depth: Annotated[int, st.integers(1, 300)],
+    size: Annotated[float, st.sampled_from((1e-6, 1e-2, 1.0, 1e3))], seed: Seed,
+) -> None:  # fmt: skip
     weight = normal(seed, n, depth) * size
     layer = Int4Linear.of_taps(weight[:, None], None)
     groups = torch.arange(depth) // 128
@@ -82,40 +71,18 @@ def test_a_layer_computes_what_its_levels_say() -> None:
 
 def test_scales_of_inputs_searched_scales_and_gptq_each_lower_the_error() -> None:
     model, found = TwoLayers(), {}
-    seen = statistics(model)
-    searched = chosen(RECIPE, search(model, RECIPE, seen, scheme="w4a16"))
+    seen = observed_two(model, inputs())
+    searched = chosen(TWO, search(model, TWO, seen, scheme="w4a16"))
     plain = Recipe("plain", (Rule("first|second"),))
-    for name, recipe, gptq in (("plain", plain, False), ("scaled", RECIPE, False), ("searched", searched, False),
+    for name, recipe, gptq in (("plain", plain, False), ("scaled", TWO, False), ("searched", searched, False),
                                ("gptq", plain, True), ("both", searched, True)):  # fmt: skip
         quantized = copy.deepcopy(model)
         report = quantize_(quantized, recipe, seen, scheme="w4a16", gptq=gptq)
         assert report.changed == ["first", "second"] and bool(report.compensated) == gptq
         assert (quantized.first._buffers["inverse"] is None) == (recipe is plain)
-        found[name] = off(quantized, model)
+        found[name] = squared_error(quantized, model, inputs(7))
     assert found["scaled"] < 0.9 * found["plain"] and found["searched"] <= found["scaled"] * 1.001
     assert found["gptq"] < 0.7 * found["plain"] and found["both"] < found["searched"]
-
-
-def test_gptq_leaves_a_layer_that_it_does_not_improve() -> None:
-    layer = nn.Linear(130, 4).requires_grad_(False)
-    exact = Int4Linear.of(layer, None)
-    layer.weight.copy_(exact.dense())
-    before = exact.weight.clone()
-    assert not compensate_(exact, layer, normal(0, 50, 130)) and torch.equal(exact.weight, before)
-
-
-def test_what_was_stored_is_what_loads(tmp_path: Path) -> None:
-    model = TwoLayers()
-    for name, recipe in (("scaled", RECIPE), ("plain", Recipe("plain", (Rule("first|second"),)))):
-        quantized = copy.deepcopy(model)
-        report = quantize_(quantized, recipe, statistics(model), scheme="w4a16")
-        layers = dict.fromkeys(report.changed, "Int4Linear")
-        manifest = store.Manifest("w4a16", "two", "digest", layers, report.skipped, {})
-        assert store.save(quantized, tmp_path / name, manifest) < 0.3 * 4 * (300 * 40 + 40 * 8)
-        loaded = copy.deepcopy(model)
-        store.load_(loaded, tmp_path / name, source="digest")
-        assert torch.equal(loaded(inputs(3)), quantized(inputs(3)))
-        assert (loaded.first._buffers["inverse"] is None) == (name == "plain")
 
 
 @pytest.mark.parametrize(("part", "tensor", "said"), [
@@ -128,7 +95,7 @@ def test_stored_parts_of_other_types_and_shapes_are_refused(
 ) -> None:
     model = TwoLayers()
     quantized = copy.deepcopy(model)
-    report = quantize_(quantized, RECIPE, statistics(model), scheme="w4a16")
+    report = quantize_(quantized, TWO, observed_two(model, inputs()), scheme="w4a16")
     quantized.first._buffers[part] = tensor
     manifest = store.Manifest("w4a16", "two", "", dict.fromkeys(report.changed, "Int4Linear"), report.skipped, {})
     store.save(quantized, tmp_path, manifest)
@@ -139,11 +106,6 @@ def test_stored_parts_of_other_types_and_shapes_are_refused(
 
 def test_other_networks_than_decoders_refuse_it_by_name() -> None:
     with pytest.raises(RecipeError, match="conv: w4a16 has no convolutions"):
-        model = nn.Sequential()
-        model.add_module("conv", nn.Conv2d(3, 3, 1))
-        seen = Statistics("")
-        with seen.observe(model, ["conv"], 0):
-            model(normal(0, 1, 3, 2, 2))
-        quantize_(model, Recipe("one", (Rule("conv"),)), seen, scheme="w4a16")
+        quantize_(model := block(), of_block(), observed(model), scheme="w4a16")
     with pytest.raises(ValueError, match="do not support Int4Linear"):
         FusedLayer([Int4Linear.of(nn.Linear(8, 8), None)], torch.bfloat16)

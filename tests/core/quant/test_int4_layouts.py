@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from core.quant.int4_layouts import Layout
 from tests.core.quant.published import draw
+from tests.core.quant.stage import Few, Seed
 
 few = settings(max_examples=20, deadline=None)
 
 
 @few
-@given(
-    method=st.sampled_from(("awq", "gptq", "compressed-tensors")), rows=st.integers(1, 3), groups=st.integers(1, 3),
-    width=st.sampled_from((128, 256)), whole=st.booleans(), zeros=st.booleans(), shifted=st.booleans(),
-    half=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_a_layer_is_what_its_published_layout_says(
-    method: str, rows: int, groups: int, width: int, whole: bool, zeros: bool, shifted: bool, half: bool, seed: int
-) -> None:
+    method: Literal["awq", "gptq", "compressed-tensors"], rows: Few, groups: Few,
+    width: Literal[128, 256], whole: bool, zeros: bool, shifted: bool, half: bool,
+    seed: Seed,
+) -> None:  # fmt: skip
     n, k = 8 * rows, groups * width
     layout = Layout(method, None if whole else width, zeros or method == "gptq", shifted and method == "gptq")
     parts, weight = draw(layout, n, k, torch.float16 if half else torch.bfloat16, symmetric=not zeros, seed=seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from core.quant.fp8 import E4M3_MAX, Fp8Linear, available, to_e4m3
 from core.quant.linear import LEVELS, Int8Conv2d, Int8Linear, quantize, quantize_weight
 from core.quant.smoothing import inverse_scales, smoothing
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Many, Seed, Several, normal
 
 few = settings(max_examples=60)
 
@@ -36,11 +36,11 @@ def bound(x: Tensor, weight: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
 
 
 @few
-@given(rows=st.integers(1, 9), k=st.integers(1, 50), n=st.integers(1, 30), bias=st.booleans(),
-       alpha=st.sampled_from((None, 0.5, 0.8)), seed=st.integers(0, 999))  # fmt: skip
+@given(...)
 def test_a_linear_layers_error_is_within_the_bound_of_rounding(
-    rows: int, k: int, n: int, bias: bool, alpha: float | None, seed: int
-) -> None:
+    rows: Several, k: Many, n: Many, bias: bool, alpha: Annotated[float | None, st.sampled_from((None, 0.5, 0.8))],
+    seed: Seed,
+) -> None:  # fmt: skip
     x = normal(seed, rows, k) * normal(seed + 1, k).exp()
     layer = nn.Linear(k, n, bias=bias).requires_grad_(False)
     layer.weight.copy_(normal(seed + 2, n, k))
@@ -54,13 +54,12 @@ def test_a_linear_layers_error_is_within_the_bound_of_rounding(
 
 
 @few
-@given(
-    c=st.integers(1, 12), n=st.integers(1, 12), kernel=st.sampled_from((1, 3)), stride=st.sampled_from((1, 2)),
-    padding=st.sampled_from((0, 1)), size=st.integers(3, 8), bias=st.booleans(), seed=st.integers(0, 999),
-)  # fmt: skip
+@given(...)
 def test_a_convolutions_error_is_within_the_bound_of_rounding(
-    c: int, n: int, kernel: int, stride: int, padding: int, size: int, bias: bool, seed: int
-) -> None:
+    c: Several, n: Several, kernel: Literal[1, 3],
+    stride: Literal[1, 2], padding: Literal[0, 1],
+    size: Annotated[int, st.integers(3, 8)], bias: bool, seed: Seed,
+) -> None:  # fmt: skip
     x = normal(seed, 2, c, size, size + 1)
     layer = nn.Conv2d(c, n, kernel, stride, padding, bias=bias).requires_grad_(False)
     inverse = scales(x.permute(0, 2, 3, 1).reshape(-1, c), layer.weight)
@@ -106,8 +105,10 @@ def test_scales_and_integers_keep_their_types_when_a_model_is_cast(kind: Any, ca
 
 
 @few
-@given(n=st.integers(1, 12), k=st.integers(1, 30), size=st.floats(1e-6, 1e6), seed=st.integers(0, 999))
-def test_weights_are_rounded_by_row(n: int, k: int, size: float, seed: int) -> None:
+@given(...)
+def test_weights_are_rounded_by_row(
+    n: Several, k: Many, size: Annotated[float, st.floats(1e-6, 1e6)], seed: Seed
+) -> None:
     weight = normal(seed, n, k, scale=size)
     found, scale = quantize_weight(weight)
     assert (found.abs().amax(1) == LEVELS).all()
@@ -130,15 +131,11 @@ def test_only_plain_convolutions_are_quantized(options: Any) -> None:
         Int8Conv2d.of(nn.Conv2d(4, 4, 3, **options), torch.ones(4))
 
 
-def error(layer: nn.Linear, x: Tensor, alpha: float | None) -> float:
-    wanted = layer(x)
-    found = Int8Linear.of(layer, scales(x, layer.weight, alpha))(x)
-    return float((found - wanted).norm() / wanted.norm())
-
-
 @few
-@given(rows=st.integers(1, 9), k=st.integers(1, 50), n=st.integers(1, 30), bias=st.booleans(), seed=st.integers(0, 999))
-def test_fp8_is_within_the_error_of_three_bits_of_mantissa(rows: int, k: int, n: int, bias: bool, seed: int) -> None:
+@given(...)
+def test_fp8_is_within_the_error_of_three_bits_of_mantissa(
+    rows: Several, k: Many, n: Many, bias: bool, seed: Seed
+) -> None:
     x = normal(seed, rows, k)
     layer = nn.Linear(k, n, bias=bias).requires_grad_(False)
     inverse = scales(x, layer.weight, 0.5)

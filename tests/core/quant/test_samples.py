@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from core.quant.samples import Samples
 from core.quant.statistics import Statistics, StatisticsError
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Many, Seed, normal
 
 
 def seen(batches: list[Tensor], samples: Samples, *, path: Path | None = None) -> Statistics:
@@ -30,8 +31,10 @@ def seen(batches: list[Tensor], samples: Samples, *, path: Path | None = None) -
 
 
 @settings(max_examples=20, deadline=None)
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4), count=st.integers(1, 50), seed=st.integers(0, 99))
-def test_rows_that_were_read_are_kept_up_to_the_count_and_no_row_twice(sizes: list[int], count: int, seed: int) -> None:
+@given(...)
+def test_rows_that_were_read_are_kept_up_to_the_count_and_no_row_twice(
+    sizes: Annotated[list[int], st.lists(st.integers(1, 40), min_size=1, max_size=4)], count: Many, seed: Seed
+) -> None:
     batches = [normal(seed + at, size, 2, 3) for at, size in enumerate(sizes)]
     kept = seen(batches, Samples(["a"], count)).samples
     assert kept is not None and {*kept.rows} == {"a"}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from contract import precision
 from contract.precision import IMAGE_SCHEMES as IMAGES
 from core.quant.convert import quantize_
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from core.quant.schemes import LAYERS, SCHEMES, Scheme
-from core.quant.sparse import SparseInt8Linear
 from core.quant.statistics import StatisticsError
 from tests.core.quant.blocks import LAYERS as BLOCKS
 from tests.core.quant.blocks import block, inputs, observed, recipe
@@ -54,22 +52,3 @@ def test_a_quantized_model_is_near_the_model_in_every_type(scheme: Scheme) -> No
         with torch.inference_mode():
             found = model.to(dtype)(inputs(99, 8).to(dtype))
         assert found.dtype == dtype and (found.float() - wanted).norm() < most * wanted.norm()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_a_layer_of_its_own_scales_is_the_same_layer(scheme: Scheme) -> None:
-    inverse = torch.rand(20) + 0.5 if scheme.static else None
-    conv = nn.Conv2d(20, 12, 3, stride=2, padding=1)
-    for layer in (nn.Linear(20, 12), nn.Linear(20, 12, bias=False), *([conv] if scheme.conv is not None else [])):
-        made = scheme.quantize(layer, inverse)
-        stored = made.state_dict()
-        alone = {"inverse": made.inverse} if scheme.static else {}
-        if issubclass(type(made), SparseInt8Linear):
-            with pytest.raises(ValueError, match="is stored with its weights"):
-                type(made).restored(layer, alone)
-            alone = stored
-        for tensors in (stored, alone):
-            again = type(made).restored(layer, tensors)  # type: ignore[attr-defined]
-            found = again.state_dict()
-            assert found.keys() == stored.keys() and repr(again) == repr(made)
-            assert all(torch.equal(found[name].view(torch.uint8), stored[name].view(torch.uint8)) for name in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,10 @@ from hypothesis import strategies as st
 
 from core.quant.linear import LEVELS
 from core.quant.smoothing import inverse_scales, smoothing
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Many, Seed, normal
 
 few = settings(max_examples=60)
-alphas = st.floats(0, 1)
+Alpha = Annotated[float, st.floats(0, 1)]
 
 
 def ranges(seed: int, channels: int) -> torch.Tensor:
@@ -22,20 +24,20 @@ def ranges(seed: int, channels: int) -> torch.Tensor:
 
 
 @few
-@given(channels=st.integers(1, 40), alpha=alphas, seed=st.integers(0, 999))
-def test_the_formula_is_the_papers(channels: int, alpha: float, seed: int) -> None:
+@given(...)
+def test_the_formula_is_the_papers(channels: Many, alpha: Alpha, seed: Seed) -> None:
     x, w = ranges(seed, channels), ranges(seed + 1, channels)
     wanted = np.power(x.double().numpy(), alpha) / np.power(w.double().numpy(), 1 - alpha)
     assert np.allclose(smoothing(x, w, alpha).numpy(), wanted, rtol=1e-5)
 
 
 @few
-@given(channels=st.integers(2, 40), alpha=st.one_of(st.none(), alphas), seed=st.integers(0, 999), data=st.data())
+@given(...)
 def test_a_layers_input_scales_are_the_smoothing_and_one_scale_behind_it(
-    channels: int, alpha: float | None, seed: int, data: st.DataObject
+    channels: Many, alpha: Alpha | None, half: Annotated[int, st.integers(0, 40)], seed: Seed
 ) -> None:
     """By the formula in numpy: LEVELS / max(x / s) / s, for each half by itself."""
-    halves = data.draw(st.one_of(st.none(), st.integers(1, channels - 1)))
+    halves = half if 0 < half < channels else None
     x, w = ranges(seed, channels), ranges(seed + 1, channels)
     smooth = None if alpha is None else smoothing(x, w, alpha)
     s = np.ones(channels) if alpha is None else x.double().numpy() ** alpha / w.double().numpy() ** (1 - alpha)

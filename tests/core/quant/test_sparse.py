@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.kernels.cuda import sparse_gemm
 from core.ops.cuda_tokens import TokenExperts
 from core.ops.fused import Linear
 from core.ops.mixture import Mixture
-from core.quant import sparse, store
+from core.quant import sparse
 from core.quant.convert import Recipe, RecipeError, Rule, quantize_
 from core.quant.grouped import StackedLinear, grouped
-from core.quant.linear import Int8Linear
-from core.quant.samples import Samples
 from core.quant.sparse import SparseInt8Linear
 from core.quant.statistics import Statistics
-from tests.core.quant.stage import TwoLayers, normal
+from tests.core.quant.blocks import TWO, observed_two, squared_error
+from tests.core.quant.stage import Many, Seed, Several, TwoLayers, normal
 
 few = settings(max_examples=30, deadline=None)
-RECIPE = Recipe("two", (Rule("first|second", alpha=0.5),))
 
 
 def inputs(seed: int = 0) -> Tensor:
@@ -33,21 +29,9 @@ def inputs(seed: int = 0) -> Tensor:
     return (alike + normal(seed + 50, 1000, 300)) * (2 * normal(1, 300)).exp()
 
 
-def statistics(model: nn.Module, *, sampled: bool = True) -> Statistics:
-    seen = Statistics("two", samples=Samples(["first", "second"], 1000) if sampled else None)
-    with seen.observe(model, ["first", "second"], 0):
-        model(inputs())
-    return seen
-
-
-def off(quantized: nn.Module, model: nn.Module) -> float:
-    expected = model(inputs(7))
-    return float((quantized(inputs(7)) - expected).square().sum() / expected.square().sum())
-
-
 @few
-@given(n=st.integers(1, 9), groups=st.integers(1, 40), seed=st.integers(0, 99))
-def test_compressed_levels_come_back(n: int, groups: int, seed: int) -> None:
+@given(...)
+def test_compressed_levels_come_back(n: Several, groups: Many, seed: Seed) -> None:
     g = torch.Generator().manual_seed(seed)
     levels = torch.randint(-127, 128, (n, 4 * groups), generator=g, dtype=torch.int8)
     levels *= sparse.mask(torch.rand(levels.shape, generator=g)) & (torch.rand(levels.shape, generator=g) < 0.8)
@@ -72,12 +56,15 @@ def test_inputs_choose_what_is_pruned_and_other_weights_make_up_for_it() -> None
     errors = {}
     for name, sampled, gptq in (("magnitude", False, False), ("wanda", True, False), ("sparsegpt", True, True)):
         quantized = copy.deepcopy(model)
-        report = quantize_(quantized, RECIPE, statistics(model, sampled=sampled), scheme="int8-sparse", gptq=gptq)
+        report = quantize_(
+            quantized, TWO, observed_two(model, inputs(), sampled=sampled), scheme="int8-sparse", gptq=gptq
+        )
         assert bool(report.compensated) == gptq
         for layer in (quantized.first, quantized.second):
             assert isinstance(layer, SparseInt8Linear)
             assert ((layer.levels.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
-        errors[name] = off(quantized, model)
+            assert layer.weight.nbytes + layer.metadata.nbytes <= 0.63 * layer.levels.nbytes
+        errors[name] = squared_error(quantized, model, inputs(7))
     assert errors["sparsegpt"] < 0.9 * errors["wanda"] and errors["wanda"] < 0.9 * errors["magnitude"], errors
 
 
@@ -87,8 +74,8 @@ def test_a_sparse_model_is_a_dense_one_with_zeros() -> None:
     for layer in (model.first, model.second):
         layer.weight.mul_(sparse.mask(layer.weight.abs()))
     dense, pruned = copy.deepcopy(model), copy.deepcopy(model)
-    quantize_(dense, RECIPE, statistics(model))
-    quantize_(pruned, RECIPE, statistics(model), scheme="int8-sparse")
+    quantize_(dense, TWO, observed_two(model, inputs()))
+    quantize_(pruned, TWO, observed_two(model, inputs()), scheme="int8-sparse")
     assert torch.equal(pruned(inputs(3)), dense(inputs(3)))
     layers = [Linear([each.first], torch.float32) for each in (pruned, dense)]
     levels = layers[0].modules[0].read(inputs(4))
@@ -111,36 +98,15 @@ def test_experts_in_a_stack_are_expanded_for_the_kernels_of_mixtures(monkeypatch
         assert layer.metadata is None and torch.equal(layer.weight, stack.levels)
 
 
-def test_a_stored_model_is_smaller_and_the_same(tmp_path: Path) -> None:
-    model = TwoLayers()
-    sizes = {}
-    for scheme in ("int8", "int8-sparse"):
-        quantized = copy.deepcopy(model)
-        quantize_(quantized, RECIPE, statistics(model), scheme=scheme)  # type: ignore[arg-type]
-        layers = {name: type(quantized.get_submodule(name)).__name__ for name in ("first", "second")}
-        manifest = store.Manifest(scheme, "two", "two", layers, {}, {})
-        store.save(quantized, tmp_path / scheme, manifest)
-        again = copy.deepcopy(model)
-        store.load_(again, tmp_path / scheme, source="two")
-        assert torch.equal(again(inputs(5)), quantized(inputs(5)))
-        layer = again.first
-        assert isinstance(layer, Int8Linear)
-        sizes[scheme] = sum(part.nbytes for part in (layer.weight, getattr(layer, "metadata", torch.empty(0))))
-    assert sizes["int8-sparse"] <= 0.63 * sizes["int8"]
-
-
-def test_what_is_no_sparse_layer_is_rejected(tmp_path: Path) -> None:
+def test_what_is_no_sparse_layer_is_rejected() -> None:
     layer = nn.Linear(16, 4)
     tensors = SparseInt8Linear.of(layer, torch.ones(16)).state_dict()
+    with pytest.raises(ValueError, match="is stored with its weights"):
+        SparseInt8Linear.restored(layer, {"inverse": tensors["inverse"]})
     with pytest.raises(ValueError, match="does not name two places of each group"):
         SparseInt8Linear.restored(layer, tensors | {"metadata": torch.zeros_like(tensors["metadata"])})
+    odd, statistics = nn.ModuleDict({"first": nn.Linear(30, 4)}), Statistics("odd")
+    with statistics.observe(odd, ["first"], 0):
+        odd["first"](torch.randn(9, 30))
     with pytest.raises(RecipeError, match=r"^first: 30 inputs are no whole groups of 4"):
-        quantize_(odd := nn.ModuleDict({"first": nn.Linear(30, 4)}), Recipe("odd", (Rule("first"),)), seen(odd),
-                  scheme="int8-sparse")  # fmt: skip
-
-
-def seen(model: nn.ModuleDict) -> Statistics:
-    statistics = Statistics("odd")
-    with statistics.observe(model, ["first"], 0):
-        model["first"](torch.randn(9, 30))
-    return statistics
+        quantize_(odd, Recipe("odd", (Rule("first"),)), statistics, scheme="int8-sparse")

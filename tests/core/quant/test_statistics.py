@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, block, inputs, observed, same
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import Few, Seed, normal
 
 
 class Pair(nn.Module):
@@ -47,8 +47,10 @@ def numpys(maps: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> dict[str, 
 
 
 @settings(max_examples=15)
-@given(batches=st.integers(1, 4), steps=st.integers(1, 3), side=st.integers(3, 40), seed=st.integers(0, 999))
-def test_what_is_observed_equals_numpys(batches: int, steps: int, side: int, seed: int) -> None:
+@given(...)
+def test_what_is_observed_equals_numpys(
+    batches: Few, steps: Few, side: Annotated[int, st.integers(3, 40)], seed: Seed
+) -> None:
     model, found = Pair(), Statistics("digest")
     seen: dict[str, list[list[tuple[Any, Any]]]] = {"conv": [], "linear": []}
     for batch in range(batches):
@@ -70,15 +72,6 @@ def test_what_is_observed_equals_numpys(batches: int, steps: int, side: int, see
         assert np.array_equal(found.ranges(name).numpy(), largest.max((0, 1)))
         assert np.allclose(found.ranges(name, "percentile").numpy(), high.mean(0).max(0), rtol=1e-5)
         assert np.allclose(found.ranges(name, "min-mean").numpy(), largest.min(0).mean(0), rtol=1e-5)
-
-
-def test_the_percentile_drops_what_is_rare() -> None:
-    layer, found = nn.Linear(2, 2), Statistics("digest")
-    x = torch.ones(4000, 2)
-    x[1234, 0] = 1000.0
-    with found.observe(layer, [""], 0):
-        layer(x)
-    assert found.ranges("").tolist() == [1000, 1] and found.ranges("", "percentile").tolist() == [1, 1]
 
 
 def test_steps_that_did_not_come_to_a_layer_do_not_count() -> None:
@@ -122,15 +115,6 @@ def test_hooks_are_removed_and_nothing_is_added_if_the_model_raises() -> None:
     ):
         pass
     assert hooks(model) == 0 and not found.batches
-
-
-def test_a_layer_that_was_not_reached_is_unseen() -> None:
-    model, found = block(), Statistics("digest")
-    with found.observe(model, LAYERS, 0):
-        model.conv(inputs(0))
-    assert {*found.largest} == {"conv"}
-    with pytest.raises(StatisticsError, match=r"^out: was not seen in calibration"):
-        found.ranges("out")
 
 
 def test_half_precision_is_observed_in_fp32() -> None:

@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from contract.precision import IMAGE_SCHEMES
+from contract.precision import IMAGE_SCHEMES, SCHEMES
 from core.quant import store
-from core.quant.convert import quantize_
+from core.quant.convert import Recipe, Rule, quantize_
 from core.quant.linear import ScaledWeights
 from core.quant.store import MANIFEST, WEIGHTS, Manifest, QuantizedStoreError, load_, read_manifest, round_, save
-from tests.core.quant.blocks import Block, block, inputs, observed, recipe
+from tests.core.quant.blocks import Block, block, inputs, observed, observed_two, recipe
+from tests.core.quant.stage import TwoLayers, normal
 
 
 def manifest(model: nn.Module, scheme: str = "int8") -> Manifest:
@@ -27,16 +28,24 @@ def manifest(model: nn.Module, scheme: str = "int8") -> Manifest:
     return Manifest(scheme, "block", "digest", layers, {"head": "left"}, {"prompts": 3})
 
 
-def made(scheme: str = "int8") -> Block:
-    model = block()
-    quantize_(model, recipe(), observed(model), scheme=scheme)  # type: ignore[arg-type]
+def fresh(scheme: str) -> Block | TwoLayers:
+    return block() if scheme in IMAGE_SCHEMES else TwoLayers()
+
+
+def made(scheme: str = "int8", *, alpha: float | None = 0.5) -> Any:
+    model = fresh(scheme)
+    two = Recipe("two", (Rule("first|second", alpha=alpha),))
+    wanted, seen = (
+        (recipe(), observed(model)) if isinstance(model, Block) else (two, observed_two(model, normal(3, 9, 300)))
+    )
+    quantize_(model, wanted, seen, scheme=scheme)  # type: ignore[arg-type]
     return model
 
 
-def stored(folder: Path, *, weights: bool = True, scheme: str = "int8") -> Block:
-    model = made(scheme)
-    save(model, folder, manifest(model, scheme), weights=weights)
-    return model
+def stored(folder: Path, *, weights: bool = True) -> Block:
+    model = made()
+    save(model, folder, manifest(model), weights=weights)
+    return model  # type: ignore[no-any-return]
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
@@ -48,23 +57,26 @@ def check_equal(found: nn.Module, wanted: nn.Module) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert [type(m) for m in found.modules()] == [type(m) for m in wanted.modules()]
     with torch.inference_mode():
-        assert torch.equal(found(inputs(9)), wanted(inputs(9)))
+        x = inputs(9) if isinstance(found, Block) else normal(9, 5, 300)
+        assert torch.equal(found(x), wanted(x))
 
 
-@pytest.mark.parametrize(
-    ("weights", "scheme"),
-    [(weights, scheme) for weights in (True, False) for scheme in IMAGE_SCHEMES if weights or scheme != "int8-sparse"],
-)
-def test_what_was_saved_comes_back_bit_for_bit(weights: bool, scheme: str, tmp_path: Path) -> None:
+CASES = [(whole, scheme, 0.5) for whole in (True, False) for scheme in SCHEMES if whole or scheme != "int8-sparse"]
+
+
+@pytest.mark.parametrize(("weights", "scheme", "alpha"), [*CASES, (True, "w4a16", None)])
+def test_what_was_saved_comes_back_bit_for_bit(weights: bool, scheme: str, alpha: float | None, tmp_path: Path) -> None:
     """But for the matrices of layers that are not quantized, which a file has in bf16."""
-    model = stored(tmp_path, weights=weights, scheme=scheme)
-    again = block()
+    model, again = made(scheme, alpha=alpha), fresh(scheme)
+    size = save(model, tmp_path, manifest(model, scheme), weights=weights)
     found = load_(again, tmp_path, source="digest")
     round_(model)
     check_equal(again, model)
     assert (found.scheme, found.weights, found.skipped) == (scheme, weights, {"head": "left"})
     assert found.calibration == {"prompts": 3} and found == read_manifest(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {MANIFEST, WEIGHTS}
+    channels = sum(m.inverse.numel() for m in model.modules() if getattr(m, "inverse", None) is not None)
+    assert size == (tmp_path / WEIGHTS).stat().st_size and (weights or size < 4 * channels + 2000)
 
 
 def test_rounding_keeps_vectors_and_what_is_quantized() -> None:
@@ -75,18 +87,6 @@ def test_rounding_keeps_vectors_and_what_is_quantized() -> None:
     assert torch.equal(model.head.weight, before.head.weight.bfloat16().float())
     assert not torch.equal(model.head.weight, before.head.weight)
     assert torch.equal(model.head.bias, before.head.bias)
-
-
-def test_sizes(tmp_path: Path) -> None:
-    model = made()
-    whole = save(model, tmp_path / "whole", manifest(model))
-    scales = save(model, tmp_path / "scales", manifest(model), weights=False)
-    assert (
-        whole == (tmp_path / "whole" / WEIGHTS).stat().st_size
-        and scales == (tmp_path / "scales" / WEIGHTS).stat().st_size
-    )
-    channels = sum(m.inverse.numel() for m in model.modules() if hasattr(m, "inverse"))
-    assert scales < 4 * channels + 2000
 
 
 def test_a_model_in_bf16_loads_too(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
         save(model, tmp_path / "file" / "a", manifest(model))
 
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def rewrite(**changes: Any) -> Damage:
@@ -134,7 +134,7 @@ def rewrite(**changes: Any) -> Damage:
     return damage
 
 
-def refile(change: Callable[[dict[str, Tensor]], None], *, honest: bool = True) -> Damage:
+def refile(change: Callable[[dict[str, Tensor]], object], *, honest: bool = True) -> Damage:
     """Other tensors; `honest` writes their digest into the manifest."""
 
     def damage(folder: Path) -> None:
@@ -152,20 +152,12 @@ def relabel(name: str, kind: str) -> Damage:
 
 
 def overwrite(name: str, contents: bytes) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes(contents)
-
-    return damage
+    return lambda folder: (folder / name).write_bytes(contents)
 
 
 def flip(folder: Path) -> None:
-    contents = bytearray((folder / WEIGHTS).read_bytes())
-    contents[-1] ^= 1
-    (folder / WEIGHTS).write_bytes(contents)
-
-
-def nothing(folder: Path) -> None:
-    pass
+    *rest, last = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(bytes([*rest, last ^ 1]))
 
 
 @pytest.mark.quick
@@ -173,7 +165,7 @@ def nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "options", "said"),
     [
-        (nothing, {"source": "other"}, "was quantized from other weights than the model's"),
+        (lambda folder: None, {"source": "other"}, "was quantized from other weights than the model's"),
         (flip, {}, "is not the file that quantization.json describes: damaged or replaced"),
         (refile(lambda t: t.clear(), honest=False), {}, "damaged or replaced"),
         (lambda folder: (folder / WEIGHTS).unlink(), {}, "cannot be read"),
@@ -191,7 +183,7 @@ def nothing(folder: Path) -> None:
         (relabel("conv", "Int8Linear"), {}, "layer conv is a Conv2d in the model, but the manifest has Int8Linear"),
         (relabel("norm", "Int8Linear"), {}, "layer norm is a GroupNorm in the model, but the manifest has Int8Linear"),
         (relabel("ghost", "Int8Linear"), {}, "the model has no layer ghost"),
-        (refile(lambda t: t.pop("to_q.inverse")), {}, "inverse of layer to_q is missing"),  # type: ignore[arg-type, return-value]
+        (refile(lambda t: t.pop("to_q.inverse")), {}, "inverse of layer to_q is missing"),
         (refile(lambda t: t.update({"to_q.inverse": torch.ones(31)})), {},
          r"layer to_q does not fit the model's: inverse is \[31\], not \[32\]"),
     ],
@@ -210,52 +202,36 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("lost", "changed", "said"),
     [
-        (lambda t: t.pop("to_q.weight"), "weight of layer to_q is missing"),
-        (lambda t: t.pop("conv.scale"), "scale of layer conv is missing"),
-        (lambda t: t.pop("to_q.bias"), "bias of layer to_q is missing"),
-        (
-            lambda t: t.update({"conv.weight": torch.ones(32, 3, 3, 31, dtype=torch.int8)}),
-            r"weight is \[32, 3, 3, 31\]",
-        ),
-        (lambda t: t.pop("head.bias"), r"does not fit the model \(first difference: head.bias\)"),
-        (
-            lambda t: t.update({"ghost.weight": torch.ones(2)}),
-            r"does not fit the model \(first difference: ghost.weight\)",
-        ),
-        (
-            lambda t: t.update({"head.weight": torch.ones(4, 31)}),
-            r"head.weight is \[4, 31\], and \[4, 32\] in the model",
-        ),
+        ("to_q.weight", {}, "weight of layer to_q is missing"),
+        ("conv.scale", {}, "scale of layer conv is missing"),
+        ("to_q.bias", {}, "bias of layer to_q is missing"),
+        ("", {"conv.weight": torch.ones(32, 3, 3, 31, dtype=torch.int8)}, r"weight is \[32, 3, 3, 31\]"),
+        ("head.bias", {}, r"does not fit the model \(first difference: head.bias\)"),
+        ("", {"ghost.weight": torch.ones(2)}, r"does not fit the model \(first difference: ghost.weight\)"),
+        ("", {"head.weight": torch.ones(4, 31)}, r"head.weight is \[4, 31\], and \[4, 32\] in the model"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(change: Any, said: str, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused(lost: str, changed: dict[str, Tensor], said: str, tmp_path: Path) -> None:
     stored(tmp_path)
-    refile(change)(tmp_path)
+    refile(lambda tensors: (tensors.pop(lost, None), tensors.update(changed)))(tmp_path)
     model = block()
     with pytest.raises(QuantizedStoreError, match=said):
         load_(model, tmp_path)
     check_equal(model, block())
 
 
-def test_scales_alone_need_to_know_whose_they_are(tmp_path: Path) -> None:
-    stored(tmp_path, weights=False)
-    with pytest.raises(
-        QuantizedStoreError, match="holds scales alone, so the digest of the model's weights must be known"
-    ):
-        load_(block(), tmp_path)
-
-
-def test_scales_alone_need_weights_in_fp32(tmp_path: Path) -> None:
-    """Rounded ones would be quantized into another model."""
-    stored(tmp_path, weights=False)
-    with pytest.raises(QuantizedStoreError, match=r"for weights in fp32, and layer conv is torch.bfloat16"):
-        load_(block().bfloat16(), tmp_path, source="digest")
-
-
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    stored(tmp_path)
-    other = Block(width=48)
-    with pytest.raises(QuantizedStoreError, match="layer conv does not fit the model's"):
-        load_(other, tmp_path)
+@pytest.mark.parametrize(
+    ("weights", "model", "options", "said"),
+    [
+        (False, block(), {}, "holds scales alone, so the digest of the model's weights must be known"),
+        # Rounded ones would be quantized into another model.
+        (False, block().bfloat16(), {"source": "digest"}, "for weights in fp32, and layer conv is torch.bfloat16"),
+        (True, Block(width=48), {}, "layer conv does not fit the model's"),
+    ],
+)
+def test_other_models_are_refused(weights: bool, model: Block, options: Any, said: str, tmp_path: Path) -> None:
+    stored(tmp_path, weights=weights)
+    with pytest.raises(QuantizedStoreError, match=said):
+        load_(model, tmp_path, **options)

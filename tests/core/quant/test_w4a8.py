@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Annotated
 
 import torch
 from hypothesis import given, settings
@@ -15,17 +16,17 @@ from core.quant.gptq import compensate_
 from core.quant.int4 import unpack_codes
 from core.quant.linear import Int8Linear
 from core.quant.w4a8 import W4A8Linear, in_int8
-from tests.core.quant.stage import kernels, normal
+from tests.core.quant.stage import Seed, Several, kernels, normal
 
 few = settings(max_examples=30, deadline=None)
 
 
 @few
-@given(n=st.integers(1, 6), depth=st.integers(1, 400), size=st.sampled_from((1e-6, 1.0, 1e3)),
-       shift=st.sampled_from((0.0, -3.0, 5.0)), seed=st.integers(0, 99))  # fmt: skip
+@given(...)
 def test_a_weight_is_off_by_half_a_step_and_every_level_fits_int8(
-    n: int, depth: int, size: float, shift: float, seed: int
-) -> None:
+    n: Several, depth: Annotated[int, st.integers(1, 400)], size: Annotated[float, st.sampled_from((1e-6, 1.0, 1e3))],
+    shift: Annotated[float, st.sampled_from((0.0, -3.0, 5.0))], seed: Seed,
+) -> None:  # fmt: skip
     weight = (normal(seed, n, depth) + shift) * size
     layer = W4A8Linear.of_taps(weight[:, None], None)
     step, zero = (layer.group & 15).long() + 1, (layer.group >> 4).long()

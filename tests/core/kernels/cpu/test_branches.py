@@ -11,8 +11,8 @@ from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from tests.core.quant.stage import kernels, normal, whole
 
 
-def weights(n: int = 48, channels: int = 32) -> Weights:
-    return pack_float(kernels(), normal(0, n, 1, channels), None)
+def weights() -> Weights:
+    return pack_float(kernels(), normal(0, 48, 1, 32), None)
 
 
 @pytest.mark.parametrize(

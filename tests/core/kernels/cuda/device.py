@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from tests.interpreted import CUDA as CUDA
 
@@ -17,9 +20,23 @@ def draw(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=DEVICE)
 
 
-def seeded(seed: int, *shape: int) -> torch.Tensor:
+def seeded(seed: int, *shape: int) -> Tensor:
     return normal(draw(seed), *shape)
+
+
+def uniform(generator: torch.Generator, *shape: int) -> Tensor:
+    """Numbers from 0 to 1."""
+    return torch.rand(shape, generator=generator, device=DEVICE)
+
+
+def levels(generator: torch.Generator, *shape: int) -> Tensor:
+    """int8 numbers from -127 to 127."""
+    return torch.randint(-127, 128, shape, generator=generator, device=DEVICE, dtype=torch.int8)
+
+
+def ints(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8
+from tests.core.kernels.cuda.device import DTYPE, E4M3, EIGHT, INT8, draw, ints, normal
 
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference, variant_for
 from core.kernels.cuda.attention_source import source
+from tests.core.quant.stage import Seed
 
 
 def drawn(seed: int, images: int, tokens: int, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as slices of one fused projection."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    fused = torch.randn(images, tokens, heads + 2 * kv_heads, d, generator=generator, device=DEVICE)
+    generator = draw(seed)
+    fused = normal(generator, images, tokens, heads + 2 * kv_heads, d)
     fused[:, :, :heads] *= 3
     q, k, v = fused.to(DTYPE).split([heads, kv_heads, kv_heads], dim=2)
     return q, k, v
@@ -36,28 +37,29 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 def lengths_of(*counts: int) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    return ints(counts)
 
 
-@settings(max_examples=14)
-@given(
-    counts=st.lists(st.integers(0, 150), min_size=1, max_size=3), more=st.integers(0, 70),
-    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]), d=st.sampled_from([8, 24, 64, 128]), causal=st.booleans(),
-    to=st.sampled_from([DTYPE, *EIGHT]), one=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_lengths(
-    counts: list[int], more: int, heads: tuple[int, int], d: int, causal: bool, to: torch.dtype, one: bool, seed: int
-) -> None:
+@settings(max_examples=20)
+@given(...)
+def test_attention(
+    counts: Annotated[list[int], st.lists(st.integers(0, 150), min_size=1, max_size=3)],
+    more: Annotated[int, st.integers(0, 70)],
+    heads: Annotated[tuple[int, int], st.sampled_from([(2, 2), (4, 2), (3, 1)])],
+    d: Literal[8, 24, 64, 128], causal: bool, limited: bool,
+    to: Annotated[torch.dtype, st.sampled_from([DTYPE, *EIGHT])], one: bool, seed: Seed,
+) -> None:  # fmt: skip
+    """With lengths and without."""
     tokens = max(1, max(counts) + more)
     q, k, v = drawn(seed, len(counts), tokens, *heads, d)
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = draw(seed)
     width = heads[0] * d
-    inverse = 30 + 5 * torch.randn(1 if one else width, generator=generator, device=DEVICE) if to in EIGHT else None
-    options: dict[str, Any] = {"lengths": lengths_of(*counts), "causal": causal}
+    inverse = 30 + 5 * normal(generator, 1 if one else width) if to in EIGHT else None
+    options: dict[str, Any] = {"lengths": lengths_of(*counts) if limited else None, "causal": causal}
     found = attention(q, k, v, inverse, to, **options)
     near(found, attention_reference(q, k, v, inverse, to, **options))
     for image, count in enumerate(counts):
-        assert not found[image, count:].float().any()
+        assert not limited or not found[image, count:].float().any()
 
 
 @pytest.mark.parametrize(("d", "causal"), [(32, False), (32, True), (64, True), (128, False)])
@@ -74,13 +76,6 @@ def test_an_images_bits_depend_neither_on_padding_nor_on_other_images(d: int, ca
                 alone = (torch.cat([x[:, :count], torch.zeros_like(x[:, count:])], dim=1) for x in alone)
             made = attention(*alone, None, DTYPE, lengths=lengths_of(count), causal=causal)
             assert torch.equal(made[0, :count], found[image, :count])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
-def test_without_lengths(d: int, causal: bool) -> None:
-    q, k, v = drawn(4, 2, 100, 4, 4 if not causal else 2, d)
-    near(attention(q, k, v, None, DTYPE, causal=causal), attention_reference(q, k, v, None, DTYPE, causal=causal))
 
 
 def test_shapes_that_disagree_are_refused() -> None:

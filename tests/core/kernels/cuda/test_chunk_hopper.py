@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from core.kernels.cuda import chunk_hopper, driver
 from core.kernels.cuda.chunk_kernel import chunks, tiles
 from core.kernels.cuda.chunk_source import ChunkVariant, source
-from core.kernels.cuda.decode_kernel import decode_reference
 from core.kernels.cuda.decode_source import SHARED_BYTES
-from tests.core.kernels.cuda.device import DEVICE
-from tests.core.kernels.cuda.test_decode_kernel import filled
+from tests.core.kernels.cuda.device import DEVICE, draw, ints, normal
+from tests.core.kernels.cuda.test_decode_kernel import PAGED, check_levels, exact, spoiled
 
 REASON = driver.unsupported_reason(torch.device(DEVICE))
 hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -24,45 +24,28 @@ def test_variants_fit_the_multiprocessor() -> None:
 
 
 @hopper
-@pytest.mark.parametrize(
-    ("group", "kv_heads", "d", "kind", "window", "cap"),
-    [
-        (4, 8, 128, "int8", 0, 0.0), (4, 2, 128, "fp8", 0, 0.0), (8, 1, 128, "int8", 0, 0.0), (7, 2, 64, "fp8", 0, 0.0),
-        (1, 3, 64, "int8", 0, 0.0), (2, 2, 128, "int8", 300, 30.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("group", "kv_heads", "d", "kind", "window", "cap"), [*PAGED, (2, 2, 128, "int8", 300, 30.0)])
 def test_chunks(group: int, kv_heads: int, d: int, kind: str, window: int, cap: float) -> None:
-    draw = torch.Generator(DEVICE).manual_seed(2)
+    g = draw(2)
     runs = [(40, 200), (33, 33), (7, 1000), (160, 1445), (5, 5), (300, 2048)]  # rows, and tokens up to the last one
-    cache = filled([end for _, end in runs], kv_heads, d, torch.bfloat16, kind, 2048)
-    assert cache.key_scales is not None and cache.value_scales is not None
-    for scales in (cache.key_scales, cache.value_scales):  # of what no sequence has reached
-        scales[scales == 1] = torch.nan
+    cache = spoiled([end for _, end in runs], kv_heads, d, kind, 2048)
     counted = [(torch.arange(end - rows, end), torch.full((rows,), s)) for s, (rows, end) in enumerate(runs)]
     positions, sequences = (torch.cat(columns).int().to(DEVICE) for columns in zip(*counted, strict=True))
-    q = torch.randn(len(positions), group * kv_heads, d, generator=draw, device=DEVICE).bfloat16()
+    q = normal(g, len(positions), group * kv_heads, d).bfloat16()
     firsts = [sum(rows for rows, _ in runs[:s]) for s in range(len(runs))]
     layer = (*cache.layer(0), cache.table)
 
-    def run(parts: list[int], out: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
+    def run(parts: list[int], out: Tensor, inverse: Tensor | None = None) -> Tensor:
         cut = [*tiles([(firsts[s], runs[s][0], s) for s in parts], group), (0, 0, 0)]
-        on_device = torch.tensor(cut, dtype=torch.int32, device=DEVICE)
+        on_device = ints(cut)
         return chunks(q, *layer, positions, on_device, d**-0.5, out, inverse=inverse, window=window, cap=cap)
 
     assert chunk_hopper.unsupported_reason(q, layer[0], q) is None
     result = run([*range(len(runs))], torch.full_like(q, torch.nan))
-    finite = torch.nan_to_num(cache.key_scales[0], 1.0), torch.nan_to_num(cache.value_scales[0], 1.0)
-    expected = decode_reference(
-        q, *layer[:2], *finite, cache.table, positions, sequences, d**-0.5, window=window, cap=cap,
-        dtype=torch.float64,
-    )  # fmt: skip
+    expected = exact(q, cache, positions, sequences, window=window, cap=cap)
     assert float((result.double() - expected).norm() / expected.norm()) < 4e-3  # bf16 is off by 2e-3
     for parts in ([0], [5, 2], [3, 1, 4]):
         alone = run(parts, torch.zeros_like(q))
         rows = [firsts[s] + i for s in parts for i in range(runs[s][0])]
         assert torch.equal(alone[rows], result[rows])
-    inverse = torch.full((group * kv_heads * d,), 50.0, device=DEVICE)
-    levels = torch.empty(q.shape, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn, device=DEVICE)
-    run([*range(len(runs))], levels, inverse)
-    top, bound = (127, 0.6) if kind == "int8" else (448, 0.05 * float(levels.float().abs().max()))
-    assert float((levels.double() - (expected * 50).clamp(-top, top)).abs().max()) < bound
+    check_levels(lambda inverse, out: run([*range(len(runs))], out, inverse), expected, kind, 0.6)

@@ -8,8 +8,8 @@ import torch
 from core.kernels.cuda import decode_hopper, driver
 from core.kernels.cuda.decode_kernel import decode, decode_reference
 from core.kernels.cuda.decode_source import SHARED_BYTES, DecodeVariant, source
-from tests.core.kernels.cuda.device import DEVICE
-from tests.core.kernels.cuda.test_decode_kernel import filled
+from tests.core.kernels.cuda.device import DEVICE, draw, ints, normal
+from tests.core.kernels.cuda.test_decode_kernel import PAGED, check_levels, ends, exact, filled, spoiled
 
 REASON = driver.unsupported_reason(torch.device(DEVICE))
 hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -41,40 +41,25 @@ def test_what_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @hopper
 @pytest.mark.parametrize(
     ("group", "kv_heads", "d", "kind", "window", "cap"),
-    [
-        (4, 8, 128, "int8", 0, 0.0), (4, 2, 128, "fp8", 0, 0.0), (8, 1, 128, "int8", 0, 0.0), (7, 2, 64, "fp8", 0, 0.0),
-        (1, 3, 64, "int8", 0, 0.0), (2, 2, 256, "int8", 300, 30.0), (8, 1, 256, "int8", 0, 0.0),
-        (3, 2, 128, "int8", 20, 0.0),
-    ],
-)  # fmt: skip
+    [*PAGED, (2, 2, 256, "int8", 300, 30.0), (8, 1, 256, "int8", 0, 0.0), (3, 2, 128, "int8", 20, 0.0)],
+)
 def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: float) -> None:
     """Against the reference, and bit for bit as alone, in other company and on a grid of another reach."""
-    draw = torch.Generator(DEVICE).manual_seed(2)
+    g = draw(2)
     lengths = [1, 16, 17, 256, 300, 5000, 513, 1500, 40]
-    cache = filled(lengths, kv_heads, d, torch.bfloat16, kind, 5120)
-    assert cache.key_scales is not None and cache.value_scales is not None
-    for scales in (cache.key_scales, cache.value_scales):  # of what no sequence has reached
-        scales[scales == 1] = torch.nan
-    q = torch.randn(len(lengths), group * kv_heads, d, generator=draw, device=DEVICE).bfloat16()
-    layer = (*cache.layer(0), cache.table)
-    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
-    sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
-    given = (*layer, positions, sequences, d**-0.5)
+    cache = spoiled(lengths, kv_heads, d, kind, 5120)
+    q = normal(g, len(lengths), group * kv_heads, d).bfloat16()
+    positions, sequences = ends(lengths)
+    given = (*cache.layer(0), cache.table, positions, sequences, d**-0.5)
     result = decode(q, *given, window=window, cap=cap, out=q.half())  # finer than the rounding of bf16
-    finite = torch.nan_to_num(cache.key_scales[0], 1.0), torch.nan_to_num(cache.value_scales[0], 1.0)
-    expected = decode_reference(
-        q, *layer[:2], *finite, cache.table, positions, sequences, d**-0.5, window=window, cap=cap,
-        dtype=torch.float64,
-    )  # fmt: skip
+    expected = exact(q, cache, positions, sequences, window=window, cap=cap)
     assert float((result.double() - expected).norm() / expected.norm()) < 2e-3
-    assert decode_hopper.unsupported_reason(q, layer[0], q) is None
-    inverse = torch.full((group * kv_heads * d,), 50.0, device=DEVICE)
-    levels = torch.empty(q.shape, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn, device=DEVICE)
-    decode(q, *given, window=window, cap=cap, inverse=inverse, out=levels)
-    top, bound = (127, 0.55) if kind == "int8" else (448, 0.05 * float(levels.float().abs().max()))
-    assert float((levels.double() - (expected * 50).clamp(-top, top)).abs().max()) < bound
+    assert decode_hopper.unsupported_reason(q, given[0], q) is None
+    check_levels(
+        lambda inverse, out: decode(q, *given, window=window, cap=cap, inverse=inverse, out=out), expected, kind, 0.55
+    )
     for rows, parts in (([5], 16), ([4, -1, 0], 4), ([8, 3, 2, 1, 0], 1), ([7, 6, 5, 7], 16)):
-        index = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+        index = ints(rows)
         again = torch.zeros_like(result)
         for early in (0, 1):
             decode(q, *given, window=window, cap=cap, parts=parts, index=index, out=again, early=early)
@@ -86,13 +71,12 @@ def test_decode(group: int, kv_heads: int, d: int, kind: str, window: int, cap: 
 @pytest.mark.parametrize("rows", [1, 40, 256])
 def test_many_rows(rows: int) -> None:
     """More parts than blocks, some rows of nobody, and a graph whose kernels start early."""
-    draw = torch.Generator(DEVICE).manual_seed(3)
-    lengths = torch.randint(1, 1200, (rows,), generator=draw, device=DEVICE).tolist()
+    g = draw(3)
+    lengths = torch.randint(1, 1200, (rows,), generator=g, device=DEVICE).tolist()
     cache = filled(lengths, 8, 128, torch.bfloat16, "int8", 1280)
-    q = torch.randn(rows, 32, 128, generator=draw, device=DEVICE).bfloat16()
-    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
+    q = normal(g, rows, 32, 128).bfloat16()
+    positions, sequences = ends(lengths)
     positions[3::7] = -1
-    sequences = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     given = (*cache.layer(0), cache.table, positions, sequences, 128**-0.5)
     result = torch.full_like(q, torch.nan)
     decode(q, *given, parts=16, out=result)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.core.kernels.cuda.device import CUDA, DEVICE, EIGHT
+from tests.core.kernels.cuda.device import CUDA, DEVICE, EIGHT, draw, ints, normal, seeded
 
 # isort: split
 from core.kernels.cuda.decode_kernel import decode, decode_reference, unsupported_reason
@@ -22,18 +23,58 @@ def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: 
     each = -(-context // 16)
     cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=d, pages=each * len(lengths), sequences=len(lengths),
                     context=context, dtype=dtype, device=DEVICE, kind=kind, turned=True)  # fmt: skip
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    order = torch.randperm(each * len(lengths), generator=draw, device=DEVICE).tolist()
+    g = draw(0)
+    order = torch.randperm(each * len(lengths), generator=g, device=DEVICE).tolist()
     for s, length in enumerate(lengths):
         cache.place(s, order[s * each : (s + 1) * each])
         cache.settle()
         positions = torch.arange(length, dtype=torch.int32, device=DEVICE)
         step = TokenBatch(positions, positions, torch.full_like(positions, s), positions[:0])
-        keys, values = (torch.randn(length, kv_heads, d, generator=draw, device=DEVICE).to(dtype) for _ in range(2))
+        keys, values = (normal(g, length, kv_heads, d).to(dtype) for _ in range(2))
         cache.write(0, keys, values, step)
     return cache
 
 
+def spoiled(lengths: list[int], kv_heads: int, d: int, kind: str, context: int) -> KVCache:
+    """Such a cache in 8 bits, in which scales of what no sequence has reached are NaN."""
+    cache = filled(lengths, kv_heads, d, torch.bfloat16, kind, context)
+    assert cache.key_scales is not None and cache.value_scales is not None
+    for scales in (cache.key_scales, cache.value_scales):
+        scales[scales == 1] = torch.nan
+    return cache
+
+
+def exact(
+    q: torch.Tensor, cache: KVCache, positions: torch.Tensor, sequences: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """What attention over a `spoiled` cache is in 64 bits."""
+    keys, values, *scales = cache.layer(0)
+    finite = (scale.nan_to_num(1.0) for scale in scales if scale is not None)
+    given: Any = (q, keys, values, *finite, cache.table, positions, sequences, q.shape[-1] ** -0.5)
+    return decode_reference(*given, **options, dtype=torch.float64)
+
+
+def check_levels(
+    run: Callable[[torch.Tensor, torch.Tensor], object], expected: torch.Tensor, kind: str, slack: float
+) -> None:
+    """What `run` writes as 8 bits with the inverse scales that it is given."""
+    levels = torch.empty(expected.shape, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn, device=DEVICE)
+    run(torch.full((expected[0].numel(),), 50.0, device=DEVICE), levels)
+    top, bound = (127, slack) if kind == "int8" else (448, 0.05 * float(levels.float().abs().max()))
+    assert float((levels.double() - (expected * 50).clamp(-top, top)).abs().max()) < bound
+
+
+def ends(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and sequences of the last token of each."""
+    positions = ints(lengths) - 1
+    return positions, torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
+
+
+# Heads in a group, heads of keys, their width, the kind of pages, a window and a cap of scores: for Hopper's kernels.
+PAGED = [
+    (4, 8, 128, "int8", 0, 0.0), (4, 2, 128, "fp8", 0, 0.0), (8, 1, 128, "int8", 0, 0.0), (7, 2, 64, "fp8", 0, 0.0),
+    (1, 3, 64, "int8", 0, 0.0),
+]  # fmt: skip
 KINDS = ("int8", "float", "fp8") if CUDA and len(EIGHT) > 1 else ("int8", "float")
 HEADS = [(4, 2, 16), (8, 1, 64), (3, 3, 32), (8, 2, 128)]
 # In the interpreter, where each program is dear, each kind of heads has one kind of cache.
@@ -47,21 +88,19 @@ def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
     lengths = [1, 16, 17, 256, 520 if CUDA or kv_heads == 3 else 300]
     dtype = torch.bfloat16 if CUDA else torch.float32
     cache = filled(lengths, kv_heads, d, dtype, kind, lengths[-1] // 256 * 256 + 256)
-    draw = torch.Generator(DEVICE).manual_seed(1)
-    q = torch.randn(len(lengths), heads, d, generator=draw, device=DEVICE).to(dtype)
-    layer = (*cache.layer(0), cache.table)
-    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
-    sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
-    found = decode(q, *layer, positions, sequences, d**-0.5)
-    wanted = decode_reference(q, *layer, positions, sequences, d**-0.5)
+    g = draw(1)
+    q = normal(g, len(lengths), heads, d).to(dtype)
+    given = (*cache.layer(0), cache.table, *ends(lengths), d**-0.5)
+    found = decode(q, *given)
+    wanted = decode_reference(q, *given)
     slack = 2e-2 if dtype == torch.bfloat16 else 2e-5
     torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
     # Whatever the most that any row may come to, and whoever is beside it: the same bits.
-    assert torch.equal(decode(q, *layer, positions, sequences, d**-0.5, parts=16 if CUDA else 5), found)
-    short = torch.tensor([3, 0, 2], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(decode(q, *given, parts=16 if CUDA else 5), found)
+    short = ints([3, 0, 2])
     for parts in (1, 4):
         out = torch.zeros_like(q)
-        decode(q, *layer, positions, sequences, d**-0.5, parts=parts, index=short, out=out)
+        decode(q, *given, parts=parts, index=short, out=out)
         assert torch.equal(out[short.long()], found[short.long()]) and not out[1].any()
 
 
@@ -71,18 +110,16 @@ def test_decode_in_a_window(window: int, cap: float) -> None:
     lengths = [1, 30, 300, 530]
     dtype = torch.bfloat16 if CUDA else torch.float32
     cache = filled(lengths, 2, 16, dtype, "float", 768)
-    q = torch.randn(4, 4, 16, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE).to(dtype)
-    layer = (*cache.layer(0), cache.table)
-    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
-    sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
-    found = decode(q, *layer, positions, sequences, 0.5, window=window, cap=cap)
-    wanted = decode_reference(q, *layer, positions, sequences, 0.5, window=window, cap=cap)
+    q = seeded(1, 4, 4, 16).to(dtype)
+    given = (*cache.layer(0), cache.table, *ends(lengths), 0.5)
+    found = decode(q, *given, window=window, cap=cap)
+    wanted = decode_reference(q, *given, window=window, cap=cap)
     slack = 2e-2 if CUDA else 2e-5
     torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
     for behind in (cache.keys, cache.values):  # pages of the longest row that are behind its window
         behind[:, cache.table[3, : (530 - window) // 16].long()] = 9.0
-    last = torch.tensor([3], dtype=torch.int32, device=DEVICE)
-    again = decode(q, *layer, positions, sequences, 0.5, index=last, window=window, cap=cap, out=torch.zeros_like(q))
+    last = ints([3])
+    again = decode(q, *given, index=last, window=window, cap=cap, out=torch.zeros_like(q))
     assert torch.equal(again[3], found[3])
 
 

@@ -50,19 +50,20 @@ for kind, x, words, groups, sums, mma in (
 """
 
 
-def weight(seed: int, columns: int, depth: int, scales: torch.dtype, *, zeros: bool) -> tuple[Int4Weight, Tensor]:
-    """A weight as the kernels read it, and as plain numbers."""
+KINDS = ("int4", "int4 with zeros", "w4a8", "fp4")
+
+
+def weight(kind: str, seed: int, columns: int, depth: int) -> tuple[Int4Weight, Tensor, Tensor]:
+    """A weight as the kernels read it, as plain numbers, and what a product's sums are multiplied by."""
     generator = draw(seed)
-    layer = Int4Linear.of_taps(normal(generator, columns, 1, depth), None)
-    layer.scale = layer.scale.to(scales)
-    if zeros:
-        layer.zero = torch.randint(-8, 9, layer.scale.shape, generator=generator, device=DEVICE).to(torch.int8)
-    return packed(layer.weight, layer.scale, layer.zero), layer.dense()
-
-
-def other(kind: str, seed: int, columns: int, depth: int) -> tuple[Int4Weight, Tensor, Tensor]:
-    """A weight, as `weight`, in W4A8 or NVFP4, with what a product's sums are multiplied by."""
-    plain = normal(draw(seed), columns, depth) * torch.logspace(-2, 2, columns, device=DEVICE)[:, None]
+    if kind.startswith("int4"):
+        layer, scale = Int4Linear.of_taps(normal(generator, columns, 1, depth), None), torch.ones(1, device=DEVICE)
+        if kind == "int4":
+            layer.scale = layer.scale.bfloat16()
+        else:
+            layer.zero = torch.randint(-8, 9, layer.scale.shape, generator=generator, device=DEVICE).to(torch.int8)
+        return packed(layer.weight, layer.scale, layer.zero), layer.dense(), scale
+    plain = normal(generator, columns, depth) * torch.logspace(-2, 2, columns, device=DEVICE)[:, None]
     if kind == "fp4":
         fp4 = Fp4Linear.of_taps(plain[:, None], None)
         made = packed_fp4(fp4.weight, fp4.scale, fp4.total)
@@ -78,72 +79,50 @@ def close(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.float(), expected.float(), rtol=SLACK, atol=slack)
 
 
-CASES = [
-    (1, 64, 256, torch.float16, False),
-    (3, 72, 320, torch.bfloat16, True),  # neither columns nor depth are whole tiles
-    (20, 130, 512, torch.float16, True),
-    (70, 64, 2048, torch.float16, False),
-]
-
-
-@pytest.mark.parametrize(("rows", "columns", "depth", "scales", "zeros"), CASES)
-def test_it_is_the_product_with_plain_numbers(
-    rows: int, columns: int, depth: int, scales: torch.dtype, zeros: bool
-) -> None:
-    generator = draw(1)
-    int4, plain = weight(0, columns, depth, scales, zeros=zeros)
-    x, bias = normal(generator, rows, depth).to(DTYPE), normal(generator, columns)
-    residual = normal(generator, rows, columns).to(DTYPE)
-    sums = stream(x, int4)
-    assert len(sums) == choose(rows, columns, int4.blocks).splits and sums.dtype == torch.float32
-    close(sums.sum(0), int4_kernel.product_reference(x, plain, torch.float32))
-    if rows > 3:
-        expected = int4_kernel.product_reference(x, plain, DTYPE, bias, residual)
-        close(product(x, int4, DTYPE, bias), int4_kernel.product_reference(x, plain, DTYPE, bias))
-        assert product(x, int4, DTYPE, bias, residual, out=residual) is residual
-        close(residual, expected)
-
-
-@pytest.mark.parametrize("kind", ["w4a8", "fp4"])
-@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 256), (20, 72, 320), (70, 64, 512)])
-def test_so_are_those_of_the_other_kinds(kind: str, rows: int, columns: int, depth: int) -> None:
+# Columns and depth that are no whole tiles among them; a depth of 2048 has several splits.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 256), (20, 72, 320), (70, 130, 512), (3, 64, 2048)])
+def test_it_is_the_product_with_plain_numbers(kind: str, rows: int, columns: int, depth: int) -> None:
     generator = draw(4)
-    made, plain, scale = other(kind, 5, columns, depth)
+    made, plain, scale = weight(kind, 5, columns, depth)
     x = normal(generator, rows, depth)
     x = (30 * x).round().clamp(-127, 127).to(torch.int8) if kind == "w4a8" else x.to(DTYPE)
     bias, residual = normal(generator, columns), normal(generator, rows, columns).to(DTYPE)
     sums = stream(x, made)
-    whole = sums.sum(0) * scale
+    assert len(sums) == choose(rows, columns, made.blocks).splits
     if kind == "w4a8":  # exact: INT8 weights times INT8 inputs
         levels = (plain / scale[:, None]).round()
         assert torch.equal(sums.sum(0).double(), x.double() @ levels.double().t())
-    close(whole, int4_kernel.product_reference(x, plain, torch.float32))
-    if rows > 1:
+    close(sums.sum(0) * scale, int4_kernel.product_reference(x, plain, torch.float32))
+    if rows > 3:
+        close(product(x, made, DTYPE, bias), int4_kernel.product_reference(x, plain, DTYPE, bias))
         expected = int4_kernel.product_reference(x, plain, DTYPE, bias, residual)
-        close(product(x, made, DTYPE, bias, residual), expected)
-    if rows == 20:
-        inverse, half = 1 + normal(generator, columns // 2).abs(), plain * 1e-3
-        made = made._replace(scale=scale * 1e-3)
-        for out in (DTYPE, torch.int8):
-            expected = int4_kernel.gated_reference(x, half, bias, inverse, out)
-            close(gated(x, made, bias, inverse, out).float(), expected.float())
+        assert product(x, made, DTYPE, bias, residual, out=residual) is residual
+        close(residual, expected)
 
 
-@pytest.mark.parametrize(("rows", "columns", "depth", "zeros"), [(1, 64, 256, False), (5, 40, 320, True)])
-def test_gate_and_up_become_one(rows: int, columns: int, depth: int, zeros: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_gate_and_up_become_one(kind: str, rows: int) -> None:
     generator = draw(2)
-    int4, plain = weight(3, 2 * columns, depth, torch.float16, zeros=zeros)
-    x = normal(generator, rows, depth).to(DTYPE) * depth**-0.5
-    bias, inverse = normal(generator, 2 * columns), 1 + normal(generator, columns).abs()
-    close(gated(x, int4, bias, inverse, DTYPE), int4_kernel.gated_reference(x, plain, bias, inverse, DTYPE))
-    if rows == 1:
-        expected = int4_kernel.gated_reference(x, plain, None, None, DTYPE, gelu=True)
-        close(gated(x, int4, None, None, DTYPE, gelu=True), expected)
+    made, plain, scale = weight(kind, 3, 72, 320)
+    x = normal(generator, rows, 320)
+    if kind.startswith("int4"):
+        x = (x / 320**0.5).to(DTYPE)
+    else:
+        x = (30 * x).round().clamp(-127, 127).to(torch.int8) if kind == "w4a8" else x.to(DTYPE)
+        made, plain = made._replace(scale=scale * 1e-3), plain * 1e-3
+    bias, inverse = normal(generator, 72), 1 + normal(generator, 36).abs()
+    for out in (DTYPE, torch.int8):
+        expected = int4_kernel.gated_reference(x, plain, bias, inverse, out)
+        close(gated(x, made, bias, inverse, out).float(), expected.float())
+    expected = int4_kernel.gated_reference(x, plain, None, None, DTYPE, gelu=True)
+    close(gated(x, made, None, None, DTYPE, gelu=True), expected)
 
 
 @pytest.mark.skipif(not CUDA, reason="numpy's sums of floats depend on the shape")
 def test_a_row_does_not_depend_on_its_companions() -> None:
-    int4, _ = weight(0, 4096, 4096, torch.float16, zeros=False)
+    int4 = weight("int4 with zeros", 0, 4096, 4096)[0]
     x = normal(draw(1), 64, 4096).to(DTYPE)
     whole = stream(x, int4).sum(0)
     for first, count in ((0, 1), (5, 2), (20, 20)):

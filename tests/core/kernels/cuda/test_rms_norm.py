@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +13,13 @@ from torch import Tensor
 from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8, draw, normal
 
 # isort: split
-from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
+from core.kernels.cuda.layer_norm import layer_norm_int8
 from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
+from tests.core.quant.stage import Few, Seed, Several
 
 KINDS = [*EIGHT, DTYPE]
+Channels = Literal[40, 128, 640]
+To = Annotated[torch.dtype, st.sampled_from(KINDS)]
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -29,12 +34,9 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 @settings(max_examples=12)
-@given(
-    images=st.integers(1, 3), each=st.integers(1, 9), channels=st.sampled_from([40, 128, 640]),
-    to=st.sampled_from(KINDS), scaled=st.booleans(), added=st.booleans(), one=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_rms_norm(
-    images: int, each: int, channels: int, to: torch.dtype, scaled: bool, added: bool, one: bool, seed: int
+    images: Few, each: Several, channels: Channels, to: To, scaled: bool, added: bool, one: bool, seed: Seed
 ) -> None:
     g, rows = draw(seed), images * each
     x = (3 * normal(g, rows, channels + 16)).to(DTYPE)[:, 8:-8]
@@ -50,12 +52,9 @@ def test_rms_norm(
 
 
 @settings(max_examples=12)
-@given(
-    images=st.integers(1, 3), each=st.integers(1, 9), channels=st.sampled_from([40, 128, 640]),
-    to=st.sampled_from(KINDS), gated=st.booleans(), scaled=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_residual_norm(
-    images: int, each: int, channels: int, to: torch.dtype, gated: bool, scaled: bool, seed: int
+    images: Few, each: Several, channels: Channels, to: To, gated: bool, scaled: bool, seed: Seed
 ) -> None:
     g, rows = draw(seed), images * each
     x, y = (3 * normal(g, rows, channels)).to(DTYPE), normal(g, rows, channels).to(DTYPE)
@@ -82,18 +81,6 @@ def test_an_images_rows_do_not_depend_on_the_others(to: torch.dtype) -> None:
     own, some = slice(5, 10), slice(1, 2)
     alone = residual_norm(x[own], y[own], weight, weight, 1e-5, inverse, to, gate=gate[some], next_scale=scale[some])
     assert all(torch.equal(a.float(), b.float()[own]) for a, b in zip(alone, whole, strict=True))
-
-
-@pytest.mark.parametrize("to", KINDS)
-@pytest.mark.parametrize("affine", [False, True])
-def test_layer_norm_without_weights_and_with_a_scale_of_the_image(to: torch.dtype, affine: bool) -> None:
-    g, channels = draw(4), 384
-    x = (3 * normal(g, 10, channels) + 1).to(DTYPE)
-    weight, bias = (normal(g, channels).to(DTYPE) if affine else None for _ in range(2))
-    inverse = 20 + 5 * normal(g, channels) if to in EIGHT else None
-    for row_scale in (None, (1 + normal(g, 2, channels)).to(DTYPE)):
-        wanted = layer_norm_int8_reference(x, weight, bias, 1e-6, inverse, to, row_scale=row_scale)
-        near(layer_norm_int8(x, weight, bias, 1e-6, inverse, to, row_scale=row_scale), wanted)
 
 
 def test_shapes_that_disagree_are_refused() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, seeded
 
 # isort: split
 from core.kernels.cuda.rotary import rotate_heads, rotate_heads_reference
+from tests.core.quant.stage import Few, Seed, Several
 
 SLACK = 2e-2 if CUDA else 2e-5
 
@@ -22,14 +24,11 @@ def turns(seed: int, rows: int, d: int) -> Tensor:
 
 
 @settings(max_examples=15)
-@given(
-    rows=st.integers(1, 7), heads=st.sampled_from([1, 3, 20]), kv_heads=st.integers(1, 3),
-    d=st.sampled_from([16, 24, 128]), interleaved=st.booleans(), normed=st.booleans(), placed=st.booleans(),
-    seed=st.integers(0, 99),
-)  # fmt: skip
+@given(...)
 def test_rotate_heads(
-    rows: int, heads: int, kv_heads: int, d: int, interleaved: bool, normed: bool, placed: bool, seed: int
-) -> None:
+    rows: Several, heads: Literal[1, 3, 20], kv_heads: Few,
+    d: Literal[16, 24, 128], interleaved: bool, normed: bool, placed: bool, seed: Seed,
+) -> None:  # fmt: skip
     x = (3 * seeded(seed, rows, (heads + 2 * kv_heads) * d + 32)).to(DTYPE)
     before, columns = x.clone(), (heads + kv_heads) * d
     positions = torch.arange(rows, dtype=torch.int32, device=DEVICE).flip(0) * 2 if placed else None

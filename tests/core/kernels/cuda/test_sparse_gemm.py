@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.core.kernels.cuda.device import CUDA, DEVICE, draw, normal
+from tests.core.kernels.cuda.device import CUDA, DEVICE, draw, levels, normal, uniform
 
 # isort: split
 from core.kernels.cuda import driver, sparse_gemm, stream_kernel
@@ -22,13 +23,13 @@ hopper = pytest.mark.skipif(
 )
 
 
-def operands(rows: int, columns: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, SparseWeight, torch.Tensor]:
+def operands(rows: int, columns: int, depth: int) -> tuple[Tensor, Tensor, SparseWeight, Tensor]:
     """Tokens, the weight with its zeros, and without, and scales."""
     g = draw(rows + columns + depth)
-    x, weight = (torch.randint(-127, 128, (n, depth), generator=g, device=DEVICE, dtype=torch.int8)
+    x, weight = (levels(g, n, depth)
                  for n in (rows, columns))  # fmt: skip
-    weight *= sparse.mask(torch.rand(weight.shape, generator=g, device=DEVICE))
-    scale = torch.rand(columns, generator=g, device=DEVICE) * depth**-0.5 / 5000
+    weight *= sparse.mask(uniform(g, *weight.shape))
+    scale = uniform(g, columns) * depth**-0.5 / 5000
     return x, weight, SparseWeight(*sparse.compress(weight)), scale
 
 
@@ -40,7 +41,7 @@ def operands(rows: int, columns: int, depth: int) -> tuple[torch.Tensor, torch.T
 def test_a_product_has_the_dense_products_bits(rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
     x, weight, compressed, scale = operands(rows, columns, depth)
     g = draw(1)
-    bias, row_scale = normal(g, columns), torch.rand(rows, generator=g, device=DEVICE) + 0.5
+    bias, row_scale = normal(g, columns), uniform(g, rows) + 0.5
     residual = normal(g, rows, columns).to(dtype)
     tiles = [None, SparseTile(64, 2)]
     if dtype == BF16:
@@ -79,7 +80,7 @@ def test_sums_over_parts_are_exact(rows: int, columns: int, depth: int) -> None:
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(5, 128, 128), (300, 10240, 1280)])
 def test_a_gate_has_the_dense_kernels_bits(rows: int, columns: int, depth: int, silu: bool) -> None:
     x, weight, compressed, scale = operands(rows, columns, depth)
-    bias, inverse = normal(draw(2), columns), torch.rand(columns // 2, generator=draw(3), device=DEVICE) * 30
+    bias, inverse = normal(draw(2), columns), uniform(draw(3), columns // 2) * 30
     expected = linear_geglu_int8(x, weight, scale, bias, inverse, act="silu" if silu else "gelu")
     halves = [torch.cat(part.chunk(2)[::-1]) for part in (compressed.values, compressed.metadata, scale, bias)]
     for tile in (None, *map(SparseTile, (16, 32, 64, 128, 256)), SparseTile(256, 2)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,7 @@ from core.kernels.cuda import driver, stream
 from core.kernels.cuda.stream import scaled_reference
 from core.kernels.cuda.stream_kernel import MOST_ROWS, gated_reference, stream_reference
 from core.kernels.cuda.stream_source import SHARED_BYTES, StreamVariant, source
-from tests.core.kernels.cuda.device import DEVICE
+from tests.core.kernels.cuda.device import DEVICE, draw, levels, normal, uniform
 
 _PROCESSORS = 132
 _REGISTERS = 65_536  # of a multiprocessor
@@ -20,8 +22,11 @@ hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 SHAPES = ((6144, 4096), (4096, 4096), (4096, 14336), (64, 128), (192, 640))
 
 
-@given(st.integers(1, MOST_ROWS), st.integers(1, 256), st.integers(1, 128), st.booleans())
-def test_variants_fit_the_multiprocessor(rows: int, tiles: int, steps: int, gated: bool) -> None:
+@given(...)
+def test_variants_fit_the_multiprocessor(
+    rows: Annotated[int, st.integers(1, MOST_ROWS)], tiles: Annotated[int, st.integers(1, 256)],
+    steps: Annotated[int, st.integers(1, 128)], gated: bool,
+) -> None:  # fmt: skip
     columns, depth = 128 * tiles, 128 * steps
     variant = stream.choose(rows, columns, depth, _PROCESSORS, gated=gated)
     assert rows <= variant.tokens <= max(8, 2 * rows) and variant.tokens % (8 * variant.consumers) == 0
@@ -52,9 +57,9 @@ def test_other_products_are_refused_by_reason(monkeypatch: pytest.MonkeyPatch) -
 @hopper
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 def test_sums_are_exact(columns: int, depth: int) -> None:
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    weight = torch.randint(-127, 128, (columns, depth), generator=draw, device=DEVICE, dtype=torch.int8)
-    x = torch.randint(-127, 128, (256, depth), generator=draw, device=DEVICE, dtype=torch.int8)
+    g = draw(0)
+    weight = levels(g, columns, depth)
+    x = levels(g, 256, depth)
     expected = stream_reference(x, weight)[0]
     for rows in (1, 7, 8, 9, 33, 64, 100, 129, 256):
         for early in (False, True):
@@ -68,11 +73,11 @@ def test_sums_are_exact(columns: int, depth: int) -> None:
 @hopper
 @pytest.mark.parametrize(("columns", "depth"), [(64, 128), (1088, 1024), (128_256, 4096), (32_064, 4096)])
 def test_scaled_products_do_not_depend_on_their_company(columns: int, depth: int) -> None:
-    draw = torch.Generator(DEVICE).manual_seed(2)
-    weight = torch.randint(-127, 128, (columns, depth), generator=draw, device=DEVICE, dtype=torch.int8)
-    x = torch.randint(-127, 128, (256, depth), generator=draw, device=DEVICE, dtype=torch.int8)
-    rows, scale = torch.rand(256, generator=draw, device=DEVICE), torch.rand(columns, generator=draw, device=DEVICE)
-    bias = torch.randn(columns, generator=draw, device=DEVICE)
+    g = draw(2)
+    weight = levels(g, columns, depth)
+    x = levels(g, 256, depth)
+    rows, scale = uniform(g, 256), uniform(g, columns)
+    bias = normal(g, columns)
     for added in (None, bias) if columns < 2000 else (None,):
         whole = stream.scaled(x, rows, weight, scale, added, torch.empty(256, columns, device=DEVICE))
         assert torch.equal(whole[::37], scaled_reference(x[::37], rows[::37], weight, scale, added))
@@ -86,11 +91,11 @@ def test_scaled_products_do_not_depend_on_their_company(columns: int, depth: int
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gated_products_do_not_depend_on_their_company(dtype: torch.dtype, gelu: bool) -> None:
-    draw = torch.Generator(DEVICE).manual_seed(1)
-    weight = torch.randint(-127, 128, (512, 1024), generator=draw, device=DEVICE, dtype=torch.int8)
-    x = torch.randint(-127, 128, (256, 1024), generator=draw, device=DEVICE, dtype=torch.int8)
-    scale = torch.rand(512, generator=draw, device=DEVICE) * 1e-5
-    bias, inverse = torch.randn(512, generator=draw, device=DEVICE), torch.full((256,), 20.0, device=DEVICE)
+    g = draw(1)
+    weight = levels(g, 512, 1024)
+    x = levels(g, 256, 1024)
+    scale = uniform(g, 512) * 1e-5
+    bias, inverse = normal(g, 512), torch.full((256,), 20.0, device=DEVICE)
     arguments = (scale, bias, inverse if dtype == torch.int8 else None, dtype)
     whole = stream.gated(x, weight, *arguments, gelu=gelu)
     expected = gated_reference(x, weight, *arguments, gelu=gelu)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core.kernels.cuda.device import DEVICE, seeded
+from tests.core.kernels.cuda.device import DEVICE, ints, seeded
 
 # isort: split
 from core.kernels.cuda import token_kernels
@@ -32,9 +32,9 @@ def test_the_most_likely_tokens_are_torchs(rows: int, vocabulary: int, monkeypat
 
 
 def test_tokens_that_are_not_known_are_the_latest_ones_or_the_guesses() -> None:
-    unknown = torch.tensor([[5, -1, 9], [6, 7, -1], [8, 2, 4]], dtype=torch.int32, device=DEVICE)
-    tokens = torch.tensor([3, -1, -1, -1, 0, -2, -3, -2], dtype=torch.int32, device=DEVICE)
-    sequences = torch.tensor([0, 0, 1, 2, 2, 1, 2, 2], dtype=torch.int32, device=DEVICE)
+    unknown = ints([[5, -1, 9], [6, 7, -1], [8, 2, 4]])
+    tokens = ints([3, -1, -1, -1, 0, -2, -3, -2])
+    sequences = ints([0, 0, 1, 2, 2, 1, 2, 2])
     out = torch.full_like(tokens, 77)
     assert token_kernels.known(tokens, sequences, unknown, out) is out
     assert out.tolist() == [3, 5, 0, 9, 0, 7, 4, 0]
