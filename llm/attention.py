@@ -48,8 +48,12 @@ def register() -> None:
 
 
 def cacheless(network: Any) -> str:
-    """transformers' own attention for whole texts: SDPA, or eager where that lacks what the model does (Gemma 2)."""
-    return "sdpa" if network._supports_sdpa else "eager"
+    """transformers' own attention for whole texts: SDPA, or eager where that lacks what the model does (Gemma 2).
+
+    transformers 5.17 says that SDPA has Gemma 2's caps, and leaves them out.
+    """
+    capped = getattr(network.config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if network._supports_sdpa and not capped else "eager"
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -20,6 +20,7 @@ from core.quant.dynamic import Int8DynamicLinear
 from core.quant.linear import Int8Linear
 from core.quant.statistics import StatisticsError
 from llm import tiny
+from llm.attention import cacheless
 from llm.execution import TextExecution
 from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import Layerwise, calibrate, make, quantize
@@ -150,3 +151,13 @@ def test_no_texts_other_weights_and_no_kernels_are_refused(tmp_path: Path) -> No
         load(str(other), precision="int8")
     with pytest.raises(TextModelError, match="slower than fp32"):
         TextRunner(load(str(folder), precision="int8"))
+
+
+@pytest.mark.parametrize(("name", "attention"), [(tiny.GEMMA2_TINY, "eager"), (tiny.GEMMA3_TINY, "sdpa")])
+def test_ranges_are_of_attention_that_has_the_models_caps(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions of transformers say that SDPA has Gemma 2's caps, and leave them out."""
+    network = load(name).network
+    monkeypatch.setattr(type(network), "_supports_sdpa", True)
+    assert cacheless(network) == attention

@@ -89,11 +89,12 @@ def _route(  # type: ignore[no-untyped-def]
     valid, k = (m < rows)[:, None], tl.arange(0, BK)
     row = x + m.to(tl.int64)[:, None] * C
     if part > 0:
-        column = (part - 1) * BK + k
-        inside = valid & (column < C)[None]
-        y = tl.load(row + column[None], inside, other=0.0).to(tl.float32)
-        y *= tl.load(inverse + column, column < C, other=0.0)[None]
-        tl.store(levels + m.to(tl.int64)[:, None] * C + column[None], rounded(y, levels.dtype.element_ty), inside)
+        if inverse is not None:
+            column = (part - 1) * BK + k
+            inside = valid & (column < C)[None]
+            y = tl.load(row + column[None], inside, other=0.0).to(tl.float32)
+            y *= tl.load(inverse + column, column < C, other=0.0)[None]
+            tl.store(levels + m.to(tl.int64)[:, None] * C + column[None], rounded(y, levels.dtype.element_ty), inside)
     else:
         e, slot = tl.arange(0, WIDTH)[None], tl.arange(0, SLOTS)[None]
         acc = tl.zeros((BM, WIDTH), tl.float32)
