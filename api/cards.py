@@ -203,7 +203,7 @@ class CardCache:
         self._names = names
         self._task: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
-        self._looked = -float("inf")
+        self._looked = -float("inf")  # when the newest look began
         self._down = False
         # Its own thread: a hanging Redis must not occupy the threads that requests use.
         self._limiter = anyio.CapacityLimiter(1)
@@ -252,11 +252,15 @@ class CardCache:
         await asyncio.shield(self._look)
 
     async def renew_soon(self) -> None:
-        """Refresh at most four times a second, and wait for it, so that unauthenticated callers cannot load Redis."""
-        before = self._looked
-        await asyncio.sleep(before + _AGAIN_S - time.monotonic())
-        if self._looked == before:
-            await self.renew()
+        """Refresh, at most four times a second, so that unauthenticated callers cannot load Redis, and wait for a look
+        that began after this call.
+        """
+        called = time.monotonic()
+        for _ in range(2):  # a look that is under way began before
+            if self._looked < called:
+                await asyncio.sleep(self._looked + _AGAIN_S - time.monotonic())
+            if self._looked < called:
+                await self.renew()
 
     async def guarded(self) -> bool:
         """Return whether requests need a key, as Redis says after this call began, or said last if it is silent."""
@@ -274,6 +278,7 @@ class CardCache:
             await self.renew()
 
     async def _read(self) -> None:
+        began = time.monotonic()
         try:
             self.now = await anyio.to_thread.run_sync(self._snapshot, limiter=self._limiter)
         except StoreError as error:
@@ -290,7 +295,7 @@ class CardCache:
                 log.info("the worker registry is available again")
             self._down = False
             self.trouble = ""
-            self._looked = time.monotonic()
+            self._looked = began
 
     def _look_at_disk(self) -> str:
         """Return why the Redis beside this process ended, if its disk is unwritable: clients only see it gone."""
