@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from contract.image import ImageParameters
+from core.batching.request import Request
+from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.record import Job
 from core.jobs.store import JobStore
+from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
 from workers.active_jobs import ActiveJobs
 from workers.build import Runtime
@@ -16,6 +20,21 @@ from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
+
+JOB: dict[str, Any] = {
+    "prompt": "a pizza", "n": 2, "seed": 5, "steps": 4, "guidance_scale": 5.0, "width": 32, "height": 32,
+}  # fmt: skip
+
+
+def torch_settings(**more: Any) -> Settings:
+    """Settings of a tiny model on torch, with nothing compiled."""
+    return Settings(**{"model": TINY, "device": "cpu", "compile": False, "kernels": False, "threads": 1, **more})
+
+
+def drawn(works: Runtime, requests: Sequence[ImageParameters]) -> list[Any]:
+    """The pictures of requests that are made at once."""
+    futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(requests)]
+    return [future.result(60) for future in futures]
 
 
 class Desk:
