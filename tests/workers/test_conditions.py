@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from contract.card import ImageCard, read_card, to_data
 from contract.errors import Invalid
@@ -25,15 +24,13 @@ from pipeline.extensions.depth import DepthEstimator
 from tests.core.quant.stage import CACHE
 from tests.pipeline import controls, depths, ip_adapters
 from tests.pipeline.pixels.test_edit import photograph
+from tests.workers.desk import JOB, drawn, torch_settings
 from tests.workers.stage import handler_of
 from workers import sources
 from workers.build import Runtime, build
 from workers.handlers import ImageJobHandler, pictures
 
 SIDE = 32
-JOB: dict[str, Any] = {
-    "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": SIDE, "height": SIDE,
-}  # fmt: skip
 MODELS = {"control": "edges", "image_prompts": "base"}
 
 
@@ -64,9 +61,9 @@ def works(folder: Path) -> Iterator[Runtime]:
 
 
 def settings(folder: Path, **more: Any) -> Settings:
-    return Settings(
-        model=TINY, control_dir=str(folder / "control"), ip_adapter_dir=str(folder / "image_prompts"), device="cpu",
-        compile=False, threads=1, precision="fp32", cache_dir=CACHE.parent, **more,
+    return torch_settings(
+        control_dir=str(folder / "control"), ip_adapter_dir=str(folder / "image_prompts"), kernels=True,
+        precision="fp32", cache_dir=CACHE.parent, **more,
     )  # fmt: skip
 
 
@@ -85,29 +82,24 @@ def asked(field: str = "control", **condition: Any) -> ImageJob:
     return ImageJob.read({**JOB, field: [{"model": MODELS[field], "image": "photograph", **condition}]})
 
 
-def drawn(works: Runtime, job: ImageJob) -> list[Any]:
-    futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(pictures(job, None, fetch))]
-    return [future.result(60) for future in futures]
+def draw(works: Runtime, job: ImageJob) -> list[bytes]:
+    return [one.image.tobytes() for one in drawn(works, pictures(job, None, fetch))]
 
 
 def test_a_job_of_several_pictures_draws_each_by_its_picture(works: Runtime, field: str) -> None:
-    plain, conditioned = drawn(works, ImageJob.read(JOB)), drawn(works, asked(field))
+    plain, conditioned = (drawn(works, pictures(job, None, fetch)) for job in (ImageJob.read(JOB), asked(field)))
     for one, other in zip(plain, conditioned, strict=True):
         assert one.image.tobytes() != other.image.tobytes()
         assert set(other.fingerprint[field]) == {MODELS[field]} and field not in one.fingerprint
         (told,) = other.parameters.to_dict()[field]
         assert {"model", "image"} <= set(told) and len(told["image"]) == 64
-    again = drawn(works, ImageJob.read(JOB))
-    assert [one.image.tobytes() for one in again] == [one.image.tobytes() for one in plain]
+    assert draw(works, ImageJob.read(JOB)) == [one.image.tobytes() for one in plain]
     if field == "image_prompts":
-        others = drawn(works, asked(field, image="other"))
-        assert [one.image.tobytes() for one in others] != [one.image.tobytes() for one in conditioned]
-        (told,) = others[0].parameters.to_dict()[field]
-        assert (told["width"], told["height"]) == ip_adapters.picture(2).size
+        assert draw(works, asked(field, image="other")) != [one.image.tobytes() for one in conditioned]
 
 
 def test_the_card_offers_what_lies_in_the_folders_and_its_cost(works: Runtime) -> None:
-    drawn(works, asked())
+    draw(works, asked())
     card = ImageJobHandler(works.images).card()
     assert card.controls == ("damaged", "edges") == tuple(card.offer.controls or ())
     assert card.image_prompts == ("base", "damaged", "plus") == tuple(card.offer.image_prompts or ())
@@ -115,7 +107,7 @@ def test_the_card_offers_what_lies_in_the_folders_and_its_cost(works: Runtime) -
 
 
 def test_without_a_folder_none_is_offered() -> None:
-    with build(Settings(model=TINY, device="cpu", compile=False, precision="fp32", cache_dir=CACHE.parent)) as works:
+    with build(torch_settings(cache_dir=CACHE.parent)) as works:
         card = ImageJobHandler(works.images).card()
         assert card.controls == card.image_prompts == () and card.costs.control_row_step_s == {}
         for field, setting in (("control", "DIPTYCH_CONTROL_DIR"), ("image_prompts", "DIPTYCH_IP_ADAPTER_DIR")):
@@ -160,15 +152,13 @@ def test_pictures_that_cannot_be_read_are_named(field: str, key: str | None, wor
     assert caught.value.field == f"{field}.image"
 
 
-def test_a_control_image_of_another_size_is_refused() -> None:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, "PNG")
-    with pytest.raises(Invalid, match="must have the image's size"):
-        sources.read(asked().picture, lambda _: stream.getvalue())
-
-
 def test_a_damaged_network_fails_its_job_alone(works: Runtime, field: str) -> None:
     with pytest.raises(Invalid, match=r"damaged\.safetensors: is no whole safetensors file") as caught:
         works.images.check(Request("x", "image", pictures(asked(field, model="damaged"), None, fetch)[0]))
     assert caught.value.field == f"{field}.model"
-    assert len(drawn(works, asked(field))) == 2
+    assert len(draw(works, asked(field))) == 2
+
+
+def test_a_control_image_of_another_size_is_refused() -> None:
+    with pytest.raises(Invalid, match="must have the image's size"):
+        sources.read(asked(image="other").picture, fetch)

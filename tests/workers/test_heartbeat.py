@@ -42,13 +42,10 @@ def test_a_thread_that_stands_still_loses_its_leases_first_and_then_its_process(
     for now in range(1, 15):
         heartbeat.look(now)
         seen.append((heartbeat.ticks, bool(heartbeat.stuck)))
-    assert seen[0] == (True, False)
-    assert seen[5] == (False, False)
-    assert seen[-1] == (False, True)
+    assert (seen[0], seen[5], seen[-1]) == ((True, False), (False, False), (False, True))
     engine.ticks += 1
     heartbeat.look(15)
-    assert heartbeat.ticks
-    assert not heartbeat.stuck
+    assert heartbeat.ticks and not heartbeat.stuck
 
 
 def test_an_iteration_that_does_not_end() -> None:
@@ -60,8 +57,7 @@ def test_an_iteration_that_does_not_end() -> None:
         heartbeat.look(now)
         if heartbeat.stuck:
             break
-    assert 10 <= now <= 13
-    assert "hangs" in heartbeat.stuck
+    assert 10 <= now <= 13 and "hangs" in heartbeat.stuck
     engine.busy_since = 30.0  # another iteration
     heartbeat.look(31)
     assert not heartbeat.stuck
@@ -125,13 +121,11 @@ def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
         while time.monotonic() < until:
             crew.store.upkeep.sweep()
             time.sleep(0.05)
-        assert crew.job(works[1].claim.id).lost == 0
-        assert not works[1].dropped
+        assert crew.job(works[1].claim.id).lost == 0 and not works[1].dropped
         heartbeat.stop()
     lane.close()
     eventually(lambda: crew.store.upkeep.sweep().send, "the end of a lease that nobody renews")
-    assert crew.job(works[1].claim.id).lost == 1
-    assert not ended
+    assert crew.job(works[1].claim.id).lost == 1 and not ended
 
 
 def make(

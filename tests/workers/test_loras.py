@@ -14,20 +14,15 @@ from safetensors.torch import save_file
 from contract.errors import Invalid
 from contract.image import ImageJob
 from core.batching.request import Request
-from core.config import Settings
 from core.kernels.cpu import library as kernels
 from core.kernels.cpu.library import KernelsUnavailable
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny import TINY
 from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
+from tests.workers.desk import JOB, drawn, torch_settings
 from tests.workers.stage import handler_of
 from workers.build import Runtime, build
-from workers.handlers import pictures
-
-JOB: dict[str, Any] = {
-    "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": 32, "height": 32,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def works(folder: Path) -> Iterator[Runtime]:
     """On the CPU kernels where there are any."""
-    settings = Settings(
-        model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=CACHE.parent
-    )
-    with build(settings) as works:
+    with build(torch_settings(lora_dir=str(folder), kernels=True, cache_dir=CACHE.parent)) as works:
         yield works
 
 
-def drawn(works: Runtime, **asked: Any) -> list[Any]:
-    wanted = handler_of(works).requests(ImageJob.read({**JOB, **asked}))
-    futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(wanted)]
-    return [future.result(60) for future in futures]
-
-
-def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
-    assert [one.lora for one in pictures(ImageJob.read({**JOB, "lora": "ink:0.5"}))] == ["ink:0.5"] * 2
-    assert [one.lora for one in pictures(ImageJob.read(JOB))] == ["", ""]
+def draw(works: Runtime, **asked: Any) -> list[Any]:
+    return drawn(works, handler_of(works).requests(ImageJob.read({**JOB, **asked})))
 
 
 def test_the_card_offers_what_lies_in_the_folder_now(works: Runtime, folder: Path) -> None:
@@ -81,9 +66,7 @@ def test_the_card_offers_what_lies_in_the_folder_now(works: Runtime, folder: Pat
 
 
 def test_jobs_with_and_without_are_drawn_side_by_side(works: Runtime) -> None:
-    plain = drawn(works)
-    ink, oil = drawn(works, lora="ink"), drawn(works, lora="ink:0.5,oil")
-    again = drawn(works)
+    plain, ink, oil, again = (draw(works, lora=lora) for lora in ("", "ink", "ink:0.5,oil", ""))
     for made in zip(plain, ink, oil, strict=True):
         assert len({picture.image.tobytes() for picture in made}) == 3
     for one, other in zip(plain, again, strict=True):
@@ -111,15 +94,9 @@ def test_a_job_that_names_a_bad_one_is_refused_and_others_are_drawn(works: Runti
     (wanted, *_) = handler_of(works).requests(ImageJob.read({**JOB, "lora": "ink", "steps": 20}))
     under_way = works.engine.submit(Request("other", "image", wanted))
     with pytest.raises(Invalid, match=f"^lora: {name}: ") as caught:
-        drawn(works, lora=f"ink,{name}")
+        draw(works, lora=f"ink,{name}")
     assert said in str(caught.value)
-    assert under_way.result(60).png() and len(drawn(works, lora="ink")) == 2
-
-
-def test_fifty_in_one_job_are_refused_and_others_are_drawn(works: Runtime) -> None:
-    with pytest.raises(Invalid, match=r"^lora: at most 8 can be named"):
-        drawn(works, lora=",".join(f"ink{number}" for number in range(50)))
-    assert len(drawn(works, lora="ink")) == 2
+    assert under_way.result(60).png() and len(draw(works, lora="ink")) == 2
 
 
 def test_the_models_own_weights_are_kept_only_where_torch_draws_with_loras(folder: Path, works: Runtime) -> None:
@@ -131,8 +108,8 @@ def test_the_models_own_weights_are_kept_only_where_torch_draws_with_loras(folde
     assert works.images.model.vae.decoder.conv_in.weight.numel() == 0
     with build(works.settings.model_copy(update={"kernels": False})) as other:
         assert other.images.model.denoiser.conv_in.weight.numel() > 0
-        assert len(drawn(other, lora="ink")) == 2
+        assert len(draw(other, lora="ink")) == 2
     with build(works.settings.model_copy(update={"lora_dir": ""})) as other:
         assert handler_of(other).card().loras == ()
         with pytest.raises(Invalid, match=r"^lora: no LoRA folder"):
-            drawn(other, lora="ink")
+            draw(other, lora="ink")

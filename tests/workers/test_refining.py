@@ -12,7 +12,6 @@ import pytest
 from contract.card import read_card, to_data
 from contract.image import ImageParameters
 from contract.refining import Refining
-from core.batching.request import Request
 from core.config import Settings
 from pipeline import plans
 from pipeline.checkpoints import tiny
@@ -22,6 +21,7 @@ from pipeline.checkpoints.tiny import TINY
 from pipeline.quantization import quantized
 from tests.core.quant.stage import CACHE
 from tests.pipeline.refiners import second
+from tests.workers.desk import drawn
 from workers.build import Runtime, build
 from workers.cards import image_card
 
@@ -38,8 +38,9 @@ def settings(folder: Path, **more: Any) -> Settings:
     return Settings(**{**given, "refiner": str(folder), **more})
 
 
-def drawn(works: Runtime, one: ImageParameters) -> Any:
-    return works.engine.submit(Request("it", "image", one)).result(120)
+def draw(works: Runtime, one: ImageParameters) -> Any:
+    (picture,) = drawn(works, [one])
+    return picture
 
 
 WANTED = ImageParameters("a hat", 1, 32, 32, steps=4, refiner=Refining(model="tiny-refiner"))
@@ -52,7 +53,7 @@ def works(folder: Path) -> Iterator[Runtime]:
 
 
 def test_it_takes_the_last_steps_of_requests_that_say_so(works: Runtime) -> None:
-    refined, plain = drawn(works, WANTED), drawn(works, replace(WANTED, refiner=None))
+    refined, plain = draw(works, WANTED), draw(works, replace(WANTED, refiner=None))
     assert refined.image.tobytes() != plain.image.tobytes()
     assert refined.fingerprint["refiner"]["model"] == "tiny-refiner" and "refiner" not in plain.fingerprint
     card = image_card(works.images)
@@ -67,7 +68,7 @@ def test_beside_a_model_in_int8_it_is_whole_unless_it_has_such_a_variant(
     if works.images.backend.kernels.name == "torch":
         pytest.skip("INT8 needs the CPU kernels")
     with build(settings(folder, model=str(base), precision="int8")) as mixed:
-        printed = drawn(mixed, WANTED).fingerprint
+        printed = draw(mixed, WANTED).fingerprint
         assert (printed["precision"], printed["refiner"]["precision"]) == ("int8", "fp32")
 
 
@@ -77,9 +78,11 @@ def test_beside_a_model_in_int8_it_is_whole_unless_it_has_such_a_variant(
         ({"refiner": "random:emoji-xl"}, "emoji-xl: is no SDXL refiner, and cannot take the last steps"),
         ({"refiner": "gone"}, "gone: no such folder"),
         ({"model": "random:emoji-z"}, "tiny-refiner: refines SDXL's pictures, and .* is no SDXL that draws any"),
+        ({"model": "tiny-refiner", "refiner": ""}, "tiny-refiner: is a refiner, which draws nothing alone"),
     ],
 )
 def test_what_is_no_refiner_of_this_model_is_refused(folder: Path, more: dict[str, Any], said: str) -> None:
+    more = {name: str(folder) if value == folder.name else value for name, value in more.items()}
     with pytest.raises(ModelError, match=said):
         build(settings(folder, precision="fp32", kernels=False, **more))
 
@@ -89,9 +92,4 @@ def test_the_models_plans_are_no_refiners(folder: Path, tmp_path: Path) -> None:
     given = {"plans": str(tmp_path / "plans.json"), "plan": "quick", "precision": "fp32", "kernels": False}
     with build(settings(folder, **given)) as works:
         assert image_card(works.images, plan="quick").plans == {"quick": {"steps": 4}}
-        assert "refiner" in drawn(works, WANTED).fingerprint
-
-
-def test_a_refiner_draws_nothing_alone(folder: Path) -> None:
-    with pytest.raises(ModelError, match="tiny-refiner: is a refiner, which draws nothing alone"):
-        build(settings(folder, model=str(folder), refiner="", precision="fp32", kernels=False))
+        assert "refiner" in draw(works, WANTED).fingerprint

@@ -19,6 +19,7 @@ from core.jobs.record import JobState
 from core.jobs.store import JobStore
 from deployment.redis import free_port
 from tests.workers.crew import Crew, Hired, eventually
+from tests.workers.desk import JOB
 from tests.workers.stage import StagePictures
 from workers.store_retry import StoreRetry
 from workers.warm_claims import WarmClaims
@@ -28,10 +29,6 @@ WORKERS, FILES = ("first", "second", "third"), ("stage:lora a", "stage:lora b", 
 
 def reads(hired: Hired) -> list[str]:
     return [event["request"] for event in hired.noted("read")]
-
-
-def pictures(hired: Hired) -> set[str]:
-    return {event["request"].partition("/")[0] for event in hired.noted("done")}
 
 
 def one_after_another(crew: Crew, loras: str) -> list[str]:
@@ -113,19 +110,9 @@ def test_claims_are_counted_and_a_wait_of_zero_offers_nothing(crew: Crew) -> Non
     crew.hire("--files", "1", warm_wait_s=0, metrics=f"127.0.0.1:{port}")
     crew.holders.hold("gone", ["stage:lora a"], 60)
     one_after_another(crew, "aaba")
-
     shown = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-    counts = {kind: f'diptych_claims_total{{files="{kind}"}} ' for kind in ("warm", "cold")}
-    found = {
-        kind: next(line[len(at) :] for line in shown.splitlines() if line.startswith(at)) for kind, at in counts.items()
-    }
-    assert found == {"warm": "1.0", "cold": "3.0"}
-
-
-def test_a_record_whose_files_cannot_be_told_fails_as_others_do(crew: Crew) -> None:
-    crew.hire("--files", "1")
-    job = crew.ended(crew.ask(lora=5))
-    assert job.state is JobState.FAILED and job.attempt == 1
+    counts = {f'diptych_claims_total{{files="{kind}"}} {count}' for kind, count in (("warm", 1.0), ("cold", 3.0))}
+    assert counts <= {*shown.splitlines()}
 
 
 @pytest.fixture
@@ -139,9 +126,9 @@ def test_nothing_is_kept_of_files_whose_jobs_have_ended(redis_url: str, holders:
     """Their names are the clients'."""
     handler, store = StagePictures(0, files=1), JobStore(redis_url)
     claims = WarmClaims("me", store.leases, holders, StoreRetry(), str, [handler], wait_s=1, known_s=1)
-    picture = {"prompt": "", "n": 1, "seed": 1, "steps": 1, "guidance_scale": 1.0, "width": 8, "height": 8}
+
     for name in "ab":
-        with claims.reading(ImageJob.read({**picture, "lora": name}), handler):
+        with claims.reading(ImageJob.read({**JOB, "lora": name}), handler):
             assert holders.holders([f"stage:lora {name}"]) == ["me"]
     store.close()
     assert not claims._reading
