@@ -103,6 +103,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.run("build", "api", "worker", timeout_s=BUILD_S)
         stack.run("up", "-d")
         stack.healthy(redis=1, api=1, worker=1)
+        wait_until(lambda: stack.answers("/readyz"), "a worker that the API sees")
         yield stack
     finally:
         stack.run("down", "--volumes", "--remove-orphans")

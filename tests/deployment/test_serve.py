@@ -82,7 +82,8 @@ def test_a_worker_for_each_gpu_and_several_apis_are_one_service(serve: Callable[
     workers, apis = served.parts("worker"), served.parts("api")
     assert len(workers) == len(apis) == 2 and not {*killed} & {*workers, *apis}
     assert {worker.environ()["CUDA_VISIBLE_DEVICES"] for worker in workers} == {"0", "1"}
-    assert len([model for model in served.json("/v1/models")["data"] if model["diptych"]["live"]]) == 1
+    live = lambda: [model["id"] for model in served.json("/v1/models")["data"] if model["diptych"]["live"]]  # noqa: E731
+    wait_until(lambda: live() == [tiny.TINY], "the one model, as either API sees it")
     assert served.picture().startswith(b"\x89PNG")
     job = served.json("/v1/jobs", {"type": "image", "prompt": "a fox", "steps": 1000, "n": 4})
     wait_until(lambda: served.json(f"/v1/jobs/{job['id']}")["status"] == "running", "a job in hand")

@@ -292,6 +292,7 @@ def test_a_worker_that_dies_is_started_again_and_its_job_is_done(service: Served
 
 
 def test_the_models_command_lists_what_it_offers(service: Served) -> None:
+    wait_until(lambda: all(model["diptych"]["live"] for model in service.json("/v1/models")["data"]), "live models")
     done = subprocess.run(
         [sys.executable, "-m", "cli", "models", "--url", service.url], capture_output=True, text=True, timeout=60,
         env=environment(),
