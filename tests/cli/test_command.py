@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from pipeline.checkpoints import tiny
+from pipeline.sampling.samplers import SCHEDULERS
 from tests.children import python_path
 from tests.cli.shell import Shell
 
@@ -90,8 +91,6 @@ def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
 
 
 def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:
-    from pipeline.sampling.samplers import SCHEDULERS
-
     said = " ".join(shell("generate", "--help").out.split())
     assert all(name in said for name in SCHEDULERS)
     assert "exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used" in said

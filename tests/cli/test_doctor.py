@@ -57,38 +57,24 @@ def test_all_is_well(healthy: Path, capsys: pytest.CaptureFixture[str], redis_ur
 
 
 @pytest.mark.parametrize(
-    ("broken", "what"),
+    ("what", "name", "value"),
     [
-        ("redis", "redis"),
-        ("policy", "redis"),
-        ("model", "model"),
-        ("artifacts", "artifacts"),
-        ("device", "device"),
-        ("checker", "checker"),
+        ("redis", "REDIS_URL", "redis://127.0.0.1:1/0"), ("model", "MODEL", "/nowhere"),
+        ("artifacts", "ARTIFACTS_URL", "nothing://x"), ("device", "DEVICE", "cuda:9"),
+        ("checker", "CHECKER", "/nowhere"), ("redis", "", "allkeys-lru"),
     ],
-)
+)  # fmt: skip
 def test_what_is_broken_is_named(
-    healthy: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    redis_url: str,
-    broken: str,
-    what: str,
-) -> None:
-    if broken == "policy":
-        with redis.Redis.from_url(redis_url) as client:
-            client.config_set("maxmemory-policy", "allkeys-lru")
-    values = {
-        "redis": ("REDIS_URL", "redis://127.0.0.1:1/0"), "model": ("MODEL", str(healthy / "nowhere")),
-        "artifacts": ("ARTIFACTS_URL", "nothing://x"), "device": ("DEVICE", "cuda:9"),
-        "checker": ("CHECKER", str(healthy / "nowhere")),
-    }  # fmt: skip
-    if broken in values:
-        monkeypatch.setenv("DIPTYCH_" + values[broken][0], values[broken][1])
-    try:
-        code, found = run(capsys)
-    finally:
-        with redis.Redis.from_url(redis_url) as client:
+    healthy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, redis_url: str, what: str,
+    name: str, value: str,
+) -> None:  # fmt: skip
+    if name:
+        monkeypatch.setenv(f"DIPTYCH_{name}", value)
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_set("maxmemory-policy", "noeviction" if name else value)
+        try:
+            code, found = run(capsys)
+        finally:
             client.config_set("maxmemory-policy", "noeviction")
     assert code == 1 and found[what] == "✗"
 
@@ -103,13 +89,9 @@ def test_what_is_broken_is_named(
     ],
 )
 def test_a_sampler_that_replaces_the_models_own_is_said(
-    healthy: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    class_name: str,
-    code: int,
+    healthy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, class_name: str, code: int,
     said: str,
-) -> None:
+) -> None:  # fmt: skip
     model = healthy / "model"
     (model / "scheduler").mkdir(parents=True)
     (model / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
@@ -121,6 +103,7 @@ def test_a_sampler_that_replaces_the_models_own_is_said(
 
 
 OLDER = "not a Hopper device (compute capability {})"
+OURS = "torch (linear, conv): ours multiply 8 bits; torch (layer norm): ours writes 8 bits; "
 TRITONS = "linear, geglu, conv, upsample conv, layer norm"
 
 
@@ -133,8 +116,7 @@ TRITONS = "linear, geglu, conv, upsample conv, layer norm"
                 "✓ cuda:0: NVIDIA H200, compute capability 9.0, 80 GiB",
                 f"✓ cuda:0 int8: Hopper kernels ({TRITONS}, attention); Triton kernels (group norm, quantize)",
                 f"✓ cuda:0 fp8: Hopper kernels ({TRITONS}, attention); Triton kernels (group norm, quantize)",
-                "✓ cuda:0 bf16: torch (linear, conv): ours multiply 8 bits; torch (layer norm): ours writes 8 bits; "
-                "Hopper kernels (attention); Triton kernels (group norm)",
+                f"✓ cuda:0 bf16: {OURS}Hopper kernels (attention); Triton kernels (group norm)",
             ],
         ),
         (
@@ -144,8 +126,7 @@ TRITONS = "linear, geglu, conv, upsample conv, layer norm"
                 f"✓ cuda:0 int8: Triton kernels ({TRITONS}): {OLDER.format('8.0')}; "
                 f"torch (attention): {OLDER.format('8.0')}; Triton kernels (group norm, quantize)",
                 "· cuda:0 fp8: does not run: fp8 needs compute capability 8.9, NVIDIA A100 has 8.0; take int8 or bf16",
-                "✓ cuda:0 bf16: torch (linear, conv): ours multiply 8 bits; torch (layer norm): ours writes 8 bits; "
-                f"torch (attention): {OLDER.format('8.0')}; Triton kernels (group norm)",
+                f"✓ cuda:0 bf16: {OURS}torch (attention): {OLDER.format('8.0')}; Triton kernels (group norm)",
             ],
         ),
         (
