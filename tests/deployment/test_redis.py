@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path / "redis", ("maxmemory 512mb",))
+    """In a folder that has any name."""
+    server = RedisServer(tmp_path / 'a "b" \\ ü\n#', ("maxmemory 512mb",))
     server.start()
     yield server
     server.kill()
@@ -36,26 +37,24 @@ def client(server: RedisServer) -> redis.Redis:
     return redis.Redis.from_url(server.url, decode_responses=True)
 
 
-@pytest.mark.parametrize("ends", [RedisServer.stop, RedisServer.kill])
-def test_what_was_written_outlives_the_server_at_the_same_address(server: RedisServer, ends) -> None:
+@pytest.mark.parametrize("end", [RedisServer.stop, RedisServer.kill])
+def test_what_was_written_outlives_the_server_at_the_same_address(
+    server: RedisServer, end: Callable[[RedisServer], None]
+) -> None:
     url = server.url
     with client(server) as before:
         before.set("key", "value")
-    ends(server)
+    end(server)
     assert not server.running and not server.answers()
     server.start()
     assert server.url == url
     with client(server) as after:
         assert after.get("key") == "value"
-
-
-def test_it_keeps_the_promises_that_jobs_lean_on(server: RedisServer) -> None:
-    with client(server) as connection:
-        told = {name: value for pattern in ("maxmemory*", "append*", "save", "bind")
-                for name, value in connection.config_get(pattern).items()}  # fmt: skip
-    assert told["maxmemory"] == str(512 * 2**20) and told["maxmemory-policy"] == "noeviction"
-    assert told["appendonly"] == "yes" and told["appendfsync"] == "always"
-    assert told["save"] == "" and told["bind"] == "127.0.0.1"
+        promised = {
+            "maxmemory": str(512 * 2**20), "maxmemory-policy": "noeviction", "appendonly": "yes",
+            "appendfsync": "always", "save": "", "bind": "127.0.0.1",
+        }  # fmt: skip
+        assert after.config_get("*").items() >= promised.items()
 
 
 def test_only_who_knows_the_password_gets_in_and_no_list_of_processes_tells_it(server: RedisServer) -> None:
@@ -77,17 +76,6 @@ def test_two_never_write_into_one_folder(server: RedisServer, monkeypatch: pytes
     server.kill()
     other.start()
     other.kill()
-
-
-def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / 'a "b" \\ ü\n#')
-    server.start()
-    try:
-        with client(server) as connection:
-            connection.set("key", "value")
-        assert list(server.folder.rglob("*.aof"))
-    finally:
-        server.kill()
 
 
 def aof(server: RedisServer) -> Path:
@@ -200,10 +188,8 @@ def stand_in(folder: Path, says: str) -> None:
 @pytest.mark.parametrize(
     ("says", "taken"),
     [
-        ("Redis server v=7.2.4 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=1", True),
         ("Redis server v=6.2.0 sha=00000000:0", True),
         ("Redis server v=6.0.16 sha=00000000:0", False),
-        ("Redis server v=5.0.14 sha=00000000:0", False),
         ("Valkey server 8.0.1", True),
     ],
 )

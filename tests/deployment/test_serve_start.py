@@ -21,10 +21,10 @@ from tests.collector import Collector
 from tests.deployment.served import Client, Served, environment, wait_until
 
 
-def test_without_a_gpu_none_is_served(serve: Callable[..., Served]) -> None:
-    served = serve("--each-gpu", variables={"CUDA_VISIBLE_DEVICES": ""})
-    assert served.ended() == 2
-    assert "--each-gpu: no GPU is visible here" in served.err
+def test_without_a_gpu_none_is_served(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["serve", "--each-gpu"]) == 2
+    assert "--each-gpu: no GPU is visible here" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -75,13 +75,13 @@ def test_a_machine_without_redis_is_told_so(serve: Callable[..., Served], tmp_pa
     assert service.err.splitlines() == ["diptych: starting", "diptych: redis-server did not start: out of order"]
 
 
-def test_data_that_cannot_be_written_is_named(serve: Callable[..., Served], tmp_path: Path) -> None:
-    for name in ("logs", "redis"):
-        (tmp_path / name / "data").mkdir(parents=True)
-        (tmp_path / name / "data" / name).touch()
-        service = serve(folder=tmp_path / name)
-        assert service.ended() == 2
-        assert f"diptych: --data: {tmp_path / name / 'data' / name} cannot be used (File exists)" in service.err
+@pytest.mark.parametrize("name", ["logs", "redis"])
+def test_data_that_cannot_be_written_is_named(serve: Callable[..., Served], tmp_path: Path, name: str) -> None:
+    (tmp_path / "data").mkdir(parents=True)
+    (tmp_path / "data" / name).touch()
+    service = serve(folder=tmp_path)
+    assert service.ended() == 2
+    assert f"diptych: --data: {tmp_path / 'data' / name} cannot be used (File exists)" in service.err
 
 
 # -- with a Redis of somebody else's -------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_with_another_redis_it_starts_none_and_waits_for_it(
 @pytest.mark.parametrize(
     ("url", "message"),
     [("", "must be given, such as redis://"), ("http://secret@nowhere", "must begin with redis:// or rediss://"),
-     ("unix://secret?db=x", "must begin with redis:// or rediss://"), ("redis://secret@a b", "must hold no spaces")],
+     ("redis://secret@a b", "must hold no spaces")],
 )  # fmt: skip
 def test_parts_on_their_own_need_a_redis(
     command: str, url: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -22,7 +22,7 @@ from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.cards import WorkerCard
 from core.jobs.holders import FileHolders
-from core.jobs.record import Job, JobDraft, new_id
+from core.jobs.record import Job, JobDraft, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from tests.forks import WORKER, Fork, forker
@@ -69,6 +69,11 @@ class Hired:
     def wait(self) -> int:
         """Its exit code."""
         return self.process.wait(PATIENCE_S)
+
+    def stop(self) -> int:
+        """Its exit code after a SIGTERM."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
 
 
 class Crew:
@@ -171,6 +176,11 @@ class Crew:
         """The job once it has ended."""
         eventually(lambda: self.job(id).state.final, "a job's end")
         return self.job(id)
+
+    def succeeded(self, id: str) -> Job:
+        job = self.ended(id)
+        assert job.state is JobState.SUCCEEDED, job.error
+        return job
 
     def running(self, id: str) -> Job:
         """The job once a worker has begun with its steps. Where it must not have ended yet, give it many."""

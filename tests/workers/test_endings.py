@@ -22,8 +22,7 @@ def test_what_has_begun_is_finished_and_the_rest_is_handed_back(crew: Crew) -> N
     crew.running(begun)
     waiting = [crew.ask(seed=k) for k in range(3)]
     eventually(lambda: [crew.job(id).state for id in waiting].count(JobState.RUNNING) == 2)
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0
+    assert worker.stop() == 0
     assert crew.job(begun).state is JobState.SUCCEEDED
     assert {crew.job(id).state for id in waiting} == {JobState.QUEUED}
     assert crew.card(worker) is None and crew.redis.hlen("unacked") == 0 and "Traceback" not in worker.log
@@ -49,24 +48,11 @@ def test_what_takes_too_long_is_handed_back(crew: Crew) -> None:
     assert "is handed back" in worker.log and crew.card(worker) is None
 
 
-def test_a_second_signal_hands_everything_back_at_once(crew: Crew) -> None:
-    worker = crew.hire(drain_s=3600)
-    id = crew.ask(steps=LONG)
-    crew.running(id)
-    worker.signal(signal.SIGTERM)
-    eventually(lambda: "draining" in worker.log)
-    assert crew.job(id).state is JobState.RUNNING and crew.card(worker) is not None
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0
-    assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
-
-
 def test_a_worker_that_is_still_loading_ends_at_once(crew: Crew) -> None:
     worker = crew.hire("--load", "3600", ready=False)
     card = eventually(lambda: (card := crew.card(worker)) and card.message == "loading the stage" and card)
     assert card and card.state == "starting"
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0 and crew.card(worker) is None
+    assert worker.stop() == 0 and crew.card(worker) is None
 
 
 def test_a_worker_ends_though_redis_is_away(crew: Crew, redis_server: RedisServer) -> None:
@@ -76,8 +62,7 @@ def test_a_worker_ends_though_redis_is_away(crew: Crew, redis_server: RedisServe
     redis_server.kill()
     try:
         eventually(lambda: "cannot be reached" in worker.log)
-        worker.signal(signal.SIGTERM)
-        assert worker.wait() == 0
+        assert worker.stop() == 0
     finally:
         redis_server.start()
     assert "Traceback" not in worker.log
@@ -93,8 +78,7 @@ def test_a_job_that_waits_for_a_suspect_is_given_back(crew: Crew) -> None:
     others = [crew.ask(seed=k) for k in range(5)]
     # Redis may owe the worker one message; for more it does not ask while it could not begin with them.
     assert crew.redis.llen(list_key(QUEUE, 3)) >= 4
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0
+    assert worker.stop() == 0
     assert [crew.job(id).attempt for id in others] == [0] * 5
     crew.redis.hset(f"diptych:job:{suspect}", "parameters", '{"prompt": 1}')
     crew.hire()

@@ -101,8 +101,7 @@ def test_a_model_is_loaded_where_no_other_worker_has_it(crew: Crew) -> None:
     for id in [*ids, crew.ask(model="one"), crew.ask(model="three")]:  # nobody else serves the last two
         succeeded(crew, id)
     assert sorted(received(holder)) == sorted(ids)
-    holder.signal(signal.SIGTERM)
-    assert holder.wait() == 0
+    assert holder.stop() == 0
     id = crew.ask(model="two")
     succeeded(crew, id)
     assert id in received(cold)

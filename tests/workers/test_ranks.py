@@ -35,5 +35,4 @@ def test_a_rank_is_killed_and_another_worker_finishes_its_job(crew: Crew, reaper
     job = crew.ended(id)
     assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
     assert job.result is not None and len(job.result["choices"][0]["text"]) > 0
-    other.signal(signal.SIGTERM)
-    assert other.wait() == 0
+    assert other.stop() == 0

@@ -35,7 +35,7 @@ def one_after_another(crew: Crew, loras: str) -> list[str]:
     ids = []
     for lora in loras:
         ids.append(crew.ask(lora=lora))
-        assert crew.ended(ids[-1]).state is JobState.SUCCEEDED
+        crew.succeeded(ids[-1])
     return ids
 
 
@@ -91,7 +91,7 @@ def test_an_offer_that_a_worker_dies_with_is_restored_to_no_list(crew: Crew) -> 
     crew.offer(job, dying)
     dying.wait()
     crew.hire("--files", "1", lease_s=2, max_attempts=100)
-    assert crew.ended(job).state is JobState.SUCCEEDED
+    crew.succeeded(job)
     assert {json.loads(kept)[2] for kept in crew.redis.hvals("unacked")} <= {"image.stage"}
     assert not crew.redis.keys("image@*")
 
@@ -101,7 +101,7 @@ def test_jobs_with_a_deadline_and_without_files_are_not_offered(crew: Crew, aske
     """Or they would wait for a minute."""
     crew.hire("--files", "1", warm_wait_s=60, lease_s=60)
     crew.holders.hold("gone", ["stage:lora a"], 60)
-    assert crew.ended(crew.ask(**{"lora": "a", **asked})).state is JobState.SUCCEEDED
+    crew.succeeded(crew.ask(**{"lora": "a", **asked}))
     assert not crew.redis.keys("image@*")
 
 
