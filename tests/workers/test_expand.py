@@ -21,7 +21,6 @@ from core.jobs.record import Job, JobState
 from tests.workers.crew import Crew, eventually
 from tests.workers.desk import Desk, torch_settings
 from tests.workers.stage import StageText, picture
-from tests.workers.test_crashes import hire
 from training.phrases import SYSTEM
 from workers import expand
 from workers.build import Runtime, build
@@ -128,12 +127,12 @@ def test_the_deadline_holds_for_both_parts(desk: Desk) -> None:
 @pytest.mark.parametrize("prompt", ["KILL=1 a cat", "kill=1 a cat"], ids=["in the text", "between the parts"])
 def test_a_crash_has_both_parts_done_again(crew: Crew, reaper: None, prompt: str) -> None:
     """The stand-in expands a prompt by capitals: in small letters the word works on the picture alone."""
-    first = hire(crew, "--text")
+    first = crew.hire("--text", lease_s=1.0)
     id = crew.ask(prompt=prompt, expand_prompt=True, n=2)
     assert first.wait() == -signal.SIGKILL
     in_pictures = [event for event in first.noted("admit", id) if event["modality"] == "image"]
     assert bool(in_pictures) == prompt.islower(), "it did not die where it was meant to"
-    hire(crew, "--text")
+    crew.hire("--text", lease_s=1.0)
     job = crew.ended(id)
     assert job.attempt == 2
     for image in images(job):
@@ -142,7 +141,7 @@ def test_a_crash_has_both_parts_done_again(crew: Crew, reaper: None, prompt: str
 
 
 def test_a_cancelled_job_ends_in_its_first_part(crew: Crew) -> None:
-    worker = hire(crew, "--text")
+    worker = crew.hire("--text", lease_s=1.0)
     id = crew.ask(prompt="STEP=0.5 a cat", expand_prompt=True)
     eventually(lambda: worker.noted("admit", id))
     crew.store.cancel(id)

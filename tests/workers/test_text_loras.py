@@ -142,6 +142,7 @@ def test_requests_of_all_kinds_ahead_of_the_host_while_others_are_aborted(folder
                 isinstance(future.exception(60), Aborted)
                 or replace(future.result(), cached=expected.cached) == expected
             )
+        assert held.cache.reads > 3, "room for two: some were evicted, and read again"
     assert all(not asset.pins for asset in map(held.cache.known, OPTIONS))
 
 
@@ -152,17 +153,6 @@ def test_pages_are_shared_among_requests_of_one_lora_only(folder: Path) -> None:
         names = ["", "poet", "poet", "", "critic"]
         cached = [stage.answers(engine, [stage.greedy(prompt, 2, adapter=name)])[0].cached for name in names]
     assert cached == [0, 0, 32, 32, 0]
-
-
-def test_loras_are_read_on_demand_and_evicted_by_last_use(folder: Path) -> None:
-    with stage.serving(stage.small(), kernels=stage.kernels(), max_requests=32) as (engine, runner):
-        held = adapters(runner, folder)
-        sizes = [held.find(name).size_bytes for name in OPTIONS]
-        held = adapters(runner, folder, max(sizes) + min(sizes))
-        texts = stage.answers(engine, requests([*OPTIONS]))
-        assert held.cache.reads > 3 and sum(held.held.values()) <= max(sizes) + min(sizes)
-    for at, name in enumerate(OPTIONS):
-        assert [text.tokens for text in texts[at::3]] == [*answers(name)]
 
 
 @pytest.mark.parametrize(("kernels", "kv"), [(True, "float"), (True, "int8"), (False, "float"), (False, "int8")])
