@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -99,8 +100,9 @@ def test_a_stuck_engine_ends_the_process(crew: Crew, trouble: str, reason: str) 
     assert len(ended) == 1 and reason in ended[0]
 
 
-def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
+def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
     """Two jobs in hand: one is taken away (cancelled), the other outlives its lease many times."""
+    caplog.set_level(logging.INFO, "workers")
     active_jobs, ended = ActiveJobs(), list[str]()
     lane = Lane()
     crew.store.close()
@@ -117,6 +119,7 @@ def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
         heartbeat.start()
         crew.store.cancel(works[0].claim.id)
         eventually(lambda: works[0].dropped)
+        eventually(lambda: f"this worker lost the lease of job {works[0].claim.id}" in caplog.text)
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
             crew.store.upkeep.sweep()
