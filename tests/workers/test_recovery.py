@@ -183,15 +183,16 @@ def test_no_message_ends_a_worker_or_keeps_its_place(crew: Crew) -> None:
         assert crew.store.cancel(id)
 
 
-def test_a_crash_costs_an_attempt_and_suspects_run_alone(crew: Crew, reaper: None) -> None:
+@pytest.mark.parametrize("max_attempts", [2])
+def test_a_crash_costs_an_attempt_and_suspects_run_alone(crew: Crew, reaper: None, max_attempts: int) -> None:
     """A worker dies with two jobs in hand. Both are done by the next one, each while nothing else is."""
-    first = crew.hire("--text", lease_s=1.0)
+    first = crew.hire("--text", lease_s=1.0, max_attempts=max_attempts)
     companion = crew.ask("text", steps=LONG, prompt="STEP=0.02")
     crew.running(companion)
     killer = crew.ask(prompt="KILL=1")
     assert first.wait() == -signal.SIGKILL
     crew.redis.hset(f"diptych:job:{companion}", "parameters", '{"prompt": "short now", "steps": 5}')
-    second = crew.hire("--text", "--step", "0.02", lease_s=1.0)
+    second = crew.hire("--text", "--step", "0.02", lease_s=1.0, max_attempts=max_attempts)
     others = [crew.ask(seed=k) for k in range(6)] + [crew.ask("text") for _ in range(6)]
     for id in (companion, killer, *others):
         crew.succeeded(id)
