@@ -22,7 +22,7 @@ from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.cards import WorkerCard
 from core.jobs.holders import FileHolders
-from core.jobs.record import Job, JobDraft, JobState, new_id
+from core.jobs.record import Claim, Job, JobDraft, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from tests.forks import WORKER, Fork, forker
@@ -171,6 +171,12 @@ class Crew:
         job = self.store.get(id)
         assert job is not None
         return job
+
+    def claimed(self, id: str) -> Claim:
+        """The claim of the worker `me`."""
+        claim = self.store.leases.claim(id, "me")
+        assert claim is not None
+        return claim
 
     def ended(self, id: str) -> Job:
         """The job once it has ended."""

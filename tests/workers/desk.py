@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from PIL import Image
 
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.config import Settings
 from core.jobs.broker import Envelope
-from core.jobs.record import Job
+from core.jobs.record import Job, JobState
 from core.jobs.store import JobStore
 from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
@@ -37,6 +41,12 @@ def drawn(works: Runtime, requests: Sequence[ImageParameters]) -> list[Any]:
     return [future.result(60) for future in futures]
 
 
+def images(job: Job) -> list[dict[str, Any]]:
+    """Of the result of a job that must have succeeded."""
+    assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
+    return list(job.result["images"])
+
+
 class Desk:
     """A worker's tasks on the test's own thread, with real models and a real store."""
 
@@ -62,6 +72,11 @@ class Desk:
         self._tasks.run(Envelope(id, "image", 5))
         assert not self._active_jobs.works()
         return self._crew.job(id)
+
+    def opened(self, image: dict[str, Any]) -> tuple[Image.Image, dict[str, Any], dict[str, Any]]:
+        """The picture, and what its file says of its parameters and of what drew it."""
+        picture: Any = Image.open(io.BytesIO(self._crew.artifacts.get(image["key"])))
+        return picture, json.loads(picture.text["diptych"]), json.loads(picture.text["fingerprint"])
 
     def cancel_all(self) -> None:
         """Drop the jobs that run, as after their cancellation."""

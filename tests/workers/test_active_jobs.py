@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 from typing import Any
@@ -13,25 +12,10 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.engine import Aborted, Closed, Engine, Expired
 from core.batching.request import Request
-from core.batching.runner import Lane
 from core.jobs.record import Claim
 from tests.workers.crew import eventually
 from tests.workers.stage import StageRunner
 from workers.active_jobs import ActiveJob, ActiveJobs
-
-
-@pytest.fixture
-def runner() -> Iterator[StageRunner]:
-    lane = Lane()
-    yield StageRunner("image", lane, 0.005, 2, lambda event, request: None)
-    lane.close()
-
-
-@pytest.fixture
-def engine(runner: StageRunner) -> Iterator[Engine]:
-    with Engine([runner]) as engine:
-        yield engine
-        assert engine.counts() == {"image": (0, 0)}
 
 
 def claim(id: str = "job", attempt: int = 1) -> Claim:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,14 @@ from contract.card import ImageCard
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Outcome
-from core.jobs.record import Job, JobState
+from core.jobs.record import JobState
 from pipeline import plans
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.clip_scorer import ClipScorer
 from tests.evaluation.conftest import CLIP
 from tests.workers.crew import Crew, eventually
-from tests.workers.desk import Desk, torch_settings
+from tests.workers.desk import Desk, images, torch_settings
 from workers.build import Runtime, build
 from workers.cascades import CascadeProgress
 from workers.gate import Gate
@@ -61,17 +59,6 @@ def desk(crew: Crew, serving: ModelRuntime) -> Iterator[Desk]:
     desk.close()
 
 
-def images(job: Job) -> list[dict[str, Any]]:
-    assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
-    return list(job.result["images"])
-
-
-def opened(crew: Crew, image: dict[str, Any]) -> tuple[Image.Image, dict[str, Any], dict[str, Any]]:
-    """The picture, and what its file says of its parameters and of what drew it."""
-    picture: Any = Image.open(io.BytesIO(crew.artifacts.get(image["key"])))
-    return picture, json.loads(picture.text["diptych"]), json.loads(picture.text["fingerprint"])
-
-
 def cascade(gate: float) -> dict[str, Any]:
     return {"draft": DRAFT, "gate": gate}
 
@@ -90,7 +77,7 @@ def test_a_rejected_draft_is_drawn_by_the_jobs_model_as_without_a_cascade(desk: 
 def test_a_kept_draft_is_the_draft_models_by_its_own_defaults(desk: Desk, crew: Crew, serving: ModelRuntime) -> None:
     job = desk.draw(n=2, steps=4, guidance_scale=9.0, cascade=cascade(ALWAYS), preview_every=1)
     for seed, image in enumerate(images(job), 7):
-        picture, parameters, fingerprint = opened(crew, image)
+        picture, parameters, fingerprint = desk.opened(image)
         assert image["drawn_by"] == fingerprint["model"] == DRAFT and image["seed"] == parameters["seed"] == seed
         draft = serving.handlers[DRAFT].card()
         assert isinstance(draft, ImageCard)

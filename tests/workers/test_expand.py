@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,9 +16,9 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.artifacts import Artifacts
 from core.config import EMBEDDED_TEXT_MODEL
-from core.jobs.record import Job, JobState
+from core.jobs.record import JobState
 from tests.workers.crew import Crew, eventually
-from tests.workers.desk import Desk, torch_settings
+from tests.workers.desk import Desk, images, torch_settings
 from tests.workers.stage import StageText, picture
 from training.phrases import SYSTEM
 from workers import expand
@@ -46,23 +45,13 @@ def desk(crew: Crew, works: Runtime) -> Iterator[Desk]:
     desk.close()
 
 
-def images(job: Job) -> list[dict[str, Any]]:
-    assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
-    found: list[dict[str, Any]] = job.result["images"]
-    return found
-
-
-def opened(crew: Crew, image: dict[str, Any]) -> Image.Image:
-    return Image.open(io.BytesIO(crew.artifacts.get(image["key"])))
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_picture_is_drawn_from_what_the_text_model_writes(desk: Desk, crew: Crew, deterministic: bool) -> None:
     both = images(desk.draw(n=2, seed=5, deterministic=deterministic))
     for image in both:
         prompt = image["revised_prompt"]
         assert "cat" in prompt and "background" in prompt, "not what emoji-lm was trained to write"
-        told = json.loads(opened(crew, image).text["diptych"])  # type: ignore[attr-defined]
+        _, told, _ = desk.opened(image)
         assert told["prompt"] == prompt and told["seed"] == image["seed"]
     assert [image["seed"] for image in both] == [5, 6]
     # The k-th of several is what its own seed brings: in prompt and in pixels. Of pixels that torch draws, bits are
@@ -74,7 +63,7 @@ def test_a_picture_is_drawn_from_what_the_text_model_writes(desk: Desk, crew: Cr
         (plain,) = images(desk.draw(seed=image["seed"], **asked))
         assert "revised_prompt" not in plain
         for other in (alone, plain):
-            levels = [np.asarray(opened(crew, one)).astype(int) for one in (other, image)]
+            levels = [np.asarray(desk.opened(one)[0]).astype(int) for one in (other, image)]
             assert np.abs(levels[0] - levels[1]).max() <= 1
             assert not deterministic or other["key"] == image["key"]
     assert both[0]["key"] != both[1]["key"]

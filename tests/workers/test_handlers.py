@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from contract.card import MAX_IMAGES, ImageCard, ImageCosts, read_card, to_data
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.plan import AUTO, DEPTHS, DeepCache
-from contract.upscale import Upscale
 from core.artifacts import Artifacts
 from core.batching.request import Outcome
 from core.batching.runner import Lane
@@ -30,7 +28,6 @@ from pipeline.backends.phases import SHALLOW
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny import TINY
 from tests.core.tape import Tape
-from tests.pipeline import upscalers
 from tests.pipeline.worlds import Crank, Watching
 from tests.workers.desk import JOB, drawn, torch_settings
 from tests.workers.stage import handler_of
@@ -192,16 +189,3 @@ def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
     costs = ImageCosts(row_step_s={"32x32": 1.0}, shallow_row_step_s=each)
     card = dataclasses.replace(made.card(), costs=costs)
     assert work_s(card, ImageJob.read(parameters)) == pytest.approx(2 * (counts["deep"] + shallow / 1000))
-
-
-def test_the_card_tells_what_enlarges_and_what_that_costs(tmp_path: Path) -> None:
-    upscalers.write(tmp_path, "x4")
-    with build(torch_settings(data_dir=tmp_path, upscalers_dir=str(tmp_path))) as works:
-        card = image_card(works.images)
-        assert card.upscalers == ("x4",) and card.costs.upscale_megapixel_s == 0.0
-        wanted = ImageParameters("a hat", 1, 32, 32, steps=1, upscale=Upscale(model="x4"))
-        for _ in range(3):
-            (picture,) = drawn(works, [wanted])
-            assert picture.image.size == (128, 128)
-        card = image_card(works.images)
-        assert card.costs.upscale_megapixel_s > 0.0 and read_card(to_data(card)) == card

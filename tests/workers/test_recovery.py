@@ -10,14 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.text import TextJob
 from core.jobs.broker import Envelope, read_message
-from core.jobs.record import JobState
+from core.jobs.record import JobDraft, JobState, new_id
 from deployment.redis import RedisServer
+from llm import tiny
+from llm.followers import RANK_LOST
 from tests.core import refusals
+from tests.forks import REAL
 from tests.workers.crew import Crew, eventually
 from tests.workers.test_worker import most_at_once
 from workers.heartbeat import STUCK
@@ -252,3 +257,26 @@ def test_redis_restarts_under_a_busy_worker(crew: Crew, redis_server: RedisServe
         assert [(job.state, job.attempt, job.lost) for job in jobs] == [(JobState.SUCCEEDED, 1, 0)] * 4
     assert most_at_once(worker)["image"] == 2
     assert worker.process.poll() is None and "Traceback" not in worker.log
+
+
+def test_a_rank_is_killed_and_another_worker_finishes_its_job(crew: Crew, reaper: None) -> None:
+    """The text model is spread over processes, over gloo."""
+    settings: dict[str, Any] = {"text_model": tiny.TINY, "text_memory_mib": 4, "text_requests": 4, "lease_s": 1.0}
+    worker = crew.hire("--llm", imported=REAL, text_parallel="pp2", device="cpu", **settings)
+    (rank,) = (
+        child
+        for child in psutil.Process(worker.process.pid).children(recursive=True)
+        if "llm.follower" in " ".join(child.cmdline())
+    )
+    parameters = TextJob(prompts=[[1, 40, 41]], max_tokens=400, temperature=0.0, logit_bias={"2": -100}).to_dict()
+    id = crew.store.create(JobDraft(new_id(), "text", tiny.TINY, parameters)).id
+    crew.send(id, "text")
+    crew.running(id)
+    rank.send_signal(signal.SIGKILL)
+    assert worker.wait() == RANK_LOST
+    assert f"exiting: rank 1 of pp2 (process {rank.pid}): ended with exit code -9" in worker.log
+    other = crew.hire("--llm", imported=REAL, kernels=False, device="cpu", **settings)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
+    assert job.result is not None and len(job.result["choices"][0]["text"]) > 0
+    assert other.stop() == 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from contract.image import ImageParameters
-from core.batching.request import Request
 from core.config import Settings
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.phases import TEXT
@@ -21,6 +20,7 @@ from pipeline.families.family import ImageModel
 from pipeline.families.zimage.conditioning import embed
 from tests.core.quant.stage import CACHE, kernels
 from tests.pipeline.families.zimage.test_adapters import write
+from tests.workers.desk import drawn
 from workers.backends import GRAPHS, PROGRAMS, TORCH
 from workers.build import build
 from workers.text_encoder import on_kernels
@@ -86,8 +86,7 @@ def test_a_worker_encodes_on_kernels_and_draws_diffusers_pictures(caplog: pytest
             ImageParameters(prompt=prompt, seed=seed, width=side, height=side, steps=3, guidance_scale=2.0 * (seed % 2))
             for seed, prompt in enumerate(PROMPTS)
         ]
-        waiting = [runtime.engine.submit(Request(str(one.seed), "image", one)) for one in wanted]
-        found = [np.asarray(one.result(timeout=120).image).astype(int) for one in waiting]
+        found = [np.asarray(one.image).astype(int) for one in drawn(runtime, wanted)]
     assert "our kernels encode prompts in float32" in caplog.text
     pipeline = tiny_zimage.make(tiny_zimage.SHAPES[tiny_zimage.TINY_Z])
     pipeline.set_progress_bar_config(disable=True)
@@ -109,11 +108,10 @@ def test_requests_with_loras_read_the_encoder_that_others_read(tmp_path: Path, k
     own = SETTINGS.model_copy(update={"lora_dir": str(tmp_path), "kernels": kernels_on})
     fused = SETTINGS.model_copy(update={"lora_dir": str(tmp_path), "lora": "ink", "kernels": False})
     with build(own) as runtime:
-        picture = runtime.engine.submit(Request("1", "image", wanted)).result(60)
-        plain = runtime.engine.submit(Request("2", "image", replace(wanted, lora=""))).result(60)
+        pictures = [drawn(runtime, [one])[0] for one in (wanted, replace(wanted, lora=""))]
         held = runtime.images.model.parts["text_encoder"].layers[0].mlp.up_proj.weight.numel()
         assert (held == 0) == kernels_on
     with build(fused) as runtime:
-        expected = runtime.engine.submit(Request("1", "image", replace(wanted, lora=""))).result(60)
-    found, without, right = (np.asarray(one.image).astype(int) for one in (picture, plain, expected))
+        pictures += drawn(runtime, [replace(wanted, lora="")])
+    found, without, right = (np.asarray(one.image).astype(int) for one in pictures)
     assert np.abs(found - right).max() <= 1 and np.abs(found - without).max() > 3
