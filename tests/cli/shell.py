@@ -45,6 +45,18 @@ class Shell:
         assert "Traceback" not in err, err
         return Said(code, out, err)
 
+    def done(self, *arguments: str) -> Said:
+        """What is said of a command that must succeed."""
+        said = self(*arguments)
+        assert said.code == 0, said
+        return said
+
+    def refusal(self, *arguments: str) -> str:
+        """What is said of a command that must be refused."""
+        said = self(*arguments)
+        assert said.code == 2 and said.out == "", said
+        return said.err
+
     def generate(self, *arguments: str) -> Said:
         return self("generate", *QUICK, "-o", "out", *arguments)
 

@@ -20,8 +20,7 @@ HERE = ("chat", "--text-model", TINY, "--max-tokens", "8", "--threads", "1")
 
 
 def test_it_answers_one_text(shell: Shell) -> None:
-    said = shell(*HERE, "hello")
-    assert said.code == 0, said.err
+    said = shell.done(*HERE, "hello")
     with stage.serving(stage.small()) as (engine, _):
         (wanted,) = stage.answers(engine, [stage.greedy(stage.chat(stage.small(), "hello"), 8)])
     assert said.out == wanted.text + "\n"

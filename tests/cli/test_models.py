@@ -21,8 +21,8 @@ from tests.pipeline.original_layout import checkpoint
 def test_without_a_service_it_names_what_would_be_loaded(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("DIPTYCH_PORT", str(port))
-    said = shell("models")
-    assert said.code == 0 and said.err == ""
+    said = shell.done("models")
+    assert said.err == ""
     assert said.out == f"{EMBEDDED_MODEL}  (would be loaded here; no service answers at http://127.0.0.1:{port})\n"
 
 
@@ -66,7 +66,7 @@ def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str
     sha256 = hashlib.sha256((shell.folder / "mine.safetensors").read_bytes()).hexdigest()
     assert said.code == 0 and said.out == f"{store}/cats\nsha256 {sha256}\n"
     assert "cats  (added; --model cats loads it)" in shell("models").out
-    assert shell("generate", "x", "--model", "cats", "-o", "out", "--steps", "2").code == 0
+    shell.done("generate", "x", "--model", "cats", "-o", "out", "--steps", "2")
     assert made_with(shell.pictures()[0])["steps"] == 2
     scheduler = json.loads((shell.folder / "store/cats/scheduler/scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
@@ -74,7 +74,7 @@ def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str
 
 def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: Shell, store: str) -> None:
     for name in ("cats", "dogs"):
-        assert shell("models", "add", "base", "--name", name).code == 0
+        shell.done("models", "add", "base", "--name", name)
     said = shell("models", "list")
     names = [line.partition(" ")[0] for line in said.out.splitlines()]
     assert said.code == 0 and names[-2:] == ["cats", "dogs"] and {"emoji-xl", "emoji-lm"} <= {*names}
@@ -106,9 +106,8 @@ def test_a_linked_model_keeps_its_name_until_it_is_removed_and_what_it_links_to_
 ) -> None:
     (shell.folder / "store").mkdir()
     (shell.folder / "store/cats").symlink_to(shell.folder / target)
-    said = shell("models", "add", "base", "--name", "cats")
-    assert said.code == 2 and "--name: there is a model cats already" in said.err
-    assert shell("models", "remove", "cats").code == 0
+    assert "--name: there is a model cats already" in shell.refusal("models", "add", "base", "--name", "cats")
+    shell.done("models", "remove", "cats")
     assert not list((shell.folder / "store").iterdir()) and (shell.folder / "base/model_index.json").is_file()
 
 
@@ -131,8 +130,8 @@ def test_what_an_interrupted_removal_left_goes_with_the_next(
 @pytest.mark.quick(0)
 @pytest.mark.parametrize(("scheme", "more"), [("int8", ("--limit", "1")), ("int8-dynamic", ())])
 def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: str, more: tuple[str, ...]) -> None:
-    said = shell("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)
-    assert said.code == 0 and f"layers in {scheme}" in said.out
+    said = shell.done("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)
+    assert f"layers in {scheme}" in said.out
     assert (shell.folder / f"store/cats/unet-{scheme}").is_dir() and not list((shell.folder / "base").glob("unet-*"))
 
 
@@ -148,8 +147,7 @@ def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: s
     ],
 )
 def test_what_cannot_be_added_is_named(shell: Shell, store: str, arguments: tuple[str, ...], told: str) -> None:
-    said = shell("models", "add", *arguments, "--base", "base")
-    assert said.code == 2 and told in said.err and said.out == ""
+    assert told in shell.refusal("models", "add", *arguments, "--base", "base")
     assert "added" not in shell("models").out
 
 
@@ -203,5 +201,5 @@ def test_what_a_service_says_of_its_models_moves_no_cursor(shell: Shell) -> None
             self.answer(200, json.dumps({"data": [{"id": _FORGED, "diptych": card}]}).encode())
 
     with LocalServer(Page) as server:
-        said = shell("models", "--url", server.url)
-    assert said.code == 0 and said.out.count("\n") == 1 and said.out.rstrip("\n").isprintable()
+        said = shell.done("models", "--url", server.url)
+    assert said.out.count("\n") == 1 and said.out.rstrip("\n").isprintable()

@@ -29,8 +29,9 @@ def model(tmp_path: Path) -> Path:
 def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, scheme: str) -> None:
     (shell.folder / "prompts.txt").write_text("one\ntwo words\nthree whole words\n", "utf-8")
     prompts = str(shell.folder / "prompts.txt")
-    said = shell("quantize", "--text-model", str(model), "--scheme", scheme, "--prompts", prompts, "-o", str(model))
-    assert said.code == 0, said.err
+    said = shell.done(
+        "quantize", "--text-model", str(model), "--scheme", scheme, "--prompts", prompts, "-o", str(model)
+    )
     assert said.out.startswith("text: ") and f" layers in {scheme}, " in said.out
     plain, found = load(str(model)), load(str(model), precision=scheme)
     assert found.precision == scheme and found.digest != plain.digest
@@ -38,7 +39,7 @@ def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, schem
 
 def test_a_text_models_weights_are_chosen_layer_by_layer(shell: Shell, model: Path) -> None:
     given = ("quantize", "--text-model", str(model), "--scheme", "w4a16", "--limit", "8", "-o", str(model))
-    assert shell(*given, "--search", "--gptq").code == 0
+    shell.done(*given, "--search", "--gptq")
     about = json.loads((model / "model-w4a16" / "quantization.json").read_text())
     assert about["recipe"] == "llama-plain-searched-head8" and about["calibration"]["gptq"]
     assert about["layers"].pop("lm_head") == "Int8DynamicLinear" and {*about["layers"].values()} == {"Int4Linear"}
@@ -48,9 +49,10 @@ def test_a_text_models_weights_are_chosen_layer_by_layer(shell: Shell, model: Pa
 def test_a_scheme_without_calibration_takes_none(shell: Shell, model: Path) -> None:
     given = ("quantize", "--text-model", str(model), "--scheme", "int8-dynamic", "-o", str(model))
     for option in ("--prompts prompts.txt", "--limit 2", "--alpha 0.5", "--plain"):
-        said = shell(*given, *option.split())
-        assert said.code == 2 and f"{option.split()[0]}: is for calibration, and int8-dynamic needs none" in said.err
-    assert shell(*given, "--float-head").code == 0
+        assert f"{option.split()[0]}: is for calibration, and int8-dynamic needs none" in shell.refusal(
+            *given, *option.split()
+        )
+    shell.done(*given, "--float-head")
     about = json.loads((model / "model-int8-dynamic" / "quantization.json").read_text())
     assert about["calibration"] == {} and about["recipe"] == "llama-plain" and [*about["skipped"]] == ["lm_head"]
     assert load(str(model), precision="int8-dynamic").precision == "int8-dynamic"
@@ -85,8 +87,7 @@ def precisions(shell: Shell) -> set[str]:
 
 @pytest.mark.usefixtures("cached")
 def test_a_seeded_model_is_quantized_by_the_captions_that_come_with_the_code(shell: Shell) -> None:
-    said = shell("quantize", "--model", TINY, "--limit", "9", "-o", "variant")
-    assert said.code == 0, said.err
+    said = shell.done("quantize", "--model", TINY, "--limit", "9", "-o", "variant")
     assert said.out.startswith("unet: ") and "quantizing to int8" in said.err
     about = json.loads((shell.folder / "variant" / "unet-int8" / "quantization.json").read_text())
     assert about["source"] == load_image_model(TINY).digest
@@ -106,8 +107,8 @@ def test_int8_of_a_plain_model_quantizes_it_once_into_the_cache(shell: Shell, ca
     assert {one.code for one in (first, *later)} == {0}, first.err
     assert "quantizing random:tiny to int8" in first.err and "64/64" in first.err
     assert not [one for one in later if "quantizing" in one.err]
-    said = shell("quantize", "--model", TINY)
-    assert said.code == 0 and said.out.startswith(str(cached / "quantized")) and "was there already" in said.out
+    said = shell.done("quantize", "--model", TINY)
+    assert said.out.startswith(str(cached / "quantized")) and "was there already" in said.out
     assert len(list((cached / "quantized").glob("*/unet-int8"))) == 1
     assert precisions(shell) == {"int8"}
 
@@ -115,8 +116,8 @@ def test_int8_of_a_plain_model_quantizes_it_once_into_the_cache(shell: Shell, ca
 def test_without_calibration_a_model_is_quantized_at_once_with_or_without_its_weights(
     shell: Shell, cached: Path
 ) -> None:
-    made = shell("quantize", "--model", TINY, "--scheme", "int8-dynamic", "--scales-only", "-o", "variant")
-    assert made.code == 0 and "layers in int8-dynamic" in made.out, made.err
+    made = shell.done("quantize", "--model", TINY, "--scheme", "int8-dynamic", "--scales-only", "-o", "variant")
+    assert "layers in int8-dynamic" in made.out, made.err
     about = json.loads((shell.folder / "variant" / "unet-int8-dynamic" / "quantization.json").read_text())
     assert about["calibration"] == {"dtype": "float32"} and not about["weights"]
     seen = []
@@ -137,15 +138,14 @@ def test_without_calibration_a_model_is_quantized_at_once_with_or_without_its_we
 @pytest.mark.usefixtures("cached")
 def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivities_suggests(shell: Shell) -> None:
     given = ("quantize", "--model", TINY, "--limit", "2", "-o", "variant", "--search")
-    said = shell(*given, "--sensitivity")
-    assert said.code == 0, said.err
+    said = shell.done(*given, "--sensitivity")
     head, *rows = said.out.splitlines()
     assert head.split()[-1] == "layers" and not (shell.folder / "variant" / "unet-int8").exists()
     errors = [float(row.split()[0]) for row in rows]
     assert len(rows) > 20 and errors == sorted(errors, reverse=True) and errors[0] > 0
-    assert shell(*given).code == 0  # goes on from what the table was calibrated on
+    shell.done(*given)  # goes on from what the table was calibrated on
     worst = rows[0].split()[-1].replace(".", r"\.")
-    assert shell(*given[:-3], "-o", "other", "--search", "--keep", worst).code == 0
+    shell.done(*given[:-3], "-o", "other", "--search", "--keep", worst)
     about = [json.loads((shell.folder / name / "unet-int8" / "quantization.json").read_text()) for name in
              ("variant", "other")]  # fmt: skip
     assert {*about[0]["layers"]} - {*about[1]["layers"]} == {*rows[0].split()[-1:]}
@@ -179,8 +179,7 @@ def test_options_for_layers_that_do_not_fit_are_refused(shell: Shell, cached: Pa
 
 @pytest.mark.parametrize("option", ["--limit 3", "--alpha 0.5", "--plain", "--scales-only", "--sensitivity", "--gptq"])
 def test_what_the_cache_is_not_asked_for_needs_a_folder(shell: Shell, cached: Path, option: str) -> None:
-    said = shell("quantize", "--model", TINY, *option.split())
-    assert said.code == 2 and f"--out: is needed with {option.split()[0]}" in said.err
+    assert f"--out: is needed with {option.split()[0]}" in shell.refusal("quantize", "--model", TINY, *option.split())
     assert not (cached / "quantized").exists()
 
 
@@ -197,8 +196,7 @@ def test_a_prompt_that_the_model_does_not_read_is_named_before_any_is_drawn(
 
 
 def test_a_text_model_needs_a_folder(shell: Shell, model: Path) -> None:
-    said = shell("quantize", "--text-model", str(model))
-    assert said.code == 2 and "--out: is needed with --text-model" in said.err
+    assert "--out: is needed with --text-model" in shell.refusal("quantize", "--text-model", str(model))
 
 
 def test_a_control_network_is_quantized_beside_itself(shell: Shell, tmp_path: Path) -> None:
@@ -206,12 +204,11 @@ def test_a_control_network_is_quantized_beside_itself(shell: Shell, tmp_path: Pa
     save(controlnet(load_image_model(str(model))), tmp_path / "controls", "edges")
     folder = str(tmp_path / "controls")
     asked = ["quantize", "--model", str(model), "--limit", "2", "--control-dir", folder, "--control"]
-    done = shell(*asked, "edges")
-    assert done.code == 0 and done.out.startswith("edges: ") and "layers in int8" in done.out
+    done = shell.done(*asked, "edges")
+    assert done.out.startswith("edges: ") and "layers in int8" in done.out
     assert (tmp_path / "controls" / "edges-int8" / "quantization.json").is_file()
     for wrong, words in (
         ([*asked, "gone"], "there is no folder gone"),
         ([*asked[:3], "--control", "x"], "--control-dir"),
     ):
-        said = shell(*wrong)
-        assert said.code == 2 and words in said.err
+        assert words in shell.refusal(*wrong)

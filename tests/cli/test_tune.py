@@ -72,8 +72,7 @@ def nearly(found: Any, rel: float = 1e-4) -> Any:
 @pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
-    said = shell("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
-    assert said.code == 0, said.err
+    said = shell.done("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
     lines = said.out.splitlines()
     assert lines[-2:] == ["tuned/report.html", "plans.json"] and lines[0].split() == [
         "plan", "names", "images/s", "full's", "PSNR", "SSIM", "emoji-clip-distance", "score",
@@ -91,18 +90,17 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     assert "Speed against quality" in page and page.count("data:image/webp") > 6
     assert plans.read_plans(shell.folder / "plans.json", "fp32").keys() == {"fast", "best"}
     words = shlex.split("generate x --model random:tiny --precision fp32 -o out --plans plans.json --seed 1")
-    assert shell(*words, "--plan", "fast").code == 0
+    shell.done(*words, "--plan", "fast")
     made = made_with(shell.pictures()[0])
     assert made["steps"] == named["steps"] and made.get("guidance_interval") == named.get("guidance_interval")
-    refused = shell(*words, "--plan", "balanced")
-    assert refused.code == 2 and "plan: must be one of off, auto, fast, best" in refused.err
+    assert "plan: must be one of off, auto, fast, best" in shell.refusal(*words, "--plan", "balanced")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts: str) -> None:
     words = ("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
-    assert shell(*words).code == 0
+    shell.done(*words)
     whole = front(shell.folder)
     (shell.folder / "plans.json").unlink()
     # What a kill leaves: pictures without a record, and half a line. Which plans are drawn beside these two depends on
@@ -112,7 +110,7 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
     for log in logs.values():
         log.write_bytes(log.read_bytes()[:-40])
     shutil.rmtree(logs["10"].parent)
-    assert shell(*words).code == 0
+    shell.done(*words)
     again = front(shell.folder)
     assert again == nearly(whole)
     # Nothing is drawn again, or timed, where everything is there.
@@ -125,14 +123,13 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
 @pytest.mark.usefixtures("few")
 def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, prompts: str, alexnet_file: Path) -> None:
     """The same finalists by other limits: those that every plan passes, and those that none does."""
-    assert shell("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1").code == 0
+    shell.done("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1")
     fastest = front(shell.folder)["plans"]["fast"]
     real = shell.folder / "tuned" / "10" / "pictures"
     words = ("tune", *WORDS, "--prompts", prompts, "--real", str(real), "--lpips", str(alexnet_file), "--gates")
     wide, narrow = "ssim=-1:distance=2:lpips=9:fid=1e9:cmmd=1e9", ("ssim=1", "distance=0", "lpips=0", "fid=-99.99")
     gates = [f"fast=1000:1:{wide}", *(f"no{k}=1000:1:{limit}" for k, limit in enumerate(narrow))]
-    said = shell(*words, ",".join(gates))
-    assert said.code == 0, said.err
+    said = shell.done(*words, ",".join(gates))
     assert said.out.splitlines()[0].split()[5:] == [
         "SSIM", "LPIPS", "emoji-clip-distance", "emoji-clip-fid", "emoji-clip-cmmd", "score",
     ]  # fmt: skip
@@ -179,8 +176,7 @@ def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     ],
 )
 def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: list[str], told: str) -> None:
-    said = shell("tune", *WORDS, "--prompts", prompts, *words)
-    assert said.code == 2 and told in said.err, said
+    assert told in shell.refusal("tune", *WORDS, "--prompts", prompts, *words)
     assert not list(shell.folder.rglob("*.png"))
 
 
@@ -188,8 +184,7 @@ def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: list[st
 def test_a_folder_of_something_else_is_refused(shell: Shell, prompts: str) -> None:
     (shell.folder / "tuned" / FULL).mkdir(parents=True)
     (shell.folder / "tuned" / FULL / "mine.txt").write_text("x")
-    said = shell("tune", *WORDS, "--prompts", prompts)
-    assert said.code == 2 and "contains something other than a run" in said.err
+    assert "contains something other than a run" in shell.refusal("tune", *WORDS, "--prompts", prompts)
     (shell.folder / "tuned" / "tune.json").write_text("{")
     assert "tune.json cannot be read" in shell("tune", *WORDS, "--prompts", prompts).err
 
@@ -213,8 +208,7 @@ def test_a_gate_is_found_stored_and_read(
     monkeypatch.setenv("DIPTYCH_MAX_REQUESTS", "2")
     plans.write(shell.folder / "painter" / plans.FILE, "fp32", {"plans": {"quick": {"steps": 3}}})
     words = [*CASCADE, *pair, "--redraw", "quick", "--prompts", prompts]
-    said = shell("tune", *words, "--loss", "100")
-    assert said.code == 0, said.err
+    said = shell.done("tune", *words, "--loss", "100")
     assert said.out.splitlines()[0].split()[:3] == ["gate", "kept", "random"]
     assert said.out.splitlines()[-1] == f"painter/{plans.FILE}"
     tuned = front(shell.folder / "painter")
@@ -247,5 +241,4 @@ def test_a_gate_is_found_stored_and_read(
 def test_a_pair_that_cannot_be_tuned_is_named(
     shell: Shell, prompts: str, pair: list[str], words: list[str], said: str
 ) -> None:
-    answer = shell("tune", *CASCADE, *pair, "--prompts", prompts, *words)
-    assert answer.code == 2 and said in answer.err
+    assert said in shell.refusal("tune", *CASCADE, *pair, "--prompts", prompts, *words)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,17 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
         "DIPTYCH_TEXT_MODEL": "off",
     }  # fmt: skip
     return inherited | {name: value for name, value in ours.items() if name not in unset} | variables
+
+
+@contextlib.contextmanager
+def killed_at_last(*processes: subprocess.Popen[Any]) -> Iterator[None]:
+    """Leaves none of them behind, whatever happens."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 class Client:
@@ -194,6 +205,14 @@ class Served(Client):
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@contextlib.contextmanager
+def ready(folder: Path, *arguments: str, **options: Any) -> Iterator[Served]:
+    """One that is ready."""
+    with contextlib.closing(Served(folder, *arguments, **options)) as service:
+        service.ready()
+        yield service
 
 
 def _words(process: psutil.Process) -> list[str]:

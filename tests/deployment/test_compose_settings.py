@@ -25,7 +25,7 @@ from core.kernels import describe as description
 from deployment.redis import executable, free_port
 from pipeline.checkpoints.load import load
 from tests.core.kernels.test_device import H200
-from tests.deployment.served import ROOT
+from tests.deployment.served import ROOT, killed_at_last
 from tests.test_floors import Module, read
 from workers.build import device_of, precision
 from workers.devices import fused
@@ -156,16 +156,13 @@ def test_redis_asks_for_the_password_that_the_others_are_given(tmp_path: Path) -
         "maxmemory": str(64 * 2**20),
     }  # fmt: skip
     patient = Retry(ConstantBackoff(0.1), 600)
-    try:
+    with killed_at_last(process):
         with redis.Redis(port=port, password="secret", retry=patient, decode_responses=True) as client:
             assert client.config_get("*").items() >= promised.items()
         with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
         process.terminate()
         assert process.wait(60) == 0, "it is the signal's, not the shell"
-    finally:
-        process.kill()
-        process.wait()
 
 
 # --- every setting that a part reads can be given to it -------------------------------------------------------------

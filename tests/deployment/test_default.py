@@ -16,7 +16,7 @@ from PIL import Image
 
 from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
 from tests.core.quant.stage import CACHE, kernels
-from tests.deployment.served import READY_S, Served
+from tests.deployment.served import READY_S, Served, ready
 
 SIDE = 128
 DRAWN = {"prompt": "a slice of pizza", "response_format": "b64_json"}
@@ -31,14 +31,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         if not folder.is_dir():
             pytest.skip(f"models/{folder.name} is not here")
     unset = ("DIPTYCH_KERNELS", "DIPTYCH_COMPILE", "DIPTYCH_TEXT_MODEL")
-    service = Served(
+    with ready(
         tmp_path_factory.mktemp("served"), model=None, unset=unset, variables={"DIPTYCH_CACHE_DIR": str(CACHE.parent)}
-    )
-    try:
-        service.ready()
+    ) as service:
         yield service
-    finally:
-        service.close()
 
 
 @pytest.fixture(scope="module")

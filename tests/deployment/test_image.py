@@ -18,7 +18,7 @@ import yaml
 
 from cli.arguments import FOLDERS
 from deployment.devices import NoDevices, visible_gpus
-from tests.deployment.served import ROOT, environment, wait_until
+from tests.deployment.served import ROOT, environment, killed_at_last, wait_until
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 LINES = re.sub(r"\\\n\s*", "", DOCKERFILE).splitlines()  # a command on several lines is one
@@ -144,15 +144,12 @@ def begin(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
 
 def test_one_worker_for_each_is_kept_alive_and_stopped(tmp_path: Path) -> None:
     process = begin(tmp_path, CRASHES)
-    try:
+    with killed_at_last(process):
         begun = lambda: {path.name: path.read_text() for path in tmp_path.iterdir()}  # noqa: E731
         wait_until(lambda: begun() == dict.fromkeys("07", "began\nbegan\n"), "a second start of both")
         process.terminate()
         _, said = process.communicate(timeout=60)
-        assert process.returncode == 0 and "worker 1 ended (exit code 70); starting it again" in said
-    finally:
-        process.kill()
-        process.wait()
+    assert process.returncode == 0 and "worker 1 ended (exit code 70); starting it again" in said
 
 
 # The command, whose workers note in place of their work what they are given.
@@ -189,13 +186,10 @@ def test_each_worker_gets_all_settings_by_its_environment(tmp_path: Path) -> Non
         [sys.executable, "-c", NOTES, str(tmp_path), "worker", *options], cwd=ROOT,
         env={**environment(), **settings}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    try:
+    with killed_at_last(process):
         wait_until(lambda: process.poll() is not None or len(list(tmp_path.glob("*.json"))) == 2, "both workers")
         process.terminate()
         _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     for number, device in enumerate(("3", "5")):
         command, own = json.loads((tmp_path / f"{device}.json").read_text())
         assert command == ["-P", "-m", "cli", "worker"] and "secret" not in said

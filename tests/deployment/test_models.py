@@ -26,7 +26,7 @@ from llm import tiny as tiny_text
 from llm.load import load
 from llm.parameters import TextParameters
 from pipeline.checkpoints import tiny
-from tests.deployment.served import Served, wait_until
+from tests.deployment.served import Served, ready, wait_until
 from tests.llm.stage import chat, serving
 from tests.pipeline.original_layout import checkpoint
 
@@ -62,16 +62,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for seed, name in enumerate(TEXTS[1:]):
         tiny_text.save(folder / "store" / name, tiny_text.SHAPES[tiny_text.TINY], seed)
     weights_mib = sum(file.stat().st_size for file in (folder / "store" / "one").rglob("*.safetensors")) // 2**20
-    service = Served(
+    with ready(
         folder / "served", "--models", ",".join(["painter", *TUNED]), "--models-mib",
         f"{2 * weights_mib + weights_mib // 2}", "--text-models", ",".join(TEXTS), "--text-models-mib", str(TEXTS_MIB),
         model=None, variables=variables, unset=("DIPTYCH_TEXT_MODEL",),
-    )  # fmt: skip
-    try:
-        service.ready()
+    ) as service:  # fmt: skip
         yield service
-    finally:
-        service.close()
 
 
 def cards(service: Served, modality: str = "image") -> dict[str, dict[str, Any]]:

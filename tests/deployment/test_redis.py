@@ -24,13 +24,21 @@ from tests.disks import small_disk
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@contextlib.contextmanager
+def running(folder: Path, *options: str) -> Iterator[RedisServer]:
+    server = RedisServer(folder, options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     """In a folder that has any name."""
-    server = RedisServer(tmp_path / 'a "b" \\ ü\n#', ("maxmemory 512mb",))
-    server.start()
-    yield server
-    server.kill()
+    with running(tmp_path / 'a "b" \\ ü\n#', "maxmemory 512mb") as server:
+        yield server
 
 
 def client(server: RedisServer) -> redis.Redis:
@@ -117,30 +125,16 @@ def test_nobody_else_reads_its_files(tmp_path: Path) -> None:
     try:
         folder.mkdir(mode=0o777)
         (folder / "appendonlydir").mkdir(mode=0o777)
-        server = RedisServer(folder)
-        server.start()
+        with running(folder) as server, client(server) as connection:
+            connection.set("prompt", "a secret")
+            assert modes(folder) == {"0o700", "0o600"}
     finally:
         os.umask(before)
-    try:
-        with client(server) as connection:
-            connection.set("prompt", "a secret")
-        assert modes(folder) == {"0o700", "0o600"}
-    finally:
-        server.kill()
 
 
-@pytest.fixture
-def little(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MiB."""
-    with small_disk(tmp_path / "little", "4m") as folder:
-        yield folder
-
-
-def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(little: Path) -> None:
+def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(tmp_path: Path) -> None:
     """What was acknowledged is there again afterwards."""
-    server = RedisServer(little / "redis")
-    server.start()
-    try:
+    with small_disk(tmp_path / "little", "4m") as little, running(little / "redis") as server:
         acknowledged = []
         with client(server) as connection, contextlib.suppress(redis.ConnectionError):
             for number in range(1000):
@@ -156,14 +150,10 @@ def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(little: 
         server.start()
         with client(server) as connection:
             assert connection.exists(*acknowledged) == len(acknowledged) > 10
-    finally:
-        server.kill()
 
 
 def test_why_it_does_not_start_is_said(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         server = RedisServer(tmp_path, port=taken.getsockname()[1])
         with pytest.raises(RedisError, match="Address already in use"):
             server.start()

@@ -21,7 +21,7 @@ import cli
 from deployment.redis import RedisServer, free_port
 from pipeline.checkpoints import tiny
 from tests.collector import Collector
-from tests.deployment.served import ROOT, Client, Served, environment, wait_until
+from tests.deployment.served import ROOT, Client, Served, environment, killed_at_last, wait_until
 
 # A shell's `&` under nohup: SIGINT and SIGHUP are ignored from the start. And there are no standard streams at all.
 _BEHIND_A_SHELL = ["sh", "-c", "trap '' INT HUP; exec \"$@\" <&- >&- 2>&-", "sh"]
@@ -206,16 +206,12 @@ def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path) -> No
         )  # fmt: skip
         words = (["api", "--port", str(port)], ["worker", "--model", tiny.TINY])
         parts = [subprocess.Popen([sys.executable, "-m", "cli", *part], env=env) for part in words]
-        try:
+        with killed_at_last(*parts):
             wait_until(lambda: service.answers("/readyz"), "a worker that is ready")
             assert service.picture().startswith(b"\x89PNG")
             for part in parts:
                 part.send_signal(signal.SIGINT)
             assert [part.wait(60) for part in parts] == [130, 0]
-        finally:
-            for part in parts:
-                part.kill()
-                part.wait()
     assert collector.services == {"diptych-api", "diptych-worker"}, [span.name for span in collector.spans()]
     spans = {span.name: span for span in collector.spans()}
     asked, drawn, engine = (spans[name] for name in ("POST /v1/jobs", "job image", "engine"))

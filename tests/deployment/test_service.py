@@ -27,7 +27,7 @@ from pipeline.checkpoints.load import load
 from tests.cli.conftest import shell
 from tests.cli.shell import Shell
 from tests.cli.test_captions import write
-from tests.deployment.served import READY_S, ROOT, Served, environment, wait_until
+from tests.deployment.served import READY_S, ROOT, Served, environment, ready, wait_until
 from tests.pipeline import loras
 from tests.unet_opt.shapes import tiny_vae
 
@@ -53,12 +53,8 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     variables = {
         "DIPTYCH_LORA_DIR": str(folder / "loras"), "DIPTYCH_TINY_VAE": str(folder / "taesd"), "DIPTYCH_LEASE_S": "5",
     }  # fmt: skip
-    service = Served(tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables=variables)
-    try:
-        service.ready()
+    with ready(tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables=variables) as service:
         yield service
-    finally:
-        service.close()
 
 
 def drawn_with(png: bytes) -> dict[str, object]:
