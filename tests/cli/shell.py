@@ -24,8 +24,6 @@ class Said(NamedTuple):
 
 
 class Shell:
-    """Runs commands in this process, in a folder of their own."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder)
         monkeypatch.setenv("COLUMNS", "200")
@@ -46,7 +44,6 @@ class Shell:
         return Said(code, out, err)
 
     def done(self, *arguments: str) -> Said:
-        """What is said of a command that must succeed."""
         said = self(*arguments)
         assert said.code == 0, said
         return said

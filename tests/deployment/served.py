@@ -93,8 +93,6 @@ class Client:
         return self.finished(job["id"])
 
     def finished(self, id: str) -> bytes:
-        """The first picture of a job that must succeed."""
-
         def look() -> dict[str, Any] | None:
             job = self.json(f"/v1/jobs/{id}")
             return job if job["status"] not in ("queued", "running") else None
@@ -191,7 +189,6 @@ class Served(Client):
         wait_until(lambda: not left(), f"the end of {left()}", timeout_s)
 
     def stop(self, number: int, timeout_s: float = 60.0) -> int:
-        """Send a signal, and return the exit code when nothing is left."""
         self._children()
         self.process.send_signal(number)
         return self.ended(timeout_s)
@@ -209,7 +206,6 @@ class Served(Client):
 
 @contextlib.contextmanager
 def ready(folder: Path, *arguments: str, **options: Any) -> Iterator[Served]:
-    """One that is ready."""
     with contextlib.closing(Served(folder, *arguments, **options)) as service:
         service.ready()
         yield service

@@ -38,7 +38,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ChildProcess]]:
 
 
 def hear(child: ChildProcess) -> list[str]:
-    """All that it says until it ends."""
     lines: list[str] = []
     while child.code is None:
         lines += child.lines()

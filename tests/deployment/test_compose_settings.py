@@ -65,7 +65,6 @@ def image_environment(stage: str) -> dict[str, str]:
 
 
 def settings(service: str, monkeypatch: pytest.MonkeyPatch, **given: str) -> Settings:
-    """As a container of the service reads them."""
     for name in (f"DIPTYCH_{field.upper()}" for field in Settings.model_fields):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment(service, given).items():

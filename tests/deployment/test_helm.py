@@ -116,16 +116,12 @@ def test_values_fit_their_schema(changes: dict[str, Any]) -> None:
         {"workers": []},
         {"workers": [{"models": ["emoji-xl"]}]},  # without a name
         {"workers": [{"name": "Upper"}]},
-        {"workers": [{"name": "a", "replica": 2}]},
         {"workers": [{"name": "a", "models": ["x,y"]}]},
         {"workers": [{"name": "a", "settings": {"DIPTYCH_METRICS": ":1"}}]},  # the chart's own
         {"workers": [{"name": "a", "autoscaling": {"models": ['x"}']}}]},
         {"settings": {"DIPTYCH_LEASE_S": 20}},  # numbers are written as Helm pleases
-        {"settings": {"LEASE_S": "20"}},
         {"api": {"extraEnv": [{"name": "DIPTYCH_RATE", "value": "1"}]}},  # a setting
-        {"workers": [{"name": "a", "extraEnv": [{"value": "1"}]}]},
         {"settings": {"DIPTYCH_REDIS_URL": "redis://elsewhere"}},
-        {"api": {"settings": {"DIPTYCH_PORT": "9"}}},
         {"artifacts": {"url": "file:///pod"}},
         {"redis": {"maxmemory": "50%"}},
     ],
@@ -215,7 +211,6 @@ class _Service:
 
 
 def metric_names() -> set[str]:
-    """Of every sample that an API or a worker may show, but those of a GPU."""
     api = CollectorRegistry()
     MetricsMiddleware(None, api)  # type: ignore[arg-type]
     api.register(QueueCollector(_Service()))  # type: ignore[arg-type]
@@ -257,7 +252,6 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def objects_of(folder: Path, changes: Mapping[str, Any], *options: str) -> Objects:
-    """The rendered objects, by kind and name."""
     done = render(folder, changes, *options)
     assert done.returncode == 0, done.stderr
     objects = [each for each in yaml.safe_load_all(done.stdout) if each]

@@ -90,7 +90,6 @@ class Pod:
         return value
 
     def probe(self, name: str) -> bool:
-        """Whether a probe succeeds now."""
         probe = self.container[name]
         if "exec" in probe:
             command = list(probe["exec"]["command"])
@@ -108,7 +107,6 @@ class Pod:
             return False
 
     def started(self) -> None:
-        """Wait for its start-up probe; then the others succeed too."""
         wait_until(lambda: self.process.poll() is not None or self.probe("startupProbe"), "a start")
         assert self.process.poll() is None
         assert self.probe("readinessProbe") and self.probe("livenessProbe")

@@ -33,7 +33,6 @@ NAMES = {
 
 
 def api_packages() -> set[str]:
-    """What the stage `base` installs by name, and so both images."""
     start = "RUN python install.py /opt/diptych --only setuptools "
     (line,) = [line for line in LINES if line.startswith(start)]
     return set(line.removeprefix(start).split())

@@ -76,7 +76,6 @@ def cards(service: Served, modality: str = "image") -> dict[str, dict[str, Any]]
 
 
 def having(service: Served, modality: str, state: str) -> set[str]:
-    """The models of which cards say this."""
     return {name for name, card in cards(service, modality).items() if card[state]}
 
 
@@ -128,7 +127,6 @@ def test_four_models_are_served_by_one_worker_which_has_room_for_two(service: Se
 
 @cache
 def own_answers(folder: Path) -> dict[tuple[str, int], str]:
-    """What each text model answers in a process of its own, by model and seed."""
     answers = {}
     for name in TEXTS:
         model = load(str(EMBEDDED_TEXT_MODEL if name == TEXTS[0] else folder / "store" / name))
@@ -147,7 +145,6 @@ def body(model: str, seed: int, **fields: object) -> dict[str, object]:
 
 
 def answered(service: Served, model: str, seed: int) -> str:
-    """A streamed answer to a chat."""
     status, data = service.call("/v1/chat/completions", body(model, seed, stream=True))
     assert status == 200, data
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]

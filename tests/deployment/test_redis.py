@@ -169,7 +169,6 @@ def test_a_log_that_has_grown_begins_anew(server: RedisServer) -> None:
 
 
 def stand_in(folder: Path, says: str) -> None:
-    """A redis-server that tells a version, and cannot do more."""
     path = folder / "redis-server"
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o755)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
 import json
 import os
@@ -16,10 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-from openai import OpenAI
 from PIL import Image
 
 from pipeline.checkpoints import tiny
@@ -27,8 +23,7 @@ from pipeline.checkpoints.load import load
 from tests.cli.conftest import shell
 from tests.cli.shell import Shell
 from tests.cli.test_captions import write
-from tests.deployment.served import READY_S, ROOT, Served, environment, ready, wait_until
-from tests.pipeline import loras
+from tests.deployment.served import ROOT, Served, environment, ready, wait_until
 from tests.unet_opt.shapes import tiny_vae
 
 __all__ = ["shell"]
@@ -37,22 +32,16 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `loras` (one, and a damaged file) and `taesd`."""
-    folder = tmp_path_factory.mktemp("operator")
-    (folder / "loras").mkdir()
-    loras.write(load(tiny.TINY), folder / "loras", "ink")
-    (folder / "loras" / "damaged.safetensors").write_bytes(b"none")
-    tiny_vae(8).save_pretrained(folder / "taesd")
+def taesd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("taesd")
+    tiny_vae(8).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def service(taesd: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One that is ready. What a test breaks, it waits to see mended."""
-    variables = {
-        "DIPTYCH_LORA_DIR": str(folder / "loras"), "DIPTYCH_TINY_VAE": str(folder / "taesd"), "DIPTYCH_LEASE_S": "5",
-    }  # fmt: skip
+    variables = {"DIPTYCH_TINY_VAE": str(taesd), "DIPTYCH_LEASE_S": "5"}
     with ready(tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables=variables) as service:
         yield service
 
@@ -109,49 +98,9 @@ def test_the_readmes_request_gets_the_address_of_an_image(service: Served) -> No
     assert drawn_with(service.call(path)[1])["seed"] == 7
 
 
-def test_openais_client_draws_with_its_own_models_name_and_size(service: Served) -> None:
-    with OpenAI(base_url=f"{service.url}/v1", api_key="unused", timeout=READY_S) as client:
-        answer = client.images.generate(
-            model="gpt-image-1", prompt="a hat", size="1024x1024", quality="high", extra_body={"num_inference_steps": 2}
-        )
-    (image,) = answer.data or []
-    with Image.open(io.BytesIO(base64.b64decode(image.b64_json or ""))) as picture:
-        assert "x".join(map(str, picture.size)) == answer.size == "32x32"
-        assert json.loads(picture.text["diptych"])["steps"] == 2  # type: ignore[attr-defined]
-    assert [warning.split(":")[0] for warning in image.model_extra["warnings"]] == ["model", "size", "quality"]  # type: ignore[index]
-
-
-# -- what an operator's folders hold ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(service: Served) -> dict[str, Any]:
-    """What its image model says of itself."""
-    (model,) = [m for m in service.json("/v1/models")["data"] if m["diptych"]["modality"] == "image"]
-    return dict(model["diptych"])
-
-
-def levels(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png))).astype(int)
-
-
-def test_requests_bring_their_own_lora(service: Served, model: dict[str, Any], folder: Path) -> None:
-    path = folder / "loras" / "ink.safetensors"
-    assert model["loras"] == ["damaged", "ink"]
-    fields: dict[str, Any] = {"seed": 7, "prompt": "a fox"}
-    png, plain = service.picture(**fields, lora="ink:0.7"), service.picture(**fields)
-    text = Image.open(io.BytesIO(png)).text  # type: ignore[attr-defined]
-    assert json.loads(text["diptych"])["lora"] == "ink:0.7"
-    assert json.loads(text["fingerprint"])["lora"] == {"ink": hashlib.sha256(path.read_bytes()).hexdigest()}
-    assert np.abs(levels(png) - levels(plain)).max() > 3
-    for name, said in ("damaged", "lora: damaged: does not fit"), ("gone", "lora: "):
-        status, answer = service.call("/v1/images/generations", {**fields, "lora": name})
-        assert status == 400 and said in answer.decode(), answer
-    assert service.picture(**fields) == plain
-
-
-def test_requests_choose_the_decoder(service: Served, model: dict[str, Any], folder: Path) -> None:
-    decoder = load(tiny.TINY, tiny_vae=str(folder / "taesd")).tiny_vae
+def test_requests_choose_the_decoder(service: Served, taesd: Path) -> None:
+    decoder = load(tiny.TINY, tiny_vae=str(taesd)).tiny_vae
+    (model,) = [m["diptych"] for m in service.json("/v1/models")["data"] if m["diptych"]["modality"] == "image"]
     assert model["vaes"] == ["full", "tiny"] and model["costs"]["vae_tiny_s"] > 0
     fields = {"seed": 7, "prompt": "a fox"}
     pictures = {name: Image.open(io.BytesIO(service.picture(**fields, vae=name))) for name in ("full", "tiny")}

@@ -44,15 +44,12 @@ def eventually(look: Callable[[], T], what: str = "it") -> T:
 
 
 class Hired:
-    """One worker process."""
-
     def __init__(self, process: subprocess.Popen[bytes] | Fork, folder: Path) -> None:
         self.process = process
         self._folder = folder
 
     @property
     def log(self) -> str:
-        """What it has written to stderr."""
         return (self._folder / "stderr").read_text("utf-8", "replace")
 
     @property
@@ -67,11 +64,9 @@ class Hired:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """Its exit code."""
         return self.process.wait(PATIENCE_S)
 
     def stop(self) -> int:
-        """Its exit code after a SIGTERM."""
         self.signal(signal.SIGTERM)
         return self.wait()
 
@@ -151,7 +146,6 @@ class Crew:
         return self._sender
 
     def send(self, id: str, queue: str = "image", priority: int = 5) -> None:
-        """A message, through Celery."""
         model: Any = self.redis.hget(f"diptych:job:{id}", "model")
         self.sender.post(Envelope(id, queue, priority, model=model or ""))
 
@@ -179,7 +173,6 @@ class Crew:
         return claim
 
     def ended(self, id: str) -> Job:
-        """The job once it has ended."""
         eventually(lambda: self.job(id).state.final, "a job's end")
         return self.job(id)
 

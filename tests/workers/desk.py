@@ -48,10 +48,7 @@ def images(job: Job) -> list[dict[str, Any]]:
 
 
 class Desk:
-    """A worker's tasks on the test's own thread, with real models and a real store."""
-
     def __init__(self, crew: Crew, works: Runtime, handlers: Mapping[str, JobHandler], **usual: Any) -> None:
-        """`usual` are fields of all jobs."""
         self._crew, self._usual = crew, {"prompt": "a cat", "steps": 2, **usual}
         self._store = JobStore(crew.url)
         self._active_jobs = ActiveJobs()

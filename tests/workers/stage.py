@@ -98,7 +98,6 @@ class TextParameters:
 
     @property
     def text(self) -> str:
-        """The answer, as of the real panel's requests."""
         return self.prompt.upper()
 
 
@@ -203,7 +202,6 @@ def _own(prompt: str, word: str, otherwise: float) -> float:
 
 
 def _happen(request: Request) -> None:
-    """What the prompt's words want to happen at this attempt of the job."""
     attempt = int(request.id.split("/")[1])
     for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY)\b", request.parameters.prompt):
         if attempt > _own(request.parameters.prompt, word, 1e9):
@@ -219,8 +217,6 @@ def _happen(request: Request) -> None:
 
 
 class _Panel:
-    """What the panels of both modalities say."""
-
     expansion_instruction = ""
     load_s = 0.0
     reads_files = False
@@ -333,14 +329,11 @@ class StageText(_Panel):
 
 
 def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
-    """The handler of the model of this modality."""
     return next(handler for handler in handlers_of(works).values() if handler.modality == modality)
 
 
 @dataclass
 class Stage:
-    """What the stand-in worker drives."""
-
     engine: Engine
     handlers: dict[str, JobHandler]
     closers: list[Callable[[], None]] = field(default_factory=list)

@@ -153,7 +153,6 @@ def test_without_folders_none_is_offered(place: Path) -> None:
 def test_a_job_that_names_a_bad_one_is_refused_and_others_are_drawn(
     works: Runtime, field: str, name: str, said: str
 ) -> None:
-    """Also those that are under way meanwhile."""
     (one, *_) = requests(**{field: ASKED[field]}, steps=20)
     under_way = works.engine.submit(Request("other", "image", one))
     with pytest.raises(Invalid) as caught:

@@ -105,7 +105,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(shell: Shell, model: Path, backend: str) -> Said:
-    """Two pictures into the folder of the backend's name."""
     return shell(
         "generate", "a red hat", "a blue hat", "--model", str(model), "--steps", "4", "--seed", "3", "--deterministic",
         "--deepcache", "2", "--backend", backend, "-o", backend,

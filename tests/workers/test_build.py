@@ -63,7 +63,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model without variants."""
     return tiny.save(tmp_path_factory.mktemp("models") / "plain", SHAPE, seed=1)
 
 
@@ -284,7 +283,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn_with(given: Settings) -> Built:
-    """What the backend of these settings is made with."""
     with pytest.raises(Built) as caught:
         build(given)
     return caught.value

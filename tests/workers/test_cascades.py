@@ -143,7 +143,6 @@ def test_a_job_that_is_cancelled_while_its_drafts_are_scored_draws_no_more(
 
 
 def test_a_draft_model_that_is_not_served_here_draws_nothing(desk: Desk) -> None:
-    """As while a worker loads it for the first time: the job is drawn by its own model, and does not fail."""
     job = desk.draw(steps=4, cascade={"draft": "nobody", "gate": 20.0})
     assert images(job) == images(desk.draw(steps=4))
 

@@ -22,8 +22,6 @@ from workers.store_retry import StoreRetry
 
 
 class Scripted:
-    """An engine that stands where a test puts it."""
-
     def __init__(self) -> None:
         self.ticks = 0
         self.busy_since: float | None = None

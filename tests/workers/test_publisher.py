@@ -18,8 +18,6 @@ from workers.stream_buffer import StreamBuffer
 
 
 class Scene:
-    """A publisher whose engine ticks as told, and what it says is stale."""
-
     def __init__(self, crew: Crew) -> None:
         self.ticks = 0
         self.stale: list[tuple[str, int]] = []

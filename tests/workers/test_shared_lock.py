@@ -88,7 +88,6 @@ def test_many_or_one_and_the_one_first(steps: list[str]) -> None:
 
 
 def settled(guests: list[Guest]) -> bool:
-    """Whether everybody is inside who may be."""
     if count(guests, "inside", True):
         return True
     if count(guests, "outside", True):

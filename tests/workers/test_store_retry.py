@@ -14,8 +14,6 @@ from workers.store_retry import RetryAbandoned, StoreRetry
 
 
 class Store:
-    """Refuses until it is told to answer."""
-
     def __init__(self) -> None:
         self.error: StoreError | None = StoreDown("Redis cannot be reached")
         self.calls = 0

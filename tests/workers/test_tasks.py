@@ -40,8 +40,6 @@ class Flaky(JobLeases):
 
 
 class Scene:
-    """All that `WorkerTasks` needs, and what it sends."""
-
     def __init__(self, crew: Crew) -> None:
         self.store = JobStore(crew.url)
         self._client = RedisClient.at(crew.url)

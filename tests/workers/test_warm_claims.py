@@ -85,7 +85,6 @@ def test_what_is_on_offer_to_a_killed_worker_is_served_by_others(crew: Crew, bot
 
 
 def test_an_offer_that_a_worker_dies_with_is_restored_to_no_list(crew: Crew) -> None:
-    """As kombu restores what is unacknowledged for a day: to the list that it was in."""
     dying = crew.hire("--files", "1", lease_s=2, max_attempts=100)
     job = crew.make(prompt="KILL=1")
     crew.offer(job, dying)
@@ -98,7 +97,6 @@ def test_an_offer_that_a_worker_dies_with_is_restored_to_no_list(crew: Crew) -> 
 
 @pytest.mark.parametrize("asked", [{"deadline_s": 60.0}, {"lora": ""}])
 def test_jobs_with_a_deadline_and_without_files_are_not_offered(crew: Crew, asked: dict[str, Any]) -> None:
-    """Or they would wait for a minute."""
     crew.hire("--files", "1", warm_wait_s=60, lease_s=60)
     crew.holders.hold("gone", ["stage:lora a"], 60)
     crew.succeeded(crew.ask(**{"lora": "a", **asked}))

@@ -51,7 +51,6 @@ class Host:
 
     @staticmethod
     def part(name: str) -> Any:
-        """A module of the nodes."""
         return sys.modules[f"{MODULE}.{name}"]
 
     def _stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +140,6 @@ class Host:
         return values
 
     def run(self, name: str, **given: Any) -> tuple[Any, ...]:
-        """The outputs of one node."""
         return self.run_all((name, given))[0]
 
     def draw(self, **given: Any) -> tuple[Any, dict[str, Any]]:

@@ -61,7 +61,6 @@ def test_images_and_job_are_those_of_the_api(comfy: Host, api: Api, easel: Easel
 
 
 def test_of_a_job_with_a_refused_image_the_others_are_returned(comfy: Host, easel: Easel) -> None:
-    """And the node says so."""
     whole, _ = comfy.draw(seed=5, n=3)
     easel.refused = {1}
     images, facts = comfy.draw(seed=5, n=3)
@@ -102,7 +101,6 @@ def test_pictures_reach_the_job_unchanged_and_leave_no_files(
     edit = {"image": image, "mask": mask, "strength": 0.5, "steps": 4}
 
     def drawn(**given: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The source and the mask that a worker is handed."""
         comfy.draw(**{**edit, **given})
         source, white = handed_on(worker, easel.seen[-1])
         assert white is not None
@@ -345,7 +343,7 @@ def test_events_are_bounded(host: Host, stream: bytes, monkeypatch: pytest.Monke
         list(client_of(host, server.url).events("1", ""))
 
 
-@pytest.mark.parametrize("answer", [{}, {"status": "succeeded"}, {**JOB, "images": 5}, {**JOB, "images": [{}]}])
+@pytest.mark.parametrize("answer", [{}, {**JOB, "images": 5}, {**JOB, "images": [{}]}])
 def test_a_job_of_another_form_is_an_error(host: Host, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> None:
     monkeypatch.setattr(host.part("drawing"), "RETRY_S", 0.01)
     stream = f"event: {answer.get('status')}\ndata: {json.dumps(answer)}\n\n".encode()
@@ -391,7 +389,6 @@ def test_pictures_that_cannot_be_read_are_an_error(host: Host, file: bytes) -> N
 
 
 def test_a_call_that_drips_ends(host: Host) -> None:
-    """Though each wait for a byte is short."""
     over = threading.Event()
 
     class Drip(Handler):
