@@ -168,20 +168,12 @@ def test_three_text_models_stream_at_once_as_each_does_alone_in_the_memory_of_tw
     assert loaded["scribe"]["load_s"] > 0 and all(card["device"] == "cpu" for card in loaded.values())
 
 
-def test_a_text_request_names_its_model_and_none_means_the_first(service: Served) -> None:
+def test_a_text_request_without_a_model_means_the_first_which_expands_prompts_too(service: Served) -> None:
     expected = own_answers(service.folder.parent)
     first = service.json("/v1/chat/completions", {**body(TEXTS[0], 0), "model": None})
     assert (first["model"], first["choices"][0]["message"]["content"]) == (TEXTS[0], expected[TEXTS[0], 0])
-    named = service.json("/v1/responses", {"model": "scribe", "input": PROMPT, "max_output_tokens": 4})
-    assert named["model"] == "scribe"
-    plain = service.json("/v1/completions", {"model": "poet", "prompt": PROMPT, "max_tokens": 4})
-    assert plain["model"] == "poet"
-    for wrong, expected in (("sculptor", (404, "model_not_found")), ("painter", (400, "wrong_modality"))):
-        status, data = service.call("/v1/chat/completions", body(wrong, 0))
-        assert (status, json.loads(data)["error"]["code"]) == expected
-    # Prompts are expanded by the first.
-    edit = {"prompt": PROMPT, "expand_prompt": True, "model": "one", "steps": 1, "seed": 1, "response_format": "url"}
-    assert service.json("/v1/images/generations", edit)["data"][0]["revised_prompt"] != PROMPT
+    asked = {"prompt": PROMPT, "expand_prompt": True, "model": "one", "steps": 1, "seed": 1, "response_format": "url"}
+    assert service.json("/v1/images/generations", asked)["data"][0]["revised_prompt"] != PROMPT
 
 
 def test_chat_asks_a_service_for_the_model_that_it_names(service: Served, capsys: pytest.CaptureFixture[str]) -> None:
