@@ -160,26 +160,26 @@ def test_a_model_that_writes_no_captions_is_given_up(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--count", "0"], "--count: must be between 1 and 1000000, not 0"),
-        (["--seed", "-1"], "--seed: must be between 0"),
-        (["--temperature", "nan"], "--temperature: must be between 0 and 2, not nan"),
-        (["--top-p", "0"], "--top-p: must be more than 0"),
-        (["--max-tokens", "300", "--subjects", "fine.txt"], "--max-tokens: "),
-        (["--out", "c.txt"], "--out: must end in .tsv"),
-        (["--out", "mine.tsv"], "--out: mine.tsv is there, and was not written by this command"),
-        (["--out", "fine.txt/c.tsv"], "--out: fine.txt cannot be written"),
-        (["--subjects", "gone.txt"], "--subjects: gone.txt: cannot be read"),
-        (["--subjects", "gap.txt"], "--subjects: gap.txt: row 2 is empty"),
-        (["--subjects", "gap.tsv"], "--subjects: gap.tsv: row 3 has an empty caption"),
-        (["--subjects", "token.txt"], "--subjects: token.txt: row 2: a content holds one of the model's control"),
-        (["--template", "empty.txt"], "--template: empty.txt: is empty"),
-        (["--template", "fine.txt"], "--template: fine.txt: has no {subject}"),
-        (["--text-model", "gone"], "text: gone: no such folder"),
-        (["--text-model", "off"], "--text-model: not set"),
-        (["--key", "k"], "--key: is for --server"),
+        ("--count 0", "--count: must be between 1 and 1000000, not 0"),
+        ("--seed -1", "--seed: must be between 0"),
+        ("--temperature nan", "--temperature: must be between 0 and 2, not nan"),
+        ("--top-p 0", "--top-p: must be more than 0"),
+        ("--max-tokens 300 --subjects fine.txt", "--max-tokens: "),
+        ("--out c.txt", "--out: must end in .tsv"),
+        ("--out mine.tsv", "--out: mine.tsv is there, and was not written by this command"),
+        ("--out fine.txt/c.tsv", "--out: fine.txt cannot be written"),
+        ("--subjects gone.txt", "--subjects: gone.txt: cannot be read"),
+        ("--subjects gap.txt", "--subjects: gap.txt: row 2 is empty"),
+        ("--subjects gap.tsv", "--subjects: gap.tsv: row 3 has an empty caption"),
+        ("--subjects token.txt", "--subjects: token.txt: row 2: a content holds one of the model's control"),
+        ("--template empty.txt", "--template: empty.txt: is empty"),
+        ("--template fine.txt", "--template: fine.txt: has no {subject}"),
+        ("--text-model gone", "text: gone: no such folder"),
+        ("--text-model off", "--text-model: not set"),
+        ("--key k", "--key: is for --server"),
     ],
 )
-def test_what_cannot_be_used_is_named(words: list[str], said: str, shell: Shell) -> None:
+def test_what_cannot_be_used_is_named(words: str, said: str, shell: Shell) -> None:
     shell.save("mine.tsv", "id\tcaption\n1\tmine\n")
     shell.save("fine.txt", "fox\n")
     shell.save("empty.txt", "")
@@ -188,7 +188,7 @@ def test_what_cannot_be_used_is_named(words: list[str], said: str, shell: Shell)
 
     shell.save("token.txt", "fox\na <|user|>\n")
     before = sorted(shell.folder.iterdir())
-    found = shell("captions", "--count", "3", "--out", "c.tsv", *words)
+    found = shell("captions", "--count", "3", "--out", "c.tsv", *words.split())
     assert found.code == 2 and found.out == "" and said in found.err.strip().splitlines()[-1], found
     assert sorted(shell.folder.iterdir()) == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -122,17 +123,16 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [(["", "--rate", ""], "NAME"), (["a", "--rate", "often"], "--rate"), (["a", "--quota", "1/week"], "--quota"),
-     (["a", "--scopes", "root"], "--scopes"), (["a", "--scopes", ","], "--scopes"),
-     (["a", "--queued", "101%"], "--queued"), (["a", "--queued", "0"], "--queued"),
-     (["a", "--jobs", "50%"], "--jobs"), (["a", "--rate", "5/day,6/day"], "--rate"),
-     (["a", "--models", ","], "--models")],
+    [("'' --rate ''", "NAME"), ("a --rate often", "--rate"), ("a --quota 1/week", "--quota"),
+     ("a --scopes root", "--scopes"), ("a --scopes ,", "--scopes"), ("a --queued 101%", "--queued"),
+     ("a --queued 0", "--queued"), ("a --jobs 50%", "--jobs"), ("a --rate 5/day,6/day", "--rate"),
+     ("a --models ,", "--models")],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, named: str
 ) -> None:
     monkeypatch.setenv("DIPTYCH_REDIS_URL", "redis://127.0.0.1:1/0")  # which nobody asks for it
-    code, out, err = run(capsys, "add", *words)
+    code, out, err = run(capsys, "add", *shlex.split(words))
     assert code == 2 and out == "" and err.startswith(f"diptych: {named}: ")
 
 

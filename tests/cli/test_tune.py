@@ -164,19 +164,19 @@ def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--gates", "fast"], "--gates: 'fast': must look like balanced=0.5:24"),
-        (["--gates", "auto=1:2"], "--gates: 'auto=1:2': plans.auto: is a word of requests"),
-        (["--gates", "fast=1:2:much=3"], "much must be one of ssim, distance, lpips, fid, cmmd"),
-        (["--gates", "fast=1:2:ssim=inf"], "--gates: 'fast=1:2:ssim=inf': must look like"),
-        (["--gates", "fast=1:2:lpips=3"], "lpips needs --lpips"),
-        (["--real", "gone"], "gone: is neither a run"),
-        (["--prompts", "gone.txt"], "--prompts: "),
-        (["--size", "7x7"], "--size: 7x7 is not offered"),
-        (["--plans", ""], "--plans: must be given: random:tiny has no folder"),
+        ("--gates fast", "--gates: 'fast': must look like balanced=0.5:24"),
+        ("--gates auto=1:2", "--gates: 'auto=1:2': plans.auto: is a word of requests"),
+        ("--gates fast=1:2:much=3", "much must be one of ssim, distance, lpips, fid, cmmd"),
+        ("--gates fast=1:2:ssim=inf", "--gates: 'fast=1:2:ssim=inf': must look like"),
+        ("--gates fast=1:2:lpips=3", "lpips needs --lpips"),
+        ("--real gone", "gone: is neither a run"),
+        ("--prompts gone.txt", "--prompts: "),
+        ("--size 7x7", "--size: 7x7 is not offered"),
+        ("--plans ''", "--plans: must be given: random:tiny has no folder"),
     ],
 )
-def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: list[str], told: str) -> None:
-    assert told in shell.refusal("tune", *WORDS, "--prompts", prompts, *words)
+def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: str, told: str) -> None:
+    assert told in shell.refusal("tune", *WORDS, "--prompts", prompts, *shlex.split(words))
     assert not list(shell.folder.rglob("*.png"))
 
 
@@ -232,13 +232,13 @@ def test_a_gate_is_found_stored_and_read(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cascade", "painter"], "--cascade: must name another model than --model"),
-        (["--redraw", "quick"], "must be one of off, auto"),
-        (["--loss", "-1"], "--loss: must be"),
-        (["--limit", "3"], "--prompts: must be at least 4"),
+        ("--cascade painter", "--cascade: must name another model than --model"),
+        ("--redraw quick", "must be one of off, auto"),
+        ("--loss -1", "--loss: must be"),
+        ("--limit 3", "--prompts: must be at least 4"),
     ],
 )
 def test_a_pair_that_cannot_be_tuned_is_named(
-    shell: Shell, prompts: str, pair: list[str], words: list[str], said: str
+    shell: Shell, prompts: str, pair: list[str], words: str, said: str
 ) -> None:
-    assert said in shell.refusal("tune", *CASCADE, *pair, "--prompts", prompts, *words)
+    assert said in shell.refusal("tune", *CASCADE, *pair, "--prompts", prompts, *words.split())
