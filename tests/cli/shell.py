@@ -57,6 +57,13 @@ class Shell:
     def generate(self, *arguments: str) -> Said:
         return self("generate", *QUICK, "-o", "out", *arguments)
 
+    def drawn(self, *arguments: str) -> Path:
+        """The one picture that lies in `out` after such a command."""
+        said = self.generate(*arguments)
+        assert said.code == 0, said
+        (path,) = self.pictures()
+        return path
+
     def refused(self, *arguments: str) -> str:
         """What is said of a command that must be refused, and must leave the folder as it was."""
         before = sorted(self.folder.rglob("*"))

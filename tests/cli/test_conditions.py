@@ -44,10 +44,7 @@ def placed(place: Path, options: str) -> list[str]:
 
 def drawn(shell: Shell, place: Path, options: str, prompt: str = "a fox") -> tuple[Any, Any, Image.Image]:
     """A picture: its parameters, its fingerprint, and itself."""
-    usual = ("--seed", "1", "--precision", "fp32", "--steps", "5")
-    said = shell.generate(prompt, *usual, *placed(place, options))
-    assert said.code == 0, said
-    (path,) = shell.pictures()
+    path = shell.drawn(prompt, *placed(place, f"--seed 1 --precision fp32 --steps 5 {options}"))
     with Image.open(path) as image:
         image.load()
         return made_with(path), json.loads(image.text["fingerprint"]), image  # type: ignore[attr-defined]

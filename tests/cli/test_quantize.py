@@ -6,6 +6,7 @@ import ctypes
 import json
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -25,6 +26,11 @@ def model(tmp_path: Path) -> Path:
     return tiny.save(tmp_path / "small", tiny.SHAPES[tiny.TINY])
 
 
+def about(folder: Path) -> Any:
+    """What a variant tells of itself."""
+    return json.loads((folder / "quantization.json").read_text())
+
+
 @pytest.mark.parametrize("scheme", ["int8", "w4a8", "nvfp4"])
 def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, scheme: str) -> None:
     (shell.folder / "prompts.txt").write_text("one\ntwo words\nthree whole words\n", "utf-8")
@@ -40,9 +46,9 @@ def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, schem
 def test_a_text_models_weights_are_chosen_layer_by_layer(shell: Shell, model: Path) -> None:
     given = ("quantize", "--text-model", str(model), "--scheme", "w4a16", "--limit", "8", "-o", str(model))
     shell.done(*given, "--search", "--gptq")
-    about = json.loads((model / "model-w4a16" / "quantization.json").read_text())
-    assert about["recipe"] == "llama-plain-searched-head8" and about["calibration"]["gptq"]
-    assert about["layers"].pop("lm_head") == "Int8DynamicLinear" and {*about["layers"].values()} == {"Int4Linear"}
+    told = about(model / "model-w4a16")
+    assert told["recipe"] == "llama-plain-searched-head8" and told["calibration"]["gptq"]
+    assert told["layers"].pop("lm_head") == "Int8DynamicLinear" and {*told["layers"].values()} == {"Int4Linear"}
     assert load(str(model), precision="w4a16").precision == "w4a16"
 
 
@@ -53,8 +59,8 @@ def test_a_scheme_without_calibration_takes_none(shell: Shell, model: Path) -> N
             *given, *option.split()
         )
     shell.done(*given, "--float-head")
-    about = json.loads((model / "model-int8-dynamic" / "quantization.json").read_text())
-    assert about["calibration"] == {} and about["recipe"] == "llama-plain" and [*about["skipped"]] == ["lm_head"]
+    told = about(model / "model-int8-dynamic")
+    assert told["calibration"] == {} and told["recipe"] == "llama-plain" and [*told["skipped"]] == ["lm_head"]
     assert load(str(model), precision="int8-dynamic").precision == "int8-dynamic"
 
 
@@ -88,9 +94,9 @@ def precisions(shell: Shell) -> set[str]:
 def test_a_seeded_model_is_quantized_by_the_captions_that_come_with_the_code(shell: Shell) -> None:
     said = shell.done("quantize", "--model", TINY, "--limit", "9", "-o", "variant")
     assert said.out.startswith("unet: ") and "quantizing to int8" in said.err
-    about = json.loads((shell.folder / "variant" / "unet-int8" / "quantization.json").read_text())
-    assert about["source"] == load_image_model(TINY).digest
-    calibration = about["calibration"]
+    told = about(shell.folder / "variant" / "unet-int8")
+    assert told["source"] == load_image_model(TINY).digest
+    calibration = told["calibration"]
     assert calibration.pop("prompts_sha256")
     assert calibration == {
         "steps": 20, "watched_steps": 8, "guidance": 8.0, "batch": 8, "prompts": 9, "dtype": "float32",
@@ -117,8 +123,8 @@ def test_without_calibration_a_model_is_quantized_at_once_with_or_without_its_we
 ) -> None:
     made = shell.done("quantize", "--model", TINY, "--scheme", "int8-dynamic", "--scales-only", "-o", "variant")
     assert "layers in int8-dynamic" in made.out, made.err
-    about = json.loads((shell.folder / "variant" / "unet-int8-dynamic" / "quantization.json").read_text())
-    assert about["calibration"] == {"dtype": "float32"} and not about["weights"]
+    told = about(shell.folder / "variant" / "unet-int8-dynamic")
+    assert told["calibration"] == {"dtype": "float32"} and not told["weights"]
     seen = []
     for options in (["--unet", "variant/unet-int8-dynamic"], []):
         if not options:
@@ -145,10 +151,10 @@ def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivi
     shell.done(*given)  # goes on from what the table was calibrated on
     worst = rows[0].split()[-1].replace(".", r"\.")
     shell.done(*given[:-3], "-o", "other", "--search", "--keep", worst)
-    about = [json.loads((shell.folder / name / "unet-int8" / "quantization.json").read_text()) for name in
+    told = [about(shell.folder / name / "unet-int8") for name in
              ("variant", "other")]  # fmt: skip
-    assert {*about[0]["layers"]} - {*about[1]["layers"]} == {*rows[0].split()[-1:]}
-    assert all(one["recipe"] == "sdxl-unet-alpha0.65-searched" for one in about)
+    assert {*told[0]["layers"]} - {*told[1]["layers"]} == {*rows[0].split()[-1:]}
+    assert all(one["recipe"] == "sdxl-unet-alpha0.65-searched" for one in told)
     drawn = shell.generate("a cat", "--precision", "int8", "--unet", "other/unet-int8")
     assert drawn.code == 0 and precisions(shell) == {"int8"}, drawn.err
 

@@ -18,7 +18,7 @@ from evaluation import tuning
 from evaluation.tuning import FULL, Candidate
 from pipeline import plans
 from pipeline.checkpoints import tiny
-from tests.children import python_path
+from tests.children import ROOT, python_path
 from tests.cli.shell import Shell, made_with
 from tests.deployment.served import wait_until
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
@@ -146,9 +146,8 @@ def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, promp
 @pytest.mark.long
 def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     command = [sys.executable, "-c", SCRIPT, "tune", *WORDS, "--prompts", prompts]
-    root = Path(__file__).resolve().parents[2]
     environment = {
-        "PYTHONPATH": python_path(root), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder),
+        "PYTHONPATH": python_path(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder),
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     with subprocess.Popen(command, cwd=shell.folder, env=environment) as process:
@@ -197,8 +196,7 @@ def pair(shell: Shell) -> list[str]:
     """Options for two models: the second may draw first."""
     for seed, name in enumerate(("painter", "sketcher")):
         tiny.save(shell.folder / name, tiny.SHAPES[tiny.TINY], seed)
-    scorer = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
-    return ["--model", "painter", "--cascade", "sketcher", "--cascade-scorer", str(scorer)]
+    return ["--model", "painter", "--cascade", "sketcher", "--cascade-scorer", str(ROOT / "models" / "emoji-clip")]
 
 
 @pytest.mark.long

@@ -21,9 +21,8 @@ from PIL import Image
 
 from deployment.redis import free_port
 from tests.deployment import served
-from tests.deployment.served import Client
+from tests.deployment.served import ROOT, Client
 
-ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 4  # jobs that a worker takes: those of one that is killed are drawn again one by one
 BUILD_S, READY_S = 1800.0, 300.0
 wait_until = partial(served.wait_until, timeout_s=READY_S)

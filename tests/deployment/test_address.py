@@ -11,8 +11,7 @@ import pytest
 
 from deployment.address import AddressError, is_private, listen, url
 from deployment.redis import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.children import ROOT
 
 
 def has_ipv6() -> bool:

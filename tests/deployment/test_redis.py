@@ -19,9 +19,8 @@ from redis.retry import Retry
 
 from deployment import redis as deployment_redis
 from deployment.redis import NoRoom, RedisError, RedisServer, executable, free_port
+from tests.children import ROOT
 from tests.disks import small_disk
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager

@@ -66,6 +66,11 @@ class Hired:
     def wait(self) -> int:
         return self.process.wait(PATIENCE_S)
 
+    @property
+    def well(self) -> bool:
+        """Whether it runs, and nothing has surprised it."""
+        return self.process.poll() is None and "Traceback" not in self.log
+
     def stop(self) -> int:
         self.signal(signal.SIGTERM)
         return self.wait()
@@ -189,6 +194,10 @@ class Crew:
     def events(self, id: str) -> list[tuple[str, dict[str, Any]]]:
         entries: Any = self.redis.xrange(f"diptych:events:{id}")
         return [(fields["type"], json.loads(fields["data"])) for _, fields in entries]
+
+    def acknowledged(self) -> None:
+        """Wait until no message is in any worker's hand."""
+        eventually(lambda: self.redis.hlen("unacked") == 0, "all acknowledgements")
 
     def close(self) -> None:
         for hired in self.hired:

@@ -50,7 +50,7 @@ def test_two_workers_with_room_for_one_lora_each_settle_on_one_each(crew: Crew) 
     before = [len(reads(hired)) for hired in both]
     one_after_another(crew, "abbaab")
     assert settled == 3 and [len(reads(hired)) for hired in both] == before
-    eventually(lambda: crew.redis.hlen("unacked") == 0, "all acknowledgements")
+    crew.acknowledged()
     assert crew.redis.smembers("_kombu.binding.image") == {"image::image"}, "nothing of a worker's own list"
 
 
