@@ -289,26 +289,22 @@ def drawn_with(given: Settings) -> Built:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_draws_on_fused_layers_in_what_auto_finds(model: Path, plain: Path, cache: Path) -> None:
-    assert precision(Settings(model=str(model), device="auto", cache_dir=cache), "cuda") == "int8"
-    found = Settings(model=str(plain), device="auto", cache_dir=cache)
-    assert precision(found, "cuda") == "bf16" and drawn_with(found).name == "graphs"
-
-
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("given", "backend", "why"),
     [
-        ({"precision": "fp16"}, "the GPU kernels support bf16 and 8 bits, not fp16"),
-        ({"kernels": False}, "are turned off"),
+        ({}, "graphs", ""),
+        ({"precision": "fp16"}, "torch", "the GPU kernels support bf16 and 8 bits, not fp16"),
+        ({"kernels": False}, "torch", "are turned off"),
     ],
 )
-def test_a_gpu_without_fused_layers_says_why(
-    given: dict[str, Any], why: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_gpu_draws_on_fused_layers_or_says_why_not(
+    given: dict[str, Any], backend: str, why: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    found = Settings(model=str(plain), device="cuda", cache_dir=tmp_path, **given)
+    assert precision(found, "cuda") == given.get("precision", "bf16")
     with caplog.at_level(logging.INFO):
-        assert drawn_with(Settings(model=str(plain), device="cuda", cache_dir=tmp_path, **given)).name == "torch"
-    assert "all layers: torch: " in caplog.text and why in caplog.text
+        assert drawn_with(found).name == backend
+    assert ("all layers: torch: " in caplog.text) == bool(why) and why in caplog.text
 
 
 @pytest.mark.usefixtures("gpu")
