@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +15,14 @@ from evaluation import tuning
 from evaluation.tuning import FULL, Candidate
 from pipeline import plans
 from pipeline.checkpoints import tiny
-from tests.children import ROOT, python_path
+from tests.children import ROOT
 from tests.cli.shell import Shell, made_with
-from tests.deployment.served import wait_until
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
 FEW = [
     Candidate(FULL, 20), Candidate("20-2resnet", 20, AUTO), Candidate("10", 10),
     Candidate("10-0.5", 10, None, (0.0, 0.5)), Candidate("7-dpm++2m", 7, None, None, "dpm++2m", "karras"),
 ]  # fmt: skip
-SCRIPT = """
-import sys
-from evaluation import tuning
-from tests.cli import test_tune
-tuning.candidates = lambda *_: test_tune.FEW
-tuning._ROUNDS, tuning._TIMED = test_tune.ROUNDS, test_tune.TIMED
-import cli
-sys.exit(cli.main(sys.argv[1:]))
-"""
 ROUNDS = ((2, 0.75), (4, 0.75))
 TIMED = (0.25, 0.25)  # of what keeps the engine full
 WORDS = shlex.split("--model random:tiny --precision fp32 --lens emoji-clip --limit 6 --plans plans.json -o tuned")
@@ -98,8 +85,15 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("few")
-def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts: str) -> None:
+def test_the_same_plans_are_found_by_a_search_that_goes_on(
+    shell: Shell, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
+    state = shell.folder / "tuned" / "tune.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("cli.tune._Tuning._draw", interrupted)
+        assert shell(*words).code == 130
+    costs = json.loads(state.read_text())["card"]
     shell.done(*words)
     whole = front(shell.folder)
     (shell.folder / "plans.json").unlink()
@@ -112,11 +106,16 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
     shutil.rmtree(logs["10"].parent)
     shell.done(*words)
     again = front(shell.folder)
-    assert again == nearly(whole)
+    assert again == nearly(whole) and json.loads(state.read_text())["card"] == costs
     # Nothing is drawn again, or timed, where everything is there.
     before = {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")}
-    assert shell(*words).code == 0 and front(shell.folder) == again
+    shell.done(*words)
+    assert front(shell.folder) == again
     assert {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")} == before
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.long
@@ -141,23 +140,6 @@ def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, promp
     assert own is None or found["plans"]["no3"] == own["fields"], "its own pictures are the real ones"
     assert all(one["lpips"] > 0 and len(one["fid_ratio"]) == 3 for one in found["front"][:-1])
     assert found["front"][-1]["cmmd_ratio"] == [1, 1, 1]
-
-
-@pytest.mark.long
-def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
-    command = [sys.executable, "-c", SCRIPT, "tune", *WORDS, "--prompts", prompts]
-    environment = {
-        "PYTHONPATH": python_path(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder),
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with subprocess.Popen(command, cwd=shell.folder, env=environment) as process:
-        wait_until(lambda: [*(shell.folder / "tuned").glob("*/pictures/*.png")] or process.poll() is not None, "one")
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    costs = json.loads((shell.folder / "tuned" / "tune.json").read_text())["card"]
-    subprocess.run(command, cwd=shell.folder, env=environment, check=True, timeout=240)
-    assert json.loads((shell.folder / "tuned" / "tune.json").read_text())["card"] == costs
-    assert front(shell.folder)["plans"].keys() == {"best", "balanced", "fast"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from contract.image import ImageParameters
+from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
 from core.jobs.broker import Envelope
@@ -47,27 +48,39 @@ def images(job: Job) -> list[dict[str, Any]]:
     return list(job.result["images"])
 
 
-class Desk:
-    def __init__(self, crew: Crew, works: Runtime, handlers: Mapping[str, JobHandler], **usual: Any) -> None:
-        self._crew, self._usual = crew, {"prompt": "a cat", "steps": 2, **usual}
-        self._store = JobStore(crew.url)
-        self._active_jobs = ActiveJobs()
-        self._name = works.images.model.name
-        store_retry = StoreRetry()
-        self._publisher = ProgressPublisher(
-            self._store.leases, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
-        )
+class Tasks:
+    """A worker's tasks on the test's own thread, and all that they need."""
+
+    def __init__(self, crew: Crew, store: JobStore, engine: Engine, handlers: Mapping[str, JobHandler]) -> None:
+        self.store, self.engine, self.sent = store, engine, list[Envelope]()
+        self.shared_lock, self.active_jobs, store_retry = SharedLock(), ActiveJobs(), StoreRetry()
+        self._publisher = ProgressPublisher(store.leases, store_retry, lambda: engine.ticks, self.active_jobs.abandon)
         self._publisher.start()
-        self._tasks = WorkerTasks(
-            "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
-            works.engine, handlers,
-            lambda envelope: None,
+        self.tasks = WorkerTasks(
+            "me", store, store_retry, self.shared_lock, self.active_jobs, self._publisher, crew.artifacts, engine,
+            handlers, self.sent.append,
         )  # fmt: skip
+
+    def run(self, id: str) -> None:
+        self.tasks.run(Envelope(id, "image", 5))
+
+    def close(self) -> None:
+        self._publisher.stop()
+        self.store.close()
+
+
+class Desk(Tasks):
+    """With real models; `usual` are fields of all jobs."""
+
+    def __init__(self, crew: Crew, works: Runtime, handlers: Mapping[str, JobHandler], **usual: Any) -> None:
+        super().__init__(crew, JobStore(crew.url), works.engine, handlers)
+        self._crew, self._usual = crew, {"prompt": "a cat", "steps": 2, **usual}
+        self._name = works.images.model.name
 
     def draw(self, **asked: Any) -> Job:
         id = self._crew.make(model=self._name, **{**self._usual, **asked})
-        self._tasks.run(Envelope(id, "image", 5))
-        assert not self._active_jobs.works()
+        self.run(id)
+        assert not self.active_jobs.works()
         return self._crew.job(id)
 
     def opened(self, image: dict[str, Any]) -> tuple[Image.Image, dict[str, Any], dict[str, Any]]:
@@ -77,9 +90,5 @@ class Desk:
 
     def cancel_all(self) -> None:
         """Drop the jobs that run, as after their cancellation."""
-        for work in self._active_jobs.works():
+        for work in self.active_jobs.works():
             work.abandon()
-
-    def close(self) -> None:
-        self._publisher.stop()
-        self._store.close()

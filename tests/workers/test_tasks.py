@@ -16,12 +16,8 @@ from core.jobs.limits import JobLimits
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from tests.workers.crew import PATIENCE_S, Crew, eventually
+from tests.workers.desk import Tasks
 from tests.workers.stage import StagePictures, StageRunner
-from workers.active_jobs import ActiveJobs
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
-from workers.store_retry import StoreRetry
-from workers.tasks import WorkerTasks
 
 
 class Flaky(JobLeases):
@@ -39,28 +35,12 @@ class Flaky(JobLeases):
         return claim
 
 
-class Scene:
+class Scene(Tasks):
     def __init__(self, crew: Crew) -> None:
-        self.store = JobStore(crew.url)
-        self._client = RedisClient.at(crew.url)
-        self.leases = self.store.leases = Flaky(self._client, JobLimits())
-        self.sent: list[Envelope] = []
-        self.lane = Lane()
-        self.runner = StageRunner("image", self.lane, 0.005, 4, lambda event, request: None)
-        self.engine = Engine([self.runner])
-        self.shared_lock, self.active_jobs, self.store_retry = SharedLock(), ActiveJobs(), StoreRetry()
-        self.publisher = ProgressPublisher(
-            self.leases, self.store_retry, lambda: self.engine.ticks, self.active_jobs.abandon
-        )
-        self.publisher.start()
-        self.tasks = WorkerTasks(
-            "me", self.store, self.store_retry, self.shared_lock, self.active_jobs, self.publisher, crew.artifacts,
-            self.engine,
-            {"stage": StagePictures(0.005)}, self.sent.append,
-        )  # fmt: skip
-
-    def run(self, id: str) -> None:
-        self.tasks.run(Envelope(id, "image", 5))
+        store, self._client, self._lane = JobStore(crew.url), RedisClient.at(crew.url), Lane()
+        self.leases = store.leases = Flaky(self._client, JobLimits())
+        engine = Engine([StageRunner("image", self._lane, 0.005, 4, lambda event, request: None)])
+        super().__init__(crew, store, engine, {"stage": StagePictures(0.005)})
 
     def start(self, id: str) -> threading.Thread:
         thread = threading.Thread(target=self.run, args=[id], daemon=True)
@@ -72,10 +52,9 @@ class Scene:
         return not thread.is_alive()
 
     def close(self) -> None:
-        self.publisher.stop()
+        super().close()
         self.engine.close()
-        self.lane.close()
-        self.store.close()
+        self._lane.close()
         self._client.close()
 
 
