@@ -172,6 +172,7 @@ def test_a_model_that_writes_no_captions_is_given_up(shell: Shell) -> None:
         ("--subjects gap.txt", "--subjects: gap.txt: row 2 is empty"),
         ("--subjects gap.tsv", "--subjects: gap.tsv: row 3 has an empty caption"),
         ("--subjects token.txt", "--subjects: token.txt: row 2: a content holds one of the model's control"),
+        ("--template gone.txt", "--template: gone.txt: cannot be read"),
         ("--template empty.txt", "--template: empty.txt: is empty"),
         ("--template fine.txt", "--template: fine.txt: has no {subject}"),
         ("--text-model gone", "text: gone: no such folder"),

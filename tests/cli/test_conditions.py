@@ -116,6 +116,7 @@ def test_pictures_follow_it_and_say_so(shell: Shell, place: Path, field: str) ->
         ("--lora ink", "DIPTYCH_LORA_DIR"),
         ("--refine-from 0.5", "--refine-from: needs a --refiner"),
         ("--refiner @refiner --refine-from 1.5", "--refine-from: must be more than 0 and less than 1"),
+        ("--refiner @refiner --refine-from 0.01", "--refine-from: 0.01 of 2 steps leaves"),
         ("--model @refiner", "is a refiner, which draws nothing alone"),
         (f"{ENLARGED} x4:much", "--upscale: must look like NAME or NAME:2"),
         (f"{ENLARGED} gone", "--upscale: upscaler gone: there is no gone.safetensors"),

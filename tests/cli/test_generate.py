@@ -179,9 +179,10 @@ def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, mo
         return decode(builder, group, list(requests))
 
     monkeypatch.setattr(IterationBuilder, "decode_latents", failing)
-    said = shell.generate("a fox", "-n", "3", "--seed", "0")
+    said = shell.generate("a hen", "a fox", "-n", "2", "--seed", "0")
     assert said.code == 1 and said.out.startswith("2 pictures in out")
-    assert "a-fox-1.png: PROMPT 1: RuntimeError: [/no] markup" in said.err
+    for number, name in enumerate(("hen", "fox"), 1):
+        assert f"a-{name}-1.png: PROMPT {number}: RuntimeError: [/no] markup" in said.err
     assert len(shell.pictures()) == 2
 
 
