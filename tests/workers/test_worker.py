@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cli
 from core.jobs.broker import PRIORITY_STEPS, list_key, model_queue
 from core.jobs.record import JobState
@@ -193,12 +195,14 @@ def test_what_has_begun_is_finished_and_the_rest_is_handed_back(crew: Crew) -> N
     assert "queued" in [type for type, _ in crew.events(waiting[0])][1:]
 
 
-def test_what_takes_too_long_is_handed_back(crew: Crew) -> None:
-    """Also while something compiles, which cannot be interrupted and must not keep the process from ending, and where
-    the device hangs.
-    """
-    worker = crew.hire("--compiling", drain_s=0.3)
-    id = crew.ask(prompt="HANG", n=2)
+@pytest.mark.parametrize(
+    ("switches", "asked"),
+    [(["--compiling"], {"steps": LONG}), ([], {"prompt": "HANG"})],
+    ids=["while something compiles, which cannot be interrupted", "a device that hangs"],
+)
+def test_what_takes_too_long_is_handed_back(crew: Crew, switches: list[str], asked: dict[str, Any]) -> None:
+    worker = crew.hire(*switches, drain_s=0.3)
+    id = crew.ask(**asked, n=2)
     crew.running(id)
     worker.signal(signal.SIGINT)
     assert worker.wait() == 0
