@@ -24,8 +24,6 @@ class Said(NamedTuple):
 
 
 class Shell:
-    """Runs commands in this process, in a folder of their own."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder)
         monkeypatch.setenv("COLUMNS", "200")
@@ -45,8 +43,26 @@ class Shell:
         assert "Traceback" not in err, err
         return Said(code, out, err)
 
+    def done(self, *arguments: str) -> Said:
+        said = self(*arguments)
+        assert said.code == 0, said
+        return said
+
+    def refusal(self, *arguments: str) -> str:
+        """What is said of a command that must be refused."""
+        said = self(*arguments)
+        assert said.code == 2 and said.out == "", said
+        return said.err
+
     def generate(self, *arguments: str) -> Said:
         return self("generate", *QUICK, "-o", "out", *arguments)
+
+    def drawn(self, *arguments: str) -> Path:
+        """The one picture that lies in `out` after such a command."""
+        said = self.generate(*arguments)
+        assert said.code == 0, said
+        (path,) = self.pictures()
+        return path
 
     def refused(self, *arguments: str) -> str:
         """What is said of a command that must be refused, and must leave the folder as it was."""

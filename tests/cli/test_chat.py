@@ -20,8 +20,7 @@ HERE = ("chat", "--text-model", TINY, "--max-tokens", "8", "--threads", "1")
 
 
 def test_it_answers_one_text(shell: Shell) -> None:
-    said = shell(*HERE, "hello")
-    assert said.code == 0, said.err
+    said = shell.done(*HERE, "hello")
     with stage.serving(stage.small()) as (engine, _):
         (wanted,) = stage.answers(engine, [stage.greedy(stage.chat(stage.small(), "hello"), 8)])
     assert said.out == wanted.text + "\n"
@@ -46,18 +45,16 @@ def test_it_remembers_the_conversation(shell: Shell, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--temperature", "3", "x"), "--temperature: must be between 0 and 2, not 3"),
-        (("--max-tokens", "0", "x"), "--max-tokens: must be at least 1, not 0"),
-        (("--text-model", "no/such", "x"), "--text-model: text: "),
-        (("--text-model", "off", "x"), "--text-model: not set"),
-        (("--text-model", TINY, "x" * 600), "messages: 60"),
-        (("--seed", "-1", "--text-model", TINY, "x"), "seed: must be between 0 and 9223372036854775807, not -1"),
-        (("--url", "nowhere", "x"), "--url: nothing answers at nowhere/v1"),
-        (("--url", f"http://127.0.0.1:{free_port()}", "x"), "--url: nothing answers at http"),
+        ("--temperature 3 x", "--temperature: must be between 0 and 2, not 3"),
+        ("--text-model no/such x", "--text-model: text: "),
+        ("--text-model off x", "--text-model: not set"),
+        (f"--text-model {TINY} {'x' * 600}", "messages: 60"),
+        (f"--seed -1 --text-model {TINY} x", "seed: must be between 0 and 9223372036854775807, not -1"),
+        (f"--url http://127.0.0.1:{free_port()} x", "--url: nothing answers at http"),
     ],
 )
-def test_what_is_refused(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
-    found = shell("chat", *arguments)
+def test_what_is_refused(shell: Shell, arguments: str, said: str) -> None:
+    found = shell("chat", *arguments.split())
     assert found.code == 2 and found.out == "" and found.err.startswith(f"diptych: {said}")
 
 

@@ -1,4 +1,4 @@
-"""Real commands, where imports and signals matter; and what `--help` says."""
+"""Real commands, where imports and signals matter, also as process 1; and what `--help` says."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from deployment.redis import free_port
 from pipeline.checkpoints import tiny
+from pipeline.sampling.samplers import SCHEDULERS
 from tests.children import python_path
 from tests.cli.shell import Shell
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.deployment.served import ROOT, environment, wait_until
 
 
 def test_a_real_command_prints_a_path_and_nothing_that_is_not_for_its_user_and_ctrl_c_leaves_whole_pictures(
@@ -79,8 +80,8 @@ def test_help_and_refusals_do_not_wait_for_torch() -> None:
     ["", "generate", "serve", "api", "worker", "models", "bench", "bench ladder", "bench arrivals", "bench serve"],
 )
 def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
-    said = shell(*words.split(), "--help")
-    assert said.code == 0 and said.err == ""
+    said = shell.done(*words.split(), "--help")
+    assert said.err == ""
     lines = said.out.splitlines()
     listed = [i for i, line in enumerate(lines) if re.match(r"  (-|\w)", line) and "diptych" not in line]
     assert listed
@@ -90,8 +91,34 @@ def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
 
 
 def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:
-    from pipeline.sampling.samplers import SCHEDULERS
-
     said = " ".join(shell("generate", "--help").out.split())
     assert all(name in said for name in SCHEDULERS)
     assert "exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used" in said
+
+
+PATIENCE_S = 60.0
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+def _namespaces() -> bool:
+    try:
+        return subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not _namespaces(), reason="no namespace of processes can be made here")
+def test_process_1_ends_at_sigterm_before_its_worker_loads() -> None:
+    """The kernel drops signals without a handler there: it would be killed only after the grace period."""
+    url = f"redis://127.0.0.1:{free_port()}/0"  # nobody listens: the worker waits for it, without a handler of its own
+    command = [*NAMESPACE, sys.executable, "-m", "cli", "worker"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(DIPTYCH_REDIS_URL=url), stderr=subprocess.PIPE, text=True
+    ) as unshare:
+        try:
+            assert unshare.stderr is not None and "trying until it does" in unshare.stderr.readline()
+            children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
+            os.kill(int(wait_until(children.read_text, "a child")), signal.SIGTERM)
+            assert unshare.wait(PATIENCE_S) == 0
+        finally:
+            unshare.kill()

@@ -7,10 +7,10 @@ is named in it, and is refused by its option before anything is drawn.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,97 +19,66 @@ from pipeline.checkpoints.load import load
 from pipeline.quantization import quantized
 from tests.cli.shell import Shell, made_with
 from tests.core.quant.stage import kernels
-from tests.pipeline import controls, depths, embeddings, ip_adapters, loras, refiners, upscalers
+from tests.pipeline import controls, depths, ip_adapters
+from tests.workers import assets
 
 SIDE = 32
-Options = tuple[str, ...]
 
 
 @pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of every kind, and pictures; arguments name them as @name."""
-    place = tmp_path_factory.mktemp("assets")
-    folders = {name: place / name for name in ("controls", "adapters", "loras", "upscalers", "embeddings")}
-    for folder in folders.values():
-        folder.mkdir()
-    model = load(tiny.TINY)
-    for seed, name in enumerate(("edges", "pose")):
-        controls.save(controls.controlnet(model, seed), folders["controls"], name)
+    place = assets.write(tmp_path_factory.mktemp("assets"))
     depths.save(place / "depth-model")
-    ip_adapters.encoder(folders["adapters"])
-    for name, plus in (("base", False), ("plus", True)):
-        ip_adapters.save(ip_adapters.state(model, plus=plus), folders["adapters"], name)
-    loras.write(model, folders["loras"], "ink")
-    upscalers.write(folders["upscalers"], "x4")
-    embeddings.write(model, folders["embeddings"], "ink")
-    for name in ("loras", "embeddings"):
-        (folders[name] / "damaged.safetensors").write_bytes(b"none")
-    refiners.second(tiny.SHAPES[tiny.TINY]).save_pretrained(place / "refiner")
-    tiny.save(place / "whole", tiny.SHAPES[tiny.TINY])
     Image.frombytes("RGB", (SIDE, SIDE), controls.drawn(SIDE)).resize((64, 64)).save(place / "lines.png")
     Image.new("RGB", (64, 32)).save(place / "wide.png")
-    ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (32, 1))
-    Image.fromarray(ramp).save(place / "deep.png")
-    Image.fromarray((ramp >> 8).astype(np.uint8)).save(place / "twin.png")
     (place / "notes.txt").write_text("none")
     ip_adapters.picture(1).save(place / "cat.png")
     ip_adapters.picture(2, (900, 1000)).save(place / "large.jpg")
     return place
 
 
-def placed(assets: Path, options: Options) -> list[str]:
-    return [str(assets / option[1:]) if option.startswith("@") else option for option in options]
+def placed(place: Path, options: str) -> list[str]:
+    return [str(place / word[1:]) if word.startswith("@") else word for word in shlex.split(options)]
 
 
-def drawn(shell: Shell, assets: Path, options: Options, prompt: str = "a fox") -> tuple[Any, Any, Image.Image]:
+def drawn(shell: Shell, place: Path, options: str, prompt: str = "a fox") -> tuple[Any, Any, Image.Image]:
     """A picture: its parameters, its fingerprint, and itself."""
-    usual = ("--seed", "1", "--precision", "fp32", "--steps", "5")
-    said = shell.generate(prompt, *usual, *placed(assets, options))
-    assert said.code == 0, said
-    (path,) = shell.pictures()
+    path = shell.drawn(prompt, *placed(place, f"--seed 1 --precision fp32 --steps 5 {options}"))
     with Image.open(path) as image:
         image.load()
         return made_with(path), json.loads(image.text["fingerprint"]), image  # type: ignore[attr-defined]
 
 
-CONTROL = ("--control-dir", "@controls")
-LINES = (*CONTROL, "--control", "@lines.png", "--control-model", "edges")
-WIDE = (*CONTROL, "--control", "@wide.png", "--control-model", "edges")
-ADAPTER = ("--ip-adapter-dir", "@adapters")
-CAT = (*ADAPTER, "--image-prompt", "@cat.png", "--image-prompt-model", "base")
-INK = ("--lora-dir", "@loras", "--lora", "ink:0.8")
-REFINED = ("--refiner", "@refiner")
-ENLARGED = ("--upscalers-dir", "@upscalers", "--upscale")
+CONTROL = "--control-dir @controls"
+LINES = f"{CONTROL} --control @lines.png --control-model edges"
+WIDE = f"{CONTROL} --control @wide.png --control-model edges --control-fit exact"
+ADAPTER = "--ip-adapter-dir @adapters"
+CAT = f"{ADAPTER} --image-prompt @cat.png --image-prompt-model"
+LORA = "--lora-dir @loras"
+ENLARGED = "--upscalers-dir @upscalers --upscale"
 
 # By the field that says so: what it is with these options. Folders alone change nothing.
-SAID: dict[str, list[tuple[Options, Any]]] = {
+SAID: dict[str, list[tuple[str, Any]]] = {
     "control": [
-        (CONTROL, []), (LINES, [1.0]), ((*LINES, "--control-preprocessor", "canny"), [1.0]),
-        ((*LINES, "--control-preprocessor", "depth", "--depth-model", "@depth-model"), [1.0]),
-        ((*LINES, "--control", "@lines.png", "--control-model", "pose", "--control-strength", "0.5"), [0.5, 0.5]),
+        (CONTROL, []), (f"{LINES} --control-preprocessor depth --depth-model @depth-model", [1.0]),
+        (f"{LINES} --control @lines.png --control-model pose --control-strength 0.5", [0.5, 0.5]),
     ],
     "image_prompts": [
-        (ADAPTER, []), (CAT, [(50, 41)]),
-        ((*CAT, "--image-prompt", "@large.jpg", "--image-prompt-model", "plus"), [(50, 41), (768, 853)]),
+        (ADAPTER, []), (f"{CAT} base --image-prompt @large.jpg --image-prompt-model plus", [(50, 41), (768, 853)]),
     ],
-    "lora": [(("--lora-dir", "@loras"), None), (INK, "ink:0.8")],
-    "refiner": [
-        ((), None), (REFINED, {"model": "refiner", "from": 0.8}),
-        ((*REFINED, "--refine-from", "0.5"), {"model": "refiner", "from": 0.5}),
-    ],
-    "upscale": [
-        (ENLARGED[:2], None), ((*ENLARGED, "x4"), {"model": "x4"}),
-        ((*ENLARGED, "x4:1.5"), {"model": "x4", "scale": 1.5}),
-    ],
+    "lora": [(LORA, None), (f"{LORA} --lora ink:0.8", "ink:0.8")],
+    "refiner": [("", None), ("--refiner @refiner --refine-from 0.5", {"model": "refiner", "from": 0.5})],
+    "upscale": [("--upscalers-dir @upscalers", None), (f"{ENLARGED} x4:1.5", {"model": "x4", "scale": 1.5})],
 }  # fmt: skip
 
 
 @pytest.mark.quick("control", "lora")
 @pytest.mark.parametrize("field", SAID)
-def test_pictures_follow_it_and_say_so(shell: Shell, assets: Path, field: str) -> None:
+def test_pictures_follow_it_and_say_so(shell: Shell, place: Path, field: str) -> None:
     found = set()
     for options, expected in SAID[field]:
-        made, printed, image = drawn(shell, assets, options)
+        made, printed, image = drawn(shell, place, options)
         said = made.get(field)
         if field == "control":
             said = [control.get("strength", 1.0) for control in said or ()]
@@ -121,81 +90,50 @@ def test_pictures_follow_it_and_say_so(shell: Shell, assets: Path, field: str) -
             assert bool(printed.get("refiner")) == bool(expected)
         found.add(image.tobytes())
     assert len(found) == len(SAID[field])
-    assert drawn(shell, assets, ())[2].tobytes() in found
-
-
-@pytest.mark.long
-def test_a_picture_of_16_bits_and_of_another_shape_is_read_as_its_twin(shell: Shell, assets: Path) -> None:
-    """As control, cut to the picture's shape unless it says otherwise, and as image prompt."""
-    deep, twin = (
-        [
-            drawn(shell, assets, options)[2].tobytes()
-            for options in (
-                (*CONTROL, "--control", name, *LINES[-2:]),
-                (*CONTROL, "--control", name, *LINES[-2:], "--control-fit", "contain"),
-                (*ADAPTER, "--image-prompt", name, *CAT[-2:]),
-            )
-        ]
-        for name in ("@deep.png", "@twin.png")
-    )
-    assert deep == twin and len(set(deep)) == 3
+    assert drawn(shell, place, "")[2].tobytes() in found
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((*CONTROL, "--control", "@lines.png"), "--control-model: must name the network"),
-        ((*CONTROL, "--control-model", "edges"), "--control-model: is of a --control, and there is none"),
-        ((*LINES[:-1], "gone"), "--control-model: gone: there is no folder gone"),
-        ((*LINES[:-1], "../x"), "--control-model: must be a name"),
-        ((*WIDE, "--control-fit", "exact", "--size", "32x32"), "wide.png is 64x32, and the picture 32x32"),
-        ((*WIDE, "--control-fit", "exact", "--model", "@gone"), "--control-fit: exact needs a --size"),
-        ((*WIDE, "--control-fit", "zoom"), "--control-fit: invalid choice"),
-        ((*CONTROL, "--control", "@notes.txt", *LINES[-2:]), "notes.txt cannot be read as a picture"),
-        ((*CONTROL, "--control", "@gone.png", *LINES[-2:]), "gone.png cannot be read as a picture"),
-        ((*LINES, "--control-strength", "99"), "--control-strength: must"),
-        ((*LINES, "--control-mode", "1"), "--control-mode: is for"),
-        ((*LINES, "--control-preprocessor", "depth"), "--control-preprocessor: depth needs a --depth-model"),
-        ((*LINES, *LINES[-2:]), "is given 2 times, for 1 of --control"),
-        ((*LINES, *("--control", "@lines.png") * 4), "--control: must be at most 4, not 5"),
-        ((*ADAPTER, "--image-prompt-model", "base"), "--image-prompt-model: is of --image-prompt, and there is none"),
-        ((*ADAPTER, "--image-prompt", "@cat.png"), "--image-prompt-model: must name the IP-Adapter"),
-        ((*ADAPTER, "--image-prompt", "@none.png", *CAT[-2:]), "none.png cannot be read as a picture"),
-        ((*CAT[:-1], "x/y"), "--image-prompt-model: must be a name"),
-        ((*CAT[:-1], "other"), "--image-prompt-model: other: there is no"),
-        ((*CAT, "--image-prompt-strength", "11"), "--image-prompt-strength: must be between 0 and 10"),
-        ((*CAT, *("--image-prompt", "@cat.png") * 4), "--image-prompt: must be at most 4"),
-        ((*INK[:-1], "gone"), "lora: gone: there is no gone.safetensors in the LoRA folder"),
-        ((*INK[:-1], "damaged"), "damaged: does not fit"),
-        ((*INK[:-1], "../ink"), "a name begins with none of letters"),
-        ((*INK[:-1], "ink:loud"), "ink: its scale must be a number"),
-        ((*INK[:-1], "ink,ink"), "named twice"),
-        (INK[2:], "DIPTYCH_LORA_DIR"),
-        (("--refine-from", "0.5"), "--refine-from: needs a --refiner"),
-        ((*REFINED, "--refine-from", "1.5"), "--refine-from: must be more than 0 and less than 1"),
-        ((*REFINED, "--refine-from", "0.01"), "--refine-from: 0.01 of 2 steps leaves"),
-        (("--refiner", "gone"), "gone: no such folder"),
-        (("--refiner", "@whole"), "whole: is no SDXL refiner"),
-        (("--model", "@refiner"), "is a refiner, which draws nothing alone"),
-        ((*ENLARGED, "x4:much"), "--upscale: must look like NAME or NAME:2"),
-        ((*ENLARGED, "x4:9"), "--upscale: must look like NAME or NAME:2"),
-        ((*ENLARGED, "../x4"), "--upscale"),
-        ((*ENLARGED, "gone"), "--upscale: upscaler gone: there is no gone.safetensors"),
-        ((*ENLARGED, "x4:5"), "--upscale"),
-        (("--upscale", "x4"), "DIPTYCH_UPSCALERS_DIR"),
+        (f"{CONTROL} --control @lines.png", "--control-model: must name the network"),
+        (f"{CONTROL} --control-model edges", "--control-model: is of a --control, and there is none"),
+        (f"{CONTROL} --control @lines.png --control-model gone", "--control-model: gone: there is no folder gone"),
+        (f"{WIDE} --size 32x32", "wide.png is 64x32, and the picture 32x32"),
+        (f"{WIDE} --model @gone", "--control-fit: exact needs a --size"),
+        (f"{CONTROL} --control @notes.txt --control-model edges", "notes.txt cannot be read as a picture"),
+        (f"{LINES} --control-strength 99", "--control-strength: must"),
+        (f"{LINES} --control-preprocessor depth", "--control-preprocessor: depth needs a --depth-model"),
+        (f"{LINES} --control-model edges", "is given 2 times, for 1 of --control"),
+        (LINES + " --control @lines.png" * 4, "--control: must be at most 4, not 5"),
+        (f"{ADAPTER} --image-prompt-model base", "--image-prompt-model: is of --image-prompt, and there is none"),
+        (f"{ADAPTER} --image-prompt @cat.png", "--image-prompt-model: must name the IP-Adapter"),
+        (f"{ADAPTER} --image-prompt @none.png --image-prompt-model base", "none.png cannot be read as a picture"),
+        (f"{CAT} other", "--image-prompt-model: other: there is no"),
+        (f"{CAT} base --image-prompt-strength 11", "--image-prompt-strength: must be between 0 and 10"),
+        (f"{LORA} --lora gone", "lora: gone: there is no gone.safetensors in the LoRA folder"),
+        (f"{LORA} --lora damaged", "damaged: does not fit"),
+        ("--lora ink", "DIPTYCH_LORA_DIR"),
+        ("--refine-from 0.5", "--refine-from: needs a --refiner"),
+        ("--refiner @refiner --refine-from 1.5", "--refine-from: must be more than 0 and less than 1"),
+        ("--refiner @refiner --refine-from 0.01", "--refine-from: 0.01 of 2 steps leaves"),
+        ("--model @refiner", "is a refiner, which draws nothing alone"),
+        (f"{ENLARGED} x4:much", "--upscale: must look like NAME or NAME:2"),
+        (f"{ENLARGED} gone", "--upscale: upscaler gone: there is no gone.safetensors"),
+        ("--upscale x4", "DIPTYCH_UPSCALERS_DIR"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_drawn(
-    shell: Shell, assets: Path, options: Options, message: str
+    shell: Shell, place: Path, options: str, message: str
 ) -> None:
-    assert message in shell.refused("a fox", "--precision", "fp32", *placed(assets, options))
+    assert message in shell.refused("a fox", "--precision", "fp32", *placed(place, options))
 
 
-def test_over_int8_loras_are_drawn_by_the_kernels(shell: Shell, assets: Path, tmp_path: Path) -> None:
+def test_over_int8_loras_are_drawn_by_the_kernels(shell: Shell, place: Path, tmp_path: Path) -> None:
     kernels()
     model = tiny.save(tmp_path / "model", tiny.SHAPES[tiny.TINY])
     quantized.make(load(str(model)), ["a hat"], model)
-    _, told, _ = drawn(shell, assets, (*INK, "--model", str(model), "--precision", "int8"))
+    _, told, _ = drawn(shell, place, f"{LORA} --lora ink --model {model} --precision int8")
     assert (told["precision"], told["executable"], [*told["lora"]]) == ("int8", "kernels", ["ink"])
 
 
@@ -205,39 +143,37 @@ def test_over_int8_loras_are_drawn_by_the_kernels(shell: Shell, assets: Path, tm
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        (("--syntax", "a1111"), {"prompt_weighting": "a1111"}),
-        (("--syntax", "compel"), {"prompt_weighting": "compel"}),
-        (("--prompt-2", "a moor"), {"prompt_2": "a moor"}),
-        (("--negative", "fog", "--negative-2", "mist"), {"negative_prompt": "fog", "negative_prompt_2": "mist"}),
-        (("--clip-skip", "1"), {"clip_skip": 1}),
+        ("--syntax a1111", {"prompt_weighting": "a1111"}),
+        ("--weighting", {"prompt_weighting": True}),
+        ("--prompt-2 'a moor'", {"prompt_2": "a moor"}),
+        ("--negative fog --negative-2 mist", {"negative_prompt": "fog", "negative_prompt_2": "mist"}),
+        ("--clip-skip 1", {"clip_skip": 1}),
     ],
 )
 def test_how_prompts_are_read_is_said_in_the_picture(
-    shell: Shell, assets: Path, options: Options, fields: dict[str, Any]
+    shell: Shell, place: Path, options: str, fields: dict[str, Any]
 ) -> None:
-    made, _, _ = drawn(shell, assets, options, "a [red] (fox:1.4)")
+    made, _, _ = drawn(shell, place, options, "a [red] (fox:1.4)")
     assert {name: made[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("a" * 400,), "PROMPT: has 400 tokens in 6 chunks of 75"),
-        (("[a|b]", "--syntax", "a1111"), "PROMPT: prompt editing"),
-        (("a", "--prompt-2", "b" * 400), "--prompt-2: has 400 tokens"),
-        (("a", "--negative-2", "b"), "--negative-2: needs a negative_prompt"),
-        (("a", "--clip-skip", "2"), "--clip-skip: must be at most 1"),
-        (("a (red)99", "--weighting"), "PROMPT: a weight is more than 10"),
-        (("damaged", "--embeddings-dir", "@embeddings"), "PROMPT: embedding damaged: damaged.safetensors is damaged"),
+        ("a" * 400, "PROMPT: has 400 tokens in 6 chunks of 75"),
+        ("[a|b] --syntax a1111", "PROMPT: prompt editing"),
+        ("a --negative-2 b", "--negative-2: needs a negative_prompt"),
+        ("a --clip-skip 2", "--clip-skip: must be at most 1"),
+        ("damaged --embeddings-dir @embeddings", "PROMPT: embedding damaged: damaged.safetensors is damaged"),
     ],
 )
-def test_what_cannot_be_read_of_prompts_is_named(shell: Shell, assets: Path, options: Options, message: str) -> None:
-    assert message in shell.refused(*placed(assets, options))
+def test_what_cannot_be_read_of_prompts_is_named(shell: Shell, place: Path, options: str, message: str) -> None:
+    assert message in shell.refused(*placed(place, options))
 
 
-def test_textual_inversions_are_named_in_prompts(shell: Shell, assets: Path) -> None:
+def test_textual_inversions_are_named_in_prompts(shell: Shell, place: Path) -> None:
     with_it, without = (
-        drawn(shell, assets, options, "a fox in ink") for options in (("--embeddings-dir", "@embeddings"), ())
+        drawn(shell, place, options, "a fox in ink") for options in ("--embeddings-dir @embeddings", "")
     )
     assert "embeddings" in with_it[1] and "embeddings" not in without[1]
     assert with_it[2].tobytes() != without[2].tobytes()

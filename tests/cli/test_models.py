@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 
 import pytest
 from safetensors.torch import save_file
@@ -19,23 +18,11 @@ from tests.http_server import Handler, LocalServer
 from tests.pipeline.original_layout import checkpoint
 
 
-@pytest.fixture(params=[b"<html>hello</html>", b"[]", b'{"data": 1}', b'{"data": [{"id": "gpt"}]}', b"\xff"])
-def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server that is no Diptych."""
-
-    class Page(Handler):
-        def respond(self) -> None:
-            self.answer(200, request.param)
-
-    with LocalServer(Page) as server:
-        yield server.url
-
-
 def test_without_a_service_it_names_what_would_be_loaded(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("DIPTYCH_PORT", str(port))
-    said = shell("models")
-    assert said.code == 0 and said.err == ""
+    said = shell.done("models")
+    assert said.err == ""
     assert said.out == f"{EMBEDDED_MODEL}  (would be loaded here; no service answers at http://127.0.0.1:{port})\n"
 
 
@@ -45,21 +32,22 @@ def test_a_service_that_is_named_must_answer(shell: Shell) -> None:
     assert said.err.startswith("diptych: --url: no service answers (") and "refused" in said.err
 
 
-def test_what_is_no_diptych_is_seen(shell: Shell, stranger: str) -> None:
-    said = shell("models", "--url", stranger)
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[]", b'{"data": 1}', b'{"data": [{"id": "gpt"}]}', b"\xff"])
+def test_what_is_no_diptych_is_seen(shell: Shell, body: bytes) -> None:
+    class Page(Handler):
+        def respond(self) -> None:
+            self.answer(200, body)
+
+    with LocalServer(Page) as server:
+        said = shell("models", "--url", server.url)
     assert said.code == 2 and said.err == "diptych: --url: the server there is not Diptych\n"
 
 
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1", "127.0.0.1:8000", "file:///etc/passwd", ""])
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1", "127.0.0.1:8000", "", "http://[", "http://a b", "http://x:y"])
 def test_what_is_no_url_is_refused(shell: Shell, url: str) -> None:
     said = shell("models", f"--url={url}")
-    assert said.code == 2 and said.err == "diptych: --url: must begin with http:// or https://\n"
-
-
-@pytest.mark.parametrize("url", ["http://", "http://[", "http://a b", "http://x:y"])
-def test_what_is_half_a_url_is_no_traceback(shell: Shell, url: str) -> None:
-    said = shell("models", "--url", url)
     assert said.code in (1, 2) and said.err.startswith("diptych: --url: ")
+    assert url.startswith("http") or said.err == "diptych: --url: must begin with http:// or https://\n"
 
 
 @pytest.fixture
@@ -78,21 +66,20 @@ def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str
     sha256 = hashlib.sha256((shell.folder / "mine.safetensors").read_bytes()).hexdigest()
     assert said.code == 0 and said.out == f"{store}/cats\nsha256 {sha256}\n"
     assert "cats  (added; --model cats loads it)" in shell("models").out
-    assert shell("generate", "x", "--model", "cats", "-o", "out", "--steps", "2").code == 0
+    shell.done("generate", "x", "--model", "cats", "-o", "out", "--steps", "2")
     assert made_with(shell.pictures()[0])["steps"] == 2
     scheduler = json.loads((shell.folder / "store/cats/scheduler/scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
 
 
 def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: Shell, store: str) -> None:
-    assert shell("models", "add", "base", "--name", "cats").code == 0
-    assert shell("models", "add", "base", "--name", "dogs").code == 0
+    for name in ("cats", "dogs"):
+        shell.done("models", "add", "base", "--name", name)
     said = shell("models", "list")
     names = [line.partition(" ")[0] for line in said.out.splitlines()]
     assert said.code == 0 and names[-2:] == ["cats", "dogs"] and {"emoji-xl", "emoji-lm"} <= {*names}
     assert "emoji-xl  (embedded; --model emoji-xl loads it)" in said.out
-    said = shell("models", "remove", "cats")
-    assert said.code == 0 and said.out == f"removed {store}/cats\n"
+    assert shell("models", "remove", "cats")[:2] == (0, f"removed {store}/cats\n")
     assert [path.name for path in (shell.folder / "store").iterdir()] == ["dogs"]
     assert "cats" not in shell("models", "list").out
 
@@ -103,7 +90,6 @@ def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: She
         ("emoji-xl", "NAME: emoji-xl is embedded: it is part of the package, and goes with it"),
         ("gone", "model: gone: there is no such model in "),
         ("../base", "model: ../base: there is no such model in "),
-        (".", "model: .: there is no such model in "),
         (".downloads", "model: .downloads: there is no such model in "),
     ],
 )
@@ -114,20 +100,15 @@ def test_what_is_no_added_model_is_not_removed(shell: Shell, store: str, name: s
     assert said.code == 2 and said.err.startswith(f"diptych: {told}") and sorted(shell.folder.rglob("*")) == before
 
 
-def test_a_linked_model_is_removed_and_what_it_links_to_stays(shell: Shell, store: str) -> None:
+@pytest.mark.parametrize("target", ["base", "/nowhere"])
+def test_a_linked_model_keeps_its_name_until_it_is_removed_and_what_it_links_to_stays(
+    shell: Shell, store: str, target: str
+) -> None:
     (shell.folder / "store").mkdir()
-    (shell.folder / "store/linked").symlink_to(shell.folder / "base")
-    assert shell("models", "remove", "linked").code == 0
-    assert (shell.folder / "base/model_index.json").is_file() and not (shell.folder / "store/linked").is_symlink()
-
-
-def test_a_link_that_leads_nowhere_keeps_its_name_until_it_is_removed(shell: Shell, store: str) -> None:
-    (shell.folder / "store").mkdir()
-    (shell.folder / "store/cats").symlink_to("/nowhere")
-    said = shell("models", "add", "base", "--name", "cats")
-    assert said.code == 2 and "--name: there is a model cats already" in said.err
-    assert shell("models", "remove", "cats").code == 0
-    assert not list((shell.folder / "store").iterdir())
+    (shell.folder / "store/cats").symlink_to(shell.folder / target)
+    assert "--name: there is a model cats already" in shell.refusal("models", "add", "base", "--name", "cats")
+    shell.done("models", "remove", "cats")
+    assert not list((shell.folder / "store").iterdir()) and (shell.folder / "base/model_index.json").is_file()
 
 
 def test_what_an_interrupted_removal_left_goes_with_the_next(
@@ -149,8 +130,8 @@ def test_what_an_interrupted_removal_left_goes_with_the_next(
 @pytest.mark.quick(0)
 @pytest.mark.parametrize(("scheme", "more"), [("int8", ("--limit", "1")), ("int8-dynamic", ())])
 def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: str, more: tuple[str, ...]) -> None:
-    said = shell("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)
-    assert said.code == 0 and f"layers in {scheme}" in said.out
+    said = shell.done("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)
+    assert f"layers in {scheme}" in said.out
     assert (shell.folder / f"store/cats/unet-{scheme}").is_dir() and not list((shell.folder / "base").glob("unet-*"))
 
 
@@ -161,14 +142,12 @@ def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: s
         (("mine.safetensors", "--sha256", "0" * 64), "mine.safetensors: its SHA-256 is "),
         (("mine.safetensors", "--name", "emoji-xl"), "--name: there is a model emoji-xl already"),
         (("mine.safetensors", "--max-gib", "0"), "--max-gib: must be more than 0"),
-        (("mine.safetensors", "--limit", "0"), "--limit: must be at least 1"),
         (("mine.safetensors", "--quantize", "int3"), "invalid choice: 'int3'"),
         (("http://example.com/x",), "must begin with https://"),
     ],
 )
 def test_what_cannot_be_added_is_named(shell: Shell, store: str, arguments: tuple[str, ...], told: str) -> None:
-    said = shell("models", "add", *arguments, "--base", "base")
-    assert said.code == 2 and told in said.err and said.out == ""
+    assert told in shell.refusal("models", "add", *arguments, "--base", "base")
     assert "added" not in shell("models").out
 
 
@@ -183,13 +162,8 @@ def _keyed(key: str) -> bytes:
 _FORGED = "\x1b]0;mine\x07\x9b31m\u202e\x85 first\u2028\nsha256 " + 64 * "0" + "\r"
 _OUTSIDE = {
     "a first key": _keyed(_FORGED),
-    "a key that tells": _keyed(f"lora_unet_{_FORGED}"),
     "a long key": _keyed("x" * 200_000),
-    "a key as long as is read": _keyed("\x1b" * 512),
     "an HTTP reason": b"HTTP/1.0 404 Not\x1b[31m\x9b\x85 Found " + b"x" * 50_000 + b"\r\n\r\n",
-    "a type": _file(b'{"a":{"dtype":"\\u001b[31m","shape":[Infinity],"data_offsets":[0,0]}}'),
-    "a shape": _file(b'{"a":{"dtype":"F16","shape":[Infinity],"data_offsets":[0,0]}}'),
-    "a length": b"HTTP/1.0 200 OK\r\nContent-Length: \xb2\r\n\r\n<html>",
     "a name": b'HTTP/1.0 200 OK\r\nContent-Disposition: attachment; filename="\x1b[31m"\r\n\r\n<html>',
     "an address": b"HTTP/1.0 302 Found\r\nLocation: http://[\x1b[31m/\r\n\r\n",
     "a large header": b"HTTP/1.0 200 OK\r\n\r\n" + (90_000_000).to_bytes(8, "little") + b"{" + b"[]," * 10_000,
@@ -224,5 +198,5 @@ def test_what_a_service_says_of_its_models_moves_no_cursor(shell: Shell) -> None
             self.answer(200, json.dumps({"data": [{"id": _FORGED, "diptych": card}]}).encode())
 
     with LocalServer(Page) as server:
-        said = shell("models", "--url", server.url)
-    assert said.code == 0 and said.out.count("\n") == 1 and said.out.rstrip("\n").isprintable()
+        said = shell.done("models", "--url", server.url)
+    assert said.out.count("\n") == 1 and said.out.rstrip("\n").isprintable()

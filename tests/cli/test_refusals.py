@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,45 +19,32 @@ from tests.cli.shell import Shell
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "PROMPT: give at least one"),
-        ([""], "PROMPT: must not be empty"),
-        ([" \n"], "PROMPT: must not be empty"),
-        (["x" * 100_000], "PROMPT: has 100000 characters, at most 10000"),
-        (["fine", "a\0b"], "PROMPT 2: character 2 is U+0000"),
-        ([os.fsdecode(b"\xff")], "PROMPT: character 1 is U+DCFF, a control character or surrogate"),
-        (["x", "--negative", "\x1b[31m"], "--negative: character 1 is U+001B"),
-        (["fine", "(a).blend(1)", "--weighting"], "PROMPT 2: .blend() is not offered"),
-        (["x", "--weighting", "--negative", "(a)99"], "--negative: a weight is more than 10"),
-        (["x", "--size", "33x32"], "--size: 33x32 is not offered; offered: 32x32"),
-        (["x", "--size", "99999x99999"], "--size: 99999x99999 is not offered"),
-        (["x", "--size", "big"], "--size: must look like 1024x1024, not 'big'"),
-        (["x", "--size", "32"], "--size: must look like 1024x1024"),
-        (["x", "--size", "-32x32"], "--size"),
-        (["x", "--steps", "0"], "--steps: must be between 1 and 1000, not 0"),
-        (["x", "--steps", "10000"], "--steps: must be between 1 and 1000, not 10000"),
-        (["x", "--steps", "many"], "--steps: invalid int value: 'many'"),
-        (["x", "--guidance", "nan"], "--guidance: must be a finite number"),
-        (["x", "--guidance", "inf"], "--guidance: must be a finite number"),
-        (["x", "--guidance", "-1"], "--guidance: must be between 0 and 100, not -1"),
-        (["x", "--seed", "-1"], "--seed: must be between 0 and"),
-        (["x", "--seed", "9" * 400], "--seed: must be between 0 and"),
-        (
-            ["x", "--scheduler", "unipc"],
-            "--scheduler: must be one of euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd",
-        ),
-        (["x", "--scheduler", "lcm", "--steps", "51"], "steps=51"),
-        (["x", "-n", "0"], "--count: must be between 1 and 10000, not 0"),
-        (["x", "-n", "10001"], "--count: must be between 1 and 10000"),
-        (["x", "--limit", "5"], "--limit: counts prompts of a file"),
-        (["--prompts", "p", "--limit", "0"], "--limit: must be at least 1, not 0"),
-        (["x", "--threads", "-1"], "--threads: input should be greater than or equal to 0"),
-        (["x", "--precision", "int3"], "--precision"),
-        (["x", "--unknown"], "--unknown"),
+        ("", "PROMPT: give at least one"),
+        ("' \n'", "PROMPT: must not be empty"),
+        ("fine a\0b", "PROMPT 2: character 2 is U+0000"),
+        (os.fsdecode(b"\xff"), "PROMPT: character 1 is U+DCFF, a control character or surrogate"),
+        ("x --negative \x1b[31m", "--negative: character 1 is U+001B"),
+        ("fine (a).blend(1) --weighting", "PROMPT 2: .blend() is not offered"),
+        ("x --weighting --negative (a)99", "--negative: a weight is more than 10"),
+        ("x --size 33x32", "--size: 33x32 is not offered; offered: 32x32"),
+        ("x --size big", "--size: must look like 1024x1024, not 'big'"),
+        ("x --steps 10000", "--steps: must be between 1 and 1000, not 10000"),
+        ("x --steps many", "--steps: invalid int value: 'many'"),
+        ("x --guidance nan", "--guidance: must be a finite number"),
+        (f"x --seed {'9' * 400}", "--seed: must be between 0 and"),
+        ("x --scheduler unipc", "--scheduler: must be one of euler, euler-ancestral, dpm++2m,"),
+        ("x --scheduler lcm --steps 51", "steps=51"),
+        ("x -n 0", "--count: must be between 1 and 10000, not 0"),
+        ("x --limit 5", "--limit: counts prompts of a file"),
+        ("--prompts p --limit 0", "--limit: must be at least 1, not 0"),
+        ("x --threads -1", "--threads: input should be greater than or equal to 0"),
+        ("x --precision int3", "--precision"),
+        ("x --unknown", "--unknown"),
     ],
     ids=lambda value: ascii(value)[:50],
 )
-def test_arguments_that_cannot_be_used_are_named(shell: Shell, arguments: list[str], message: str) -> None:
-    assert message in shell.refused(*arguments)
+def test_arguments_that_cannot_be_used_are_named(shell: Shell, arguments: str, message: str) -> None:
+    assert message in shell.refused(*shlex.split(arguments))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +53,6 @@ def test_arguments_that_cannot_be_used_are_named(shell: Shell, arguments: list[s
         ("missing.txt", None, "missing.txt: cannot be read (No such file or directory)"),
         ("p.txt", b"fine\n\xff", "p.txt: row 2 is not UTF-8"),
         ("p.txt", "", "p.txt: holds no prompts"),
-        ("p.txt", f"fine\n{'x' * 100_000}\n", "p.txt: row 2: has 100000 characters"),
         ("p.txt", "fine\n\nbell\a\n", "p.txt: row 3: character 5 is U+0007"),
         ("p.tsv", "", "p.tsv: is empty"),
         ("p.tsv", "id\ttext\n", "p.tsv: row 1 names no column prompt or caption"),
@@ -85,26 +71,15 @@ def test_prompt_files_that_cannot_be_used_are_named(
     assert said.startswith("diptych: --prompts: ") and message in said
 
 
-def without_vae(model: Path) -> None:
-    shutil.rmtree(model / "vae")
-
-
 def cut_short(model: Path) -> None:
     file = model / "unet/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def of_kandinsky(model: Path) -> None:
-    index = json.loads((model / "model_index.json").read_text())
-    (model / "model_index.json").write_text(json.dumps({**index, "_class_name": "KandinskyPipeline"}))
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_vae, "my-model: the part vae is missing"),
         (cut_short, "my-model/unet/diffusion_pytorch_model.safetensors: is damaged"),
-        (of_kandinsky, "my-model/model_index.json: is a KandinskyPipeline"),
         (shutil.rmtree, "my-model: no such folder"),
     ],
 )
@@ -112,12 +87,6 @@ def test_a_model_that_cannot_be_used_is_named(shell: Shell, saved: Path, damage:
     model = shutil.copytree(saved, shell.folder / "my-model")
     damage(model)
     assert f"diptych: model: {message}" in shell.refused("x", "--model", "my-model", "-o", "new/folder")
-
-
-def test_a_model_can_be_wrong_in_the_environment_too(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIPTYCH_MODEL", "/nowhere")
-    said = shell("generate", "x")
-    assert said.code == 2 and "diptych: model: /nowhere: no such folder" in said.err
 
 
 def test_a_folder_that_cannot_be_written_is_named(shell: Shell) -> None:
@@ -139,13 +108,9 @@ def test_a_folder_that_was_there_stays_and_one_that_was_made_for_nothing_goes(sh
     ("name", "value", "message"),
     [
         ("DIPTYCH_PRECISION", "int3", "'fp32', 'bf16', 'fp16', 'int8', 'fp8', 'int8-dynamic', 'int8-sparse' or 'nf4'"),
-        ("DIPTYCH_DEVICE", "gpu", "pattern"),
         ("DIPTYCH_THREADS", "many", "valid integer"),
         ("DIPTYCH_COMPILE", "maybe", "valid boolean"),
-        ("DIPTYCH_MAX_ROWS", "1", "greater than or equal to 2"),
-        ("DIPTYCH_IMAGE_OBJECTIVE_S", "inf", "finite"),
         ("DIPTYCH_STARVATION_S", "nan", "finite"),
-        ("DIPTYCH_STARVATION_S", "0", "greater than 0"),
         ("DIPTYCH_CACHE_DIR", "~nobody-of-this-name/x", "home folder"),
         ("diptych_max_requests", "0", "greater than or equal to 1"),
     ],
@@ -178,6 +143,7 @@ def test_a_misspelt_variable_is_spoken_of(
 
 def test_options_go_over_the_environment(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_MODEL", "/nowhere")
+    assert "diptych: model: /nowhere: no such folder" in shell("generate", "x").err
     assert shell.generate("x").code == 0
 
 
@@ -187,7 +153,7 @@ def test_a_service_takes_the_folders_that_requests_name_from(shell: Shell, monke
     served: list[Settings] = []
     monkeypatch.setattr(serve, "serve", lambda settings, **_: served.append(settings))
     words = [word for name in FOLDERS for word in (f"--{name.replace('_', '-')}", f"/weights/{name}")]
-    assert shell("serve", *words).code == 0
+    shell.done("serve", *words)
     assert {name: str(getattr(served[0], name)) for name in FOLDERS} == {name: f"/weights/{name}" for name in FOLDERS}
 
 
@@ -203,11 +169,12 @@ def test_a_cache_that_cannot_be_made_is_named(shell: Shell, monkeypatch: pytest.
 
 
 def test_benchmarks_refuse_too(shell: Shell) -> None:
-    for name in ("ladder", "arrivals", "serve"):
-        said = shell("bench", name, "--steps", "0")
-        assert said.code == 2 and "diptych: --steps: must be between 1 and 1000, not 0" in said.err
-    said = shell("bench", "arrivals", "--model", "/nowhere")
-    assert said.code == 2 and "diptych: model: /nowhere" in said.err
+    for name, words, told in (
+        ("ladder", "--steps 0", "--steps: must be between 1 and 1000, not 0"),
+        ("serve", "--steps 0", "--steps: must be between 1 and 1000, not 0"),
+        ("arrivals", "--model /nowhere", "model: /nowhere"),
+    ):
+        assert f"diptych: {told}" in shell.refusal("bench", name, *words.split())
     assert list(shell.folder.iterdir()) == []
 
 
@@ -226,17 +193,14 @@ def test_an_install_without_what_serving_needs_is_told_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--port", "0"], "--port: input should be greater than or equal to 1"),
-        (["--port", "65536"], "--port: input should be less than or equal to 65535"),
-        (["--port", "http"], "--port: invalid int value"),
-        (["--data", "~nobody-of-this-name/x"], "--data-dir: refers to a home folder that does not exist"),
-        (["--threads", "-1"], "--threads: input should be greater than or equal to 0"),
-        (["--host", "no-such-host.invalid"], "--host: is no address of this machine"),
-        (["--data", "/proc/nowhere"], "--data: /proc/nowhere cannot be used ("),
+        ("--port 0", "--port: input should be greater than or equal to 1"),
+        ("--port http", "--port: invalid int value"),
+        ("--data ~nobody-of-this-name/x", "--data-dir: refers to a home folder that does not exist"),
+        ("--host no-such-host.invalid", "--host: is no address of this machine"),
+        ("--data /proc/nowhere", "--data: /proc/nowhere cannot be used ("),
     ],
-    ids=lambda value: ascii(value)[:50],
 )
-def test_a_service_that_cannot_be_is_refused_at_once(shell: Shell, arguments: list[str], message: str) -> None:
-    said = shell("serve", *(["--port", str(free_port())] if "--port" not in arguments else []), *arguments)
-    assert said.code == 2 and said.out == "" and message in said.err.strip().splitlines()[-1]
+def test_a_service_that_cannot_be_is_refused_at_once(shell: Shell, arguments: str, message: str) -> None:
+    said = shell.refusal("serve", *f"--port {free_port()} {arguments}".split())
+    assert message in said.strip().splitlines()[-1]
     assert list(shell.folder.iterdir()) == []

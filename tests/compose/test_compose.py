@@ -21,9 +21,8 @@ from PIL import Image
 
 from deployment.redis import free_port
 from tests.deployment import served
-from tests.deployment.served import Client
+from tests.deployment.served import ROOT, Client
 
-ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 4  # jobs that a worker takes: those of one that is killed are drawn again one by one
 BUILD_S, READY_S = 1800.0, 300.0
 wait_until = partial(served.wait_until, timeout_s=READY_S)
@@ -103,6 +102,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.run("build", "api", "worker", timeout_s=BUILD_S)
         stack.run("up", "-d")
         stack.healthy(redis=1, api=1, worker=1)
+        wait_until(lambda: stack.answers("/readyz"), "a worker that the API sees")
         yield stack
     finally:
         stack.run("down", "--volumes", "--remove-orphans")

@@ -43,7 +43,6 @@ def locations(models: list[str]) -> dict[str, str]:
 
 
 def read(text: str, places: Mapping[str, str]) -> dict[str, float]:
-    """The values of a formula in /metrics."""
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     return {name: float(samples[place]) for name, place in places.items()}
 
@@ -67,7 +66,6 @@ class Autoscaler:
     _asked: list[tuple[float, int]] = field(default_factory=list)
 
     def poll(self) -> None:
-        """One poll of KEDA, and one of the HorizontalPodAutoscaler."""
         value, now = evaluated(self.formula, read(self.metrics(), self.places)), time.monotonic()
         if value > 0:
             self._active = now

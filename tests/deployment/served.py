@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,17 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
         "DIPTYCH_TEXT_MODEL": "off",
     }  # fmt: skip
     return inherited | {name: value for name, value in ours.items() if name not in unset} | variables
+
+
+@contextlib.contextmanager
+def killed_at_last(*processes: subprocess.Popen[Any]) -> Iterator[None]:
+    """Leaves none of them behind, whatever happens."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 class Client:
@@ -82,8 +93,6 @@ class Client:
         return self.finished(job["id"])
 
     def finished(self, id: str) -> bytes:
-        """The first picture of a job that must succeed."""
-
         def look() -> dict[str, Any] | None:
             job = self.json(f"/v1/jobs/{id}")
             return job if job["status"] not in ("queued", "running") else None
@@ -180,7 +189,6 @@ class Served(Client):
         wait_until(lambda: not left(), f"the end of {left()}", timeout_s)
 
     def stop(self, number: int, timeout_s: float = 60.0) -> int:
-        """Send a signal, and return the exit code when nothing is left."""
         self._children()
         self.process.send_signal(number)
         return self.ended(timeout_s)
@@ -194,6 +202,13 @@ class Served(Client):
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@contextlib.contextmanager
+def ready(folder: Path, *arguments: str, **options: Any) -> Iterator[Served]:
+    with contextlib.closing(Served(folder, *arguments, **options)) as service:
+        service.ready()
+        yield service
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -11,8 +11,7 @@ import pytest
 
 from deployment.address import AddressError, is_private, listen, url
 from deployment.redis import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.children import ROOT
 
 
 def has_ipv6() -> bool:
@@ -60,7 +59,7 @@ def test_a_port_that_was_just_let_go_can_be_taken() -> None:
             client.close()
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a..b", "x" * 300, "\udcff", "999.0.0.1"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "x" * 300, "\udcff"])
 def test_a_host_that_is_not_ours_is_named_and_not_echoed(host: str) -> None:
     with pytest.raises(AddressError, match=r"^--host: is no address of this machine \(.+\)$") as error:
         listen(host, free_port())

@@ -17,13 +17,15 @@ import pytest
 import redis
 import torch
 import yaml
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from core.config import Settings
 from core.kernels import describe as description
 from deployment.redis import executable, free_port
 from pipeline.checkpoints.load import load
 from tests.core.kernels.test_device import H200
-from tests.deployment.served import ROOT, wait_until
+from tests.deployment.served import ROOT, killed_at_last
 from tests.test_floors import Module, read
 from workers.build import device_of, precision
 from workers.devices import fused
@@ -63,7 +65,6 @@ def image_environment(stage: str) -> dict[str, str]:
 
 
 def settings(service: str, monkeypatch: pytest.MonkeyPatch, **given: str) -> Settings:
-    """As a container of the service reads them."""
     for name in (f"DIPTYCH_{field.upper()}" for field in Settings.model_fields):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment(service, given).items():
@@ -96,8 +97,9 @@ def test_the_gpu_worker_runs_int8_on_fused_layers(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("h200")
 def test_a_shell_that_names_a_precision_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for service in ("worker", "worker-gpu"):
-        assert settings(service, monkeypatch).precision == "auto"
+    for service, device in ("worker", "cpu"), ("worker-gpu", "auto"):
+        by_default = settings(service, monkeypatch)
+        assert (by_default.precision, by_default.device) == ("auto", device)
         assert settings(service, monkeypatch, DIPTYCH_PRECISION="fp16").precision == "fp16"
     read_there = settings("worker-gpu", monkeypatch, DIPTYCH_PRECISION="fp16")
     model = replace(load("random:tiny", precision="fp16", device="meta"), device=torch.device("cuda"))
@@ -115,10 +117,6 @@ def test_every_image_of_others_names_its_version() -> None:
     for image in composed | built_on:
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
         assert re.match(r"v?\d", tag), image
-
-
-def test_the_cpu_worker_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settings("worker", monkeypatch).device == "cpu"
 
 
 def test_all_that_is_kept_between_starts_lies_on_the_volume() -> None:
@@ -144,40 +142,26 @@ def test_uploads_wait_on_a_volume_and_not_in_memory() -> None:
 
 def test_redis_asks_for_the_password_that_the_others_are_given(tmp_path: Path) -> None:
     """The container's own command, run here on another port."""
-    assert settings_url("api") == settings_url("worker") == "redis://:secret@redis:6379/0"
+    urls = {environment(name, {})["DIPTYCH_REDIS_URL"] for name in ("api", "worker")}
+    assert urls == {"redis://:secret@redis:6379/0"}
     service, port = COMPOSE["services"]["redis"], free_port()
     *shell, script = service["command"]
     script = script.replace("$$", "$").replace("redis-server -", f"{executable()} - --port {port}", 1)
     variables = {**os.environ, "REDISCLI_AUTH": "secret", "REDIS_MAXMEMORY": "64mb"}
     assert set(service["environment"]) == {"REDISCLI_AUTH", "REDIS_MAXMEMORY"}
     process = subprocess.Popen([*shell, script], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL)
-    try:
-        client = redis.Redis(port=port, password="secret")
-        wait_until(lambda: answers(client), "its answer", 60)
-        told = client.config_get("*")
-        assert (told["appendonly"], told["appendfsync"], told["maxmemory-policy"], told["save"]) == (
-            "yes", "always", "noeviction", "",
-        )  # fmt: skip
-        assert int(told["maxmemory"]) == 64 * 2**20
-        client.close()
+    promised = {
+        "appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": "",
+        "maxmemory": str(64 * 2**20),
+    }  # fmt: skip
+    patient = Retry(ConstantBackoff(0.1), 600)
+    with killed_at_last(process):
+        with redis.Redis(port=port, password="secret", retry=patient, decode_responses=True) as client:
+            assert client.config_get("*").items() >= promised.items()
         with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
         process.terminate()
         assert process.wait(60) == 0, "it is the signal's, not the shell"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def settings_url(service: str) -> str:
-    return environment(service, {})["DIPTYCH_REDIS_URL"]
-
-
-def answers(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:
-        return False
 
 
 # --- every setting that a part reads can be given to it -------------------------------------------------------------

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import OpenAI
+from openai.types import ImagesResponse
 from PIL import Image
 
 from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
 from tests.core.quant.stage import CACHE, kernels
-from tests.deployment.served import READY_S, Served, wait_until
+from tests.deployment.served import READY_S, Served, ready
 
 SIDE = 128
 DRAWN = {"prompt": "a slice of pizza", "response_format": "b64_json"}
@@ -30,14 +31,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         if not folder.is_dir():
             pytest.skip(f"models/{folder.name} is not here")
     unset = ("DIPTYCH_KERNELS", "DIPTYCH_COMPILE", "DIPTYCH_TEXT_MODEL")
-    service = Served(
+    with ready(
         tmp_path_factory.mktemp("served"), model=None, unset=unset, variables={"DIPTYCH_CACHE_DIR": str(CACHE.parent)}
-    )
-    try:
-        service.ready()
+    ) as service:
         yield service
-    finally:
-        service.close()
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +52,13 @@ def opened(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
         return np.asarray(image.convert("RGB")), fingerprint
 
 
-def decoded(text: str | None) -> bytes:
-    assert text
-    return base64.b64decode(text)
+def data_of(answer: ImagesResponse) -> bytes:
+    assert answer.data is not None and answer.data[0].b64_json
+    return base64.b64decode(answer.data[0].b64_json)
 
 
 def draw(client: OpenAI, **fields: Any) -> bytes:
-    answer = client.images.generate(**DRAWN, extra_body={**SEEDED, **fields})  # type: ignore[arg-type]
-    assert answer.data is not None
-    return decoded(answer.data[0].b64_json)
+    return data_of(client.images.generate(**DRAWN, extra_body={**SEEDED, **fields}))  # type: ignore[arg-type]
 
 
 def test_it_says_what_it_serves_and_in_which_precision(service: Served) -> None:
@@ -86,49 +81,23 @@ def test_pictures_are_drawn_by_our_kernels_and_equal_for_equal_seeds(client: Ope
 def test_an_edit_keeps_what_its_mask_keeps(client: OpenAI) -> None:
     before = draw(client)
     levels, _ = opened(before)
-    mask = np.full((SIDE, SIDE, 4), 255, np.uint8)
-    mask[: SIDE // 2, :, 3] = 0  # transparent: the upper half is drawn anew
+    mask = Image.new("RGBA", (SIDE, SIDE), "white")
+    mask.paste((0, 0, 0, 0), (0, 0, SIDE, SIDE // 2))  # transparent: the upper half is drawn anew
     stream = io.BytesIO()
-    Image.fromarray(mask).save(stream, "PNG")
+    mask.save(stream, "PNG")
     answer = client.images.edit(
         image=("pizza.png", before), mask=("mask.png", stream.getvalue()), prompt="a red heart",
         response_format="b64_json", extra_body={**SEEDED, "strength": 0.9},
     )  # fmt: skip
-    assert answer.data is not None
-    edited, fingerprint = opened(decoded(answer.data[0].b64_json))
+    edited, fingerprint = opened(data_of(answer))
     assert fingerprint["executable"] == "kernels"
     assert np.array_equal(edited[SIDE // 2 :], levels[SIDE // 2 :])
     assert np.abs(edited[: SIDE // 2].astype(int) - levels[: SIDE // 2]).mean() > 5
 
 
-def test_a_streamed_picture_is_the_one_that_is_waited_for(client: OpenAI) -> None:
-    events = list(
-        client.images.generate(**DRAWN, stream=True, partial_images=2, extra_body=SEEDED)  # type: ignore[call-overload]
+def test_it_chats(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="emoji-lm", messages=[{"role": "user", "content": "a cat"}], temperature=0, max_tokens=40
     )
-    assert [event.type for event in events[:-1]] == ["image_generation.partial_image"] * (len(events) - 1)
-    assert len(events) > 1 and events[-1].type == "image_generation.completed"
-    whole, _ = opened(decoded(events[-1].b64_json))
-    waited_for, _ = opened(draw(client))
-    assert np.array_equal(whole, waited_for)
-
-
-def test_it_chats_at_once_and_as_a_stream(client: OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "emoji-lm", "messages": [{"role": "user", "content": "a cat"}], "temperature": 0, "max_tokens": 40,
-    }  # fmt: skip
-    answer = client.chat.completions.create(**asked)
-    text = answer.choices[0].message.content
-    assert text and "cat" in text and answer.usage is not None and answer.usage.completion_tokens > 3
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == text
-    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [answer.choices[0].finish_reason]
-
-
-def test_a_cancelled_job_ends_amid_its_steps_and_others_are_drawn(service: Served, client: OpenAI) -> None:
-    job = service.json("/v1/jobs", {"type": "image", "prompt": "a hen", "steps": 1000, "n": 4})
-    path = f"/v1/jobs/{job['id']}"
-    wait_until(lambda: (service.json(path)["progress"] or {}).get("steps_done"), "its first steps")
-    assert service.json(f"{path}/cancel", {})["status"] == "cancelled"
-    opened(draw(client, seed=9))
-    ended = service.json(path)
-    assert ended["status"] == "cancelled" and ended["progress"]["steps_done"] < ended["progress"]["steps"]
+    assert "cat" in (answer.choices[0].message.content or "")
+    assert answer.usage is not None and answer.usage.completion_tokens > 3

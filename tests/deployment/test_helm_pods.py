@@ -90,7 +90,6 @@ class Pod:
         return value
 
     def probe(self, name: str) -> bool:
-        """Whether a probe succeeds now."""
         probe = self.container[name]
         if "exec" in probe:
             command = list(probe["exec"]["command"])
@@ -108,7 +107,6 @@ class Pod:
             return False
 
     def started(self) -> None:
-        """Wait for its start-up probe; then the others succeed too."""
         wait_until(lambda: self.process.poll() is not None or self.probe("startupProbe"), "a start")
         assert self.process.poll() is None
         assert self.probe("readinessProbe") and self.probe("livenessProbe")
@@ -160,8 +158,8 @@ def test_a_picture_is_drawn_scaling_is_told_and_all_end_in_time(started: Callabl
     made = subprocess.run(words, env=api.variables, cwd=ROOT, capture_output=True, text=True, check=True)
     key = re.search(r"dpt_[\w-]+", made.stdout)
     assert key is not None
-    values = scaling.read(ask(api, "/metrics", key=key[0]), scaling.locations([TINY]))
-    assert values == {"queued_0": 0, "running_0": 0, "ready": 1}
+    values = lambda: scaling.read(ask(api, "/metrics", key=key[0]), scaling.locations([TINY]))  # noqa: E731
+    wait_until(lambda: values() == {"queued_0": 0, "running_0": 0, "ready": 1}, "what the API sees of Redis")
 
     redis_gone = redis.stop()
     assert redis_gone == 0 and not worker.probe("readinessProbe")

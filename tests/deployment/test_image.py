@@ -18,7 +18,7 @@ import yaml
 
 from cli.arguments import FOLDERS
 from deployment.devices import NoDevices, visible_gpus
-from tests.deployment.served import ROOT, environment, wait_until
+from tests.deployment.served import ROOT, environment, killed_at_last, wait_until
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 LINES = re.sub(r"\\\n\s*", "", DOCKERFILE).splitlines()  # a command on several lines is one
@@ -33,7 +33,6 @@ NAMES = {
 
 
 def api_packages() -> set[str]:
-    """What the stage `base` installs by name, and so both images."""
     start = "RUN python install.py /opt/diptych --only setuptools "
     (line,) = [line for line in LINES if line.startswith(start)]
     return set(line.removeprefix(start).split())
@@ -59,12 +58,10 @@ def test_the_api_image_installs_what_the_api_imports() -> None:
     installed = api_packages()
     code = "import sys, api.app, cli.serve, deployment.probe; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    ours = {name for name in loaded.stdout.split() if (ROOT / (name.replace(".", "/") + ".py")).is_file()}
-    ours |= {name for name in loaded.stdout.split() if (ROOT / name.replace(".", "/") / "__init__.py").is_file()}
+    places = [ROOT / name.replace(".", "/") for name in loaded.stdout.split()]
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
     needed = set()
-    for name in ours:
-        path = ROOT / (name.replace(".", "/") + ".py")
-        path = path if path.is_file() else ROOT / name.replace(".", "/") / "__init__.py"
+    for path in files:
         nodes = ast.parse(path.read_text("utf-8")).body  # what is imported at once: the rest, others' commands need
         imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -101,7 +98,6 @@ def test_the_compose_file_is_for_old_and_new() -> None:
     ("variables", "listed", "found"),
     [
         ({}, "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", ["0", "1"]),
-        ({"CUDA_VISIBLE_DEVICES": "3, 5"}, "", ["3", "5"]),
         ({"CUDA_VISIBLE_DEVICES": "2,-1,4"}, "", ["2"]),
         ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, "GPU 0: x", ["MIG-1"]),
         ({}, "", None),
@@ -147,22 +143,12 @@ def begin(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
 
 def test_one_worker_for_each_is_kept_alive_and_stopped(tmp_path: Path) -> None:
     process = begin(tmp_path, CRASHES)
-    try:
-        begun = lambda: [p.read_text() for p in sorted(tmp_path.iterdir())] == ["began\nbegan\n"] * 2  # noqa: E731
-        wait_until(begun, "a second start of both")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "7"]
+    with killed_at_last(process):
+        begun = lambda: {path.name: path.read_text() for path in tmp_path.iterdir()}  # noqa: E731
+        wait_until(lambda: begun() == dict.fromkeys("07", "began\nbegan\n"), "a second start of both")
         process.terminate()
         _, said = process.communicate(timeout=60)
-        assert process.returncode == 0 and "worker 1 ended (exit code 70); starting it again" in said
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_input_that_can_never_work_ends_all(tmp_path: Path) -> None:
-    process = begin(tmp_path, "import sys; sys.exit(2)")
-    process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 0 and "worker 1 ended (exit code 70); starting it again" in said
 
 
 # The command, whose workers note in place of their work what they are given.
@@ -199,13 +185,10 @@ def test_each_worker_gets_all_settings_by_its_environment(tmp_path: Path) -> Non
         [sys.executable, "-c", NOTES, str(tmp_path), "worker", *options], cwd=ROOT,
         env={**environment(), **settings}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    try:
+    with killed_at_last(process):
         wait_until(lambda: process.poll() is not None or len(list(tmp_path.glob("*.json"))) == 2, "both workers")
         process.terminate()
         _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     for number, device in enumerate(("3", "5")):
         command, own = json.loads((tmp_path / f"{device}.json").read_text())
         assert command == ["-P", "-m", "cli", "worker"] and "secret" not in said
@@ -218,17 +201,14 @@ def test_each_worker_gets_all_settings_by_its_environment(tmp_path: Path) -> Non
 
 def test_logs_lie_in_a_folder_that_nobody_can_foresee(tmp_path: Path) -> None:
     """Another user of the machine can neither read them nor have put a link where they will be written."""
-    folder, temporary = tmp_path / "workers", tmp_path / "tmp"
-    folder.mkdir()
-    temporary.mkdir(mode=0o1777)
-    shown = []
-    for number in range(2):
-        begin(folder, "import sys; print('said'); sys.exit(2)", TMPDIR=str(temporary)).communicate(timeout=60)
-        logs = sorted(temporary.glob("diptych-workers-*"))
-        assert len(logs) == number + 1
-        shown.append(next(path for path in logs if path not in shown))
-        assert shown[-1].stat().st_mode & 0o777 == 0o700 and "said" in (shown[-1] / "0.log").read_text()
-    assert shown[0].name != shown[1].name
+    for _ in range(2):
+        process = begin(tmp_path, "import sys; print('said'); sys.exit(2)", TMPDIR=str(tmp_path))
+        process.communicate(timeout=60)
+        assert process.returncode == 2, "input that can never work ends all"
+    logs = [*tmp_path.glob("diptych-workers-*")]
+    assert len(logs) == 2
+    for folder in logs:
+        assert folder.stat().st_mode & 0o777 == 0o700 and "said" in (folder / "0.log").read_text()
 
 
 def test_a_probe_tells_what_is_well() -> None:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from deployment.launch import launched
+from tests.children import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 _TELL = (
     "import os, signal; print([signal.getsignal(n) == signal.SIG_DFL for n in (1, 3, 15)],"
     " signal.getsignal(2) == signal.default_int_handler, signal.pthread_sigmask(signal.SIG_BLOCK, []), os.nice(0))"

@@ -8,8 +8,7 @@ import pytest
 from setuptools.command.egg_info import FileList
 
 from deployment import assets
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.children import ROOT
 
 
 def test_it_has_every_file_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:

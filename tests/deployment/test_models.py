@@ -26,7 +26,7 @@ from llm import tiny as tiny_text
 from llm.load import load
 from llm.parameters import TextParameters
 from pipeline.checkpoints import tiny
-from tests.deployment.served import Served, wait_until
+from tests.deployment.served import Served, ready, wait_until
 from tests.llm.stage import chat, serving
 from tests.pipeline.original_layout import checkpoint
 
@@ -40,6 +40,9 @@ def as_url(array: np.ndarray) -> dict[str, str]:
     stream = io.BytesIO()
     Image.fromarray(array).save(stream, "PNG")
     return {"image_url": f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"}
+
+
+PROMPT = "a cat"
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +62,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for seed, name in enumerate(TEXTS[1:]):
         tiny_text.save(folder / "store" / name, tiny_text.SHAPES[tiny_text.TINY], seed)
     weights_mib = sum(file.stat().st_size for file in (folder / "store" / "one").rglob("*.safetensors")) // 2**20
-    service = Served(
+    with ready(
         folder / "served", "--models", ",".join(["painter", *TUNED]), "--models-mib",
         f"{2 * weights_mib + weights_mib // 2}", "--text-models", ",".join(TEXTS), "--text-models-mib", str(TEXTS_MIB),
         model=None, variables=variables, unset=("DIPTYCH_TEXT_MODEL",),
-    )  # fmt: skip
-    try:
-        service.ready()
+    ) as service:  # fmt: skip
         yield service
-    finally:
-        service.close()
 
 
 def cards(service: Served, modality: str = "image") -> dict[str, dict[str, Any]]:
     found = {model["id"]: model["diptych"] for model in service.json("/v1/models")["data"]}
     return {name: card for name, card in found.items() if card["modality"] == modality}
+
+
+def having(service: Served, modality: str, state: str) -> set[str]:
+    return {name for name, card in cards(service, modality).items() if card[state]}
 
 
 def test_an_added_inpainting_model_serves_edits_with_a_mask_alone(service: Served) -> None:
@@ -85,11 +88,9 @@ def test_an_added_inpainting_model_serves_edits_with_a_mask_alone(service: Serve
     mask = np.full((side, side, 4), 255, dtype=np.uint8)
     mask[: side // 2, :, 3] = 0
     fields = {"prompt": "a fox", "seed": 7, "response_format": "b64_json"}
-    for path, more, wrong in (
-        ("/v1/images/generations", {}, "model"),
-        ("/v1/images/edits", {"images": [as_url(image)]}, "mask"),
-    ):
-        status, body = service.call(path, {**fields, **more})
+    edit = {**fields, "images": [as_url(image)]}
+    for path, asked, wrong in ("/v1/images/generations", fields, "model"), ("/v1/images/edits", edit, "mask"):
+        status, body = service.call(path, asked)
         assert status == 400 and json.loads(body)["error"]["param"] == wrong, body
     Image.fromarray(image).save(service.folder / "cat.png")
     Image.fromarray(mask).save(service.folder / "mask.png")
@@ -97,24 +98,19 @@ def test_an_added_inpainting_model_serves_edits_with_a_mask_alone(service: Serve
     subprocess.run(command, shell=True, cwd=service.folder, check=True, timeout=60)
     with Image.open(service.folder / "hat.png") as hat:
         assert hat.size == (side, side)
-    status, body = service.call("/v1/images/edits", {**fields, "images": [as_url(image)], "mask": as_url(mask)})
-    assert status == 200, body
-    drawn = np.asarray(Image.open(io.BytesIO(base64.b64decode(json.loads(body)["data"][0]["b64_json"]))))
+    data = service.json("/v1/images/edits", {**edit, "mask": as_url(mask)})["data"]
+    drawn = np.asarray(Image.open(io.BytesIO(base64.b64decode(data[0]["b64_json"]))))
     assert (drawn[side // 2 :] == image[side // 2 :]).all() and (drawn[: side // 2] != image[: side // 2]).mean() > 0.5
 
 
 def drawn(service: Served, seed: int = 1, **fields: object) -> bytes:
     given = {"prompt": "a cat", "seed": seed, "steps": 2, "deterministic": True, "response_format": "b64_json"}
-    status, body = service.call("/v1/images/generations", given | fields)
-    assert status == 200, body
-    return base64.b64decode(json.loads(body)["data"][0]["b64_json"])
+    return base64.b64decode(service.json("/v1/images/generations", given | fields)["data"][0]["b64_json"])
 
 
 def test_four_models_are_served_by_one_worker_which_has_room_for_two(service: Served) -> None:
     """Fine-tunes asked for at once, then one after the other."""
-    wait_until(
-        lambda: {name for name, card in cards(service).items() if card["live"]} == {"painter", *TUNED}, "all models"
-    )
+    wait_until(lambda: having(service, "image", "live") == {"painter", *TUNED}, "all models")
     with ThreadPoolExecutor(6) as pool:
         pictures = list(pool.map(lambda at: drawn(service, model=TUNED[at % 3], seed=at // 3), range(6)))
     assert len({*pictures}) == 6
@@ -122,17 +118,15 @@ def test_four_models_are_served_by_one_worker_which_has_room_for_two(service: Se
         assert drawn(service, model=TUNED[at % 3], seed=at // 3) == pictures[at]
 
     def announced() -> bool:
-        found = cards(service)
-        return bool(found["one"]["loaded"]) and sum(bool(found[name]["loaded"]) for name in TUNED) <= 2
+        tuned = having(service, "image", "loaded") & {*TUNED}
+        return "one" in tuned and len(tuned) <= 2
 
     wait_until(announced, "what was evicted, and what was drawn with last")
-    status, body = service.call("/v1/images/generations", {"prompt": "a cat", "model": "five"})
-    assert status == 404, body
+    assert service.call("/v1/images/generations", {"prompt": "a cat", "model": "five"})[0] == 404
 
 
 @cache
 def own_answers(folder: Path) -> dict[tuple[str, int], str]:
-    """What each text model answers in a process of its own, by model and seed."""
     answers = {}
     for name in TEXTS:
         model = load(str(EMBEDDED_TEXT_MODEL if name == TEXTS[0] else folder / "store" / name))
@@ -143,9 +137,6 @@ def own_answers(folder: Path) -> dict[tuple[str, int], str]:
     return answers
 
 
-PROMPT = "a cat"
-
-
 def body(model: str, seed: int, **fields: object) -> dict[str, object]:
     return {
         "model": model, "messages": [{"role": "user", "content": PROMPT}], "seed": seed, "temperature": 1.0,
@@ -154,7 +145,6 @@ def body(model: str, seed: int, **fields: object) -> dict[str, object]:
 
 
 def answered(service: Served, model: str, seed: int) -> str:
-    """A streamed answer to a chat."""
     status, data = service.call("/v1/chat/completions", body(model, seed, stream=True))
     assert status == 200, data
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
@@ -164,38 +154,26 @@ def answered(service: Served, model: str, seed: int) -> str:
 
 def test_three_text_models_stream_at_once_as_each_does_alone_in_the_memory_of_two(service: Served) -> None:
     """One of them leaves memory for another, and comes back."""
-    wait_until(lambda: {name for name, card in cards(service, "text").items() if card["live"]} == {*TEXTS}, "all")
+    wait_until(lambda: having(service, "text", "live") == {*TEXTS}, "all")
     expected = own_answers(service.folder.parent)
     with ThreadPoolExecutor(6) as pool:
         streams = {key: pool.submit(answered, service, *key) for key in expected}
         assert {key: stream.result() for key, stream in streams.items()} == expected
     for name in ("scribe", "poet"):
         assert answered(service, name, 0) == expected[name, 0]
-        wait_until(
-            lambda name=name: (
-                {own for own, card in cards(service, "text").items() if card["loaded"]} == {TEXTS[0], name}
-            ),  # type: ignore[misc]
-            f"{name} alone beside the first",
-        )
+        both = {TEXTS[0], name}
+        wait_until(lambda both=both: having(service, "text", "loaded") == both, f"{name} alone beside the first")
     loaded = cards(service, "text")
     assert [loaded[name]["loaded_workers"] for name in TEXTS] == [1, 1, 0] and loaded["scribe"]["workers"] == 1
     assert loaded["scribe"]["load_s"] > 0 and all(card["device"] == "cpu" for card in loaded.values())
 
 
-def test_a_text_request_names_its_model_and_none_means_the_first(service: Served) -> None:
+def test_a_text_request_without_a_model_means_the_first_which_expands_prompts_too(service: Served) -> None:
     expected = own_answers(service.folder.parent)
     first = service.json("/v1/chat/completions", {**body(TEXTS[0], 0), "model": None})
     assert (first["model"], first["choices"][0]["message"]["content"]) == (TEXTS[0], expected[TEXTS[0], 0])
-    named = service.json("/v1/responses", {"model": "scribe", "input": PROMPT, "max_output_tokens": 4})
-    assert named["model"] == "scribe"
-    plain = service.json("/v1/completions", {"model": "poet", "prompt": PROMPT, "max_tokens": 4})
-    assert plain["model"] == "poet"
-    for wrong, code in (("sculptor", "model_not_found"), ("painter", "wrong_modality")):
-        status, data = service.call("/v1/chat/completions", body(wrong, 0))
-        assert (status, json.loads(data)["error"]["code"]) == (404 if wrong == "sculptor" else 400, code)
-    # Prompts are expanded by the first.
-    edit = {"prompt": PROMPT, "expand_prompt": True, "model": "one", "steps": 1, "seed": 1, "response_format": "url"}
-    assert service.json("/v1/images/generations", edit)["data"][0]["revised_prompt"] != PROMPT
+    asked = {"prompt": PROMPT, "expand_prompt": True, "model": "one", "steps": 1, "seed": 1, "response_format": "url"}
+    assert service.json("/v1/images/generations", asked)["data"][0]["revised_prompt"] != PROMPT
 
 
 def test_chat_asks_a_service_for_the_model_that_it_names(service: Served, capsys: pytest.CaptureFixture[str]) -> None:

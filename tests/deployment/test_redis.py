@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,43 +19,49 @@ from redis.retry import Retry
 
 from deployment import redis as deployment_redis
 from deployment.redis import NoRoom, RedisError, RedisServer, executable, free_port
+from tests.children import ROOT
 from tests.disks import small_disk
 
-ROOT = Path(__file__).resolve().parents[2]
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str) -> Iterator[RedisServer]:
+    server = RedisServer(folder, options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path / "redis", ("maxmemory 512mb",))
-    server.start()
-    yield server
-    server.kill()
+    """In a folder that has any name."""
+    with running(tmp_path / 'a "b" \\ ü\n#', "maxmemory 512mb") as server:
+        yield server
 
 
 def client(server: RedisServer) -> redis.Redis:
     return redis.Redis.from_url(server.url, decode_responses=True)
 
 
-@pytest.mark.parametrize("ends", [RedisServer.stop, RedisServer.kill])
-def test_what_was_written_outlives_the_server_at_the_same_address(server: RedisServer, ends) -> None:
+@pytest.mark.parametrize("end", [RedisServer.stop, RedisServer.kill])
+def test_what_was_written_outlives_the_server_at_the_same_address(
+    server: RedisServer, end: Callable[[RedisServer], None]
+) -> None:
     url = server.url
     with client(server) as before:
         before.set("key", "value")
-    ends(server)
+    end(server)
     assert not server.running and not server.answers()
     server.start()
     assert server.url == url
     with client(server) as after:
         assert after.get("key") == "value"
-
-
-def test_it_keeps_the_promises_that_jobs_lean_on(server: RedisServer) -> None:
-    with client(server) as connection:
-        told = {name: value for pattern in ("maxmemory*", "append*", "save", "bind")
-                for name, value in connection.config_get(pattern).items()}  # fmt: skip
-    assert told["maxmemory"] == str(512 * 2**20) and told["maxmemory-policy"] == "noeviction"
-    assert told["appendonly"] == "yes" and told["appendfsync"] == "always"
-    assert told["save"] == "" and told["bind"] == "127.0.0.1"
+        promised = {
+            "maxmemory": str(512 * 2**20), "maxmemory-policy": "noeviction", "appendonly": "yes",
+            "appendfsync": "always", "save": "", "bind": "127.0.0.1",
+        }  # fmt: skip
+        assert after.config_get("*").items() >= promised.items()
 
 
 def test_only_who_knows_the_password_gets_in_and_no_list_of_processes_tells_it(server: RedisServer) -> None:
@@ -77,17 +83,6 @@ def test_two_never_write_into_one_folder(server: RedisServer, monkeypatch: pytes
     server.kill()
     other.start()
     other.kill()
-
-
-def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / 'a "b" \\ ü\n#')
-    server.start()
-    try:
-        with client(server) as connection:
-            connection.set("key", "value")
-        assert list(server.folder.rglob("*.aof"))
-    finally:
-        server.kill()
 
 
 def aof(server: RedisServer) -> Path:
@@ -129,30 +124,16 @@ def test_nobody_else_reads_its_files(tmp_path: Path) -> None:
     try:
         folder.mkdir(mode=0o777)
         (folder / "appendonlydir").mkdir(mode=0o777)
-        server = RedisServer(folder)
-        server.start()
+        with running(folder) as server, client(server) as connection:
+            connection.set("prompt", "a secret")
+            assert modes(folder) == {"0o700", "0o600"}
     finally:
         os.umask(before)
-    try:
-        with client(server) as connection:
-            connection.set("prompt", "a secret")
-        assert modes(folder) == {"0o700", "0o600"}
-    finally:
-        server.kill()
 
 
-@pytest.fixture
-def little(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MiB."""
-    with small_disk(tmp_path / "little", "4m") as folder:
-        yield folder
-
-
-def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(little: Path) -> None:
+def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(tmp_path: Path) -> None:
     """What was acknowledged is there again afterwards."""
-    server = RedisServer(little / "redis")
-    server.start()
-    try:
+    with small_disk(tmp_path / "little", "4m") as little, running(little / "redis") as server:
         acknowledged = []
         with client(server) as connection, contextlib.suppress(redis.ConnectionError):
             for number in range(1000):
@@ -168,14 +149,10 @@ def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(little: 
         server.start()
         with client(server) as connection:
             assert connection.exists(*acknowledged) == len(acknowledged) > 10
-    finally:
-        server.kill()
 
 
 def test_why_it_does_not_start_is_said(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         server = RedisServer(tmp_path, port=taken.getsockname()[1])
         with pytest.raises(RedisError, match="Address already in use"):
             server.start()
@@ -191,7 +168,6 @@ def test_a_log_that_has_grown_begins_anew(server: RedisServer) -> None:
 
 
 def stand_in(folder: Path, says: str) -> None:
-    """A redis-server that tells a version, and cannot do more."""
     path = folder / "redis-server"
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o755)
@@ -200,10 +176,8 @@ def stand_in(folder: Path, says: str) -> None:
 @pytest.mark.parametrize(
     ("says", "taken"),
     [
-        ("Redis server v=7.2.4 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=1", True),
         ("Redis server v=6.2.0 sha=00000000:0", True),
         ("Redis server v=6.0.16 sha=00000000:0", False),
-        ("Redis server v=5.0.14 sha=00000000:0", False),
         ("Valkey server 8.0.1", True),
     ],
 )

@@ -78,16 +78,8 @@ def test_from_zero_to_many_and_back_with_nothing_lost(crew: Crew, redis_url: str
         # A new Deployment has one pod, whose worker announces the model; without work it goes.
         replicas.live.append(crew.hire("--step", "0.02", drain_s=30))
         eventually(lambda: places["ready"] + " 1.0" in metrics())
-        scaler = scaling.Autoscaler(
-            scaling.formula(1, 2.0, 1.0),
-            places,
-            metrics,
-            replicas.scale,
-            MOST,
-            window_s=0.3,
-            cooldown_s=0.3,
-            replicas=1,
-        )
+        formula = scaling.formula(1, 2.0, 1.0)
+        scaler = scaling.Autoscaler(formula, places, metrics, replicas.scale, MOST, 0.3, 0.3, replicas=1)
         while scaler.replicas:
             scaler.poll()
         assert [worker.wait() for worker in replicas.stopped] == [0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
 import json
 import os
@@ -16,11 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import torch
-from openai import OpenAI
 from PIL import Image
 
 from pipeline.checkpoints import tiny
@@ -28,9 +23,7 @@ from pipeline.checkpoints.load import load
 from tests.cli.conftest import shell
 from tests.cli.shell import Shell
 from tests.cli.test_captions import write
-from tests.deployment.served import READY_S, ROOT, Served, environment, wait_until
-from tests.integrations.comfyui.host import Host
-from tests.pipeline import loras
+from tests.deployment.served import ROOT, Served, environment, ready, wait_until
 from tests.unet_opt.shapes import tiny_vae
 
 __all__ = ["shell"]
@@ -39,28 +32,18 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `loras` (one, and a damaged file) and `taesd`."""
-    folder = tmp_path_factory.mktemp("operator")
-    (folder / "loras").mkdir()
-    loras.write(load(tiny.TINY), folder / "loras", "ink")
-    (folder / "loras" / "damaged.safetensors").write_bytes(b"none")
-    tiny_vae(8).save_pretrained(folder / "taesd")
+def taesd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("taesd")
+    tiny_vae(8).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def service(taesd: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One that is ready. What a test breaks, it waits to see mended."""
-    variables = {
-        "DIPTYCH_LORA_DIR": str(folder / "loras"), "DIPTYCH_TINY_VAE": str(folder / "taesd"), "DIPTYCH_LEASE_S": "5",
-    }  # fmt: skip
-    service = Served(tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables=variables)
-    try:
-        service.ready()
+    variables = {"DIPTYCH_TINY_VAE": str(taesd), "DIPTYCH_LEASE_S": "5"}
+    with ready(tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables=variables) as service:
         yield service
-    finally:
-        service.close()
 
 
 def drawn_with(png: bytes) -> dict[str, object]:
@@ -75,24 +58,23 @@ def drawn_with(png: bytes) -> dict[str, object]:
 def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:
     assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu, torch: the native kernels are" in service.out
     assert "; emoji-lm, fp32 on cpu, torch: the CPU kernels are turned off" in service.out
-    said = service.err.splitlines()
-    assert said[0] == "diptych: starting"
-    assert "diptych: worker: loading random:tiny" in said
+    first, *said = service.err.splitlines()
+    assert first == "diptych: starting" and "diptych: worker: loading random:tiny" in said
     assert all(line.startswith("diptych: ") for line in said)  # no warnings, no escapes of a terminal
 
 
 def test_a_job_is_drawn_again_to_the_bit_by_the_request_that_it_tells(service: Served) -> None:
-    def drawn(fields: dict[str, object]) -> tuple[dict[str, object], bytes]:
+    def drawn(fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         id = service.json("/v1/jobs", fields)["id"]
-        job = wait_until(lambda: (one := service.json(f"/v1/jobs/{id}"))["status"] == "succeeded" and one, "a picture")
-        return job, service.call(f"/v1/jobs/{id}/images/0")[1]
+        png = service.finished(id)
+        return service.json(f"/v1/jobs/{id}"), png
 
     fields = {"type": "image", "prompt": "a hat", "deterministic": True, "steps": 4, "plan": "auto", "size": "24x40"}
     first, png = drawn(fields)
-    assert first["request"]["size"] == "24x40" and first["request"]["deepcache"] != "off"  # type: ignore[index]
-    again, same = drawn(first["request"])  # type: ignore[arg-type]
+    assert first["request"]["size"] == "24x40" and first["request"]["deepcache"] != "off"
+    again, same = drawn(first["request"])
     assert same == png and again["request"] == first["request"]
-    assert again["images"][0]["fingerprint"] == first["images"][0]["fingerprint"]  # type: ignore[index]
+    assert again["images"][0]["fingerprint"] == first["images"][0]["fingerprint"]
     assert drawn(fields)[1] != png, "another seed is drawn"
 
 
@@ -116,97 +98,20 @@ def test_the_readmes_request_gets_the_address_of_an_image(service: Served) -> No
     assert drawn_with(service.call(path)[1])["seed"] == 7
 
 
-def test_openais_client_draws_with_its_own_models_name_and_size(service: Served) -> None:
-    with OpenAI(base_url=f"{service.url}/v1", api_key="unused", timeout=READY_S) as client:
-        answer = client.images.generate(
-            model="gpt-image-1", prompt="a hat", size="1024x1024", quality="high", extra_body={"num_inference_steps": 2}
-        )
-    (image,) = answer.data or []
-    with Image.open(io.BytesIO(base64.b64decode(image.b64_json or ""))) as picture:
-        assert "x".join(map(str, picture.size)) == answer.size == "32x32"
-        assert json.loads(picture.text["diptych"])["steps"] == 2  # type: ignore[attr-defined]
-    assert [warning.split(":")[0] for warning in image.model_extra["warnings"]] == ["model", "size", "quality"]  # type: ignore[index]
-
-
-def test_comfyuis_nodes_draw_what_the_api_draws(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, and outside of a mask the pixels of the source; with progress on the way."""
-    monkeypatch.setenv("DIPTYCH_URL", service.url)
-    host, fields = Host(monkeypatch), {"prompt": "a hat", "seed": 5, "steps": 4, "n": 2}
-    images, _ = host.run("DiptychSampler", **fields, options='{"deterministic": true}')
-    answer = service.json("/v1/images/generations", {**fields, "deterministic": True})
-    files = [io.BytesIO(base64.b64decode(image["b64_json"])) for image in answer["data"]]
-    expected = np.stack([np.asarray(Image.open(file)) for file in files])
-    assert images.shape == (2, 32, 32, 3) and np.array_equal(images.numpy(), expected.astype(np.float32) / 255)
-    assert host.progress[-1] == (8, 8)
-
-    mask = torch.zeros(1, 32, 32)
-    mask[:, :, 16:] = 1.0
-    (edited,), _ = host.run("DiptychSampler", image=images[:1], mask=mask, strength=1.0, prompt="a fox", steps=4)
-    assert torch.equal(edited[:, :16], images[0, :, :16]) and not torch.equal(edited[:, 16:], images[0, :, 16:])
-
-
-# -- what an operator's folders hold ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(service: Served) -> dict[str, Any]:
-    """What its image model says of itself."""
-    (model,) = [m for m in service.json("/v1/models")["data"] if m["diptych"]["modality"] == "image"]
-    return dict(model["diptych"])
-
-
-def levels(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png))).astype(int)
-
-
-def test_requests_bring_their_own_lora(service: Served, model: dict[str, Any], folder: Path) -> None:
-    path = folder / "loras" / "ink.safetensors"
-    assert model["loras"] == ["damaged", "ink"]
-
-    fields: dict[str, Any] = {"seed": 7, "prompt": "a fox"}
-    png = service.picture(**fields, lora="ink:0.7")
-    text = Image.open(io.BytesIO(png)).text  # type: ignore[attr-defined]
-    assert json.loads(text["diptych"])["lora"] == "ink:0.7"
-    assert json.loads(text["fingerprint"])["lora"] == {"ink": hashlib.sha256(path.read_bytes()).hexdigest()}
-    plain = service.picture(**fields)
-    assert np.abs(levels(png) - levels(plain)).max() > 3
-
-    job = service.json("/v1/jobs", {"type": "image", **fields, "lora": "damaged"})
-
-    def ended() -> dict[str, Any] | None:
-        found = service.json(f"/v1/jobs/{job['id']}")
-        return found if found["status"] not in ("queued", "running") else None
-
-    failed = wait_until(ended, "its end")
-    assert failed["status"] == "failed" and failed["error"]["message"].startswith("lora: damaged: does not fit")
-    status, answer = service.call("/v1/images/generations", {**fields, "lora": "gone"})
-    assert status == 400 and json.loads(answer)["error"]["param"] == "lora"
-    assert service.picture(**fields) == plain
-
-
-def test_requests_choose_the_decoder(service: Served, model: dict[str, Any], folder: Path) -> None:
-    decoder = load(tiny.TINY, tiny_vae=str(folder / "taesd")).tiny_vae
+def test_requests_choose_the_decoder(service: Served, taesd: Path) -> None:
+    decoder = load(tiny.TINY, tiny_vae=str(taesd)).tiny_vae
+    (model,) = [m["diptych"] for m in service.json("/v1/models")["data"] if m["diptych"]["modality"] == "image"]
     assert model["vaes"] == ["full", "tiny"] and model["costs"]["vae_tiny_s"] > 0
-
     fields = {"seed": 7, "prompt": "a fox"}
     pictures = {name: Image.open(io.BytesIO(service.picture(**fields, vae=name))) for name in ("full", "tiny")}
     told = {name: json.loads(one.text["fingerprint"]).get("vae-tiny") for name, one in pictures.items()}  # type: ignore[attr-defined]
     assert decoder is not None and told == {"full": None, "tiny": decoder.digest}
     assert pictures["full"].tobytes() != pictures["tiny"].tobytes()
-
-    jobs: list[str] = []
-
-    def preview() -> bytes | None:
-        """Of a job under way; of another one, if it ended before it was looked at."""
-        if not jobs or service.json(f"/v1/jobs/{jobs[-1]}")["status"] not in ("queued", "running"):
-            asked = {"type": "image", **fields, "steps": 500, "preview_every": 1}
-            jobs.append(service.json("/v1/jobs", asked)["id"])
-        status, body = service.call(f"/v1/jobs/{jobs[-1]}/preview")
-        return body if status == 200 else None
-
-    seen = Image.open(io.BytesIO(wait_until(preview, "a preview")))
-    assert "{}x{}".format(*seen.size) == model["native_size"]
-    service.call(f"/v1/jobs/{jobs[-1]}/cancel", {})
+    job = service.json("/v1/jobs", {"type": "image", **fields, "steps": 1000, "preview_every": 1, "n": 4})
+    path = f"/v1/jobs/{job['id']}"
+    seen = wait_until(lambda: (found := service.call(f"{path}/preview"))[0] == 200 and found[1], "a preview")
+    assert "{}x{}".format(*Image.open(io.BytesIO(seen)).size) == model["native_size"]
+    service.call(f"{path}/cancel", {})
 
 
 def test_it_writes_the_captions_that_the_command_writes_by_itself(service: Served, shell: Shell) -> None:
@@ -241,20 +146,9 @@ def test_only_the_worker_loads_torch(service: Served) -> None:
 
 
 def test_a_second_one_on_the_same_folder_is_refused(service: Served, serve: Callable[..., Served]) -> None:
-    second = serve(folder=service.folder)
-    assert second.process.wait(60) == 2
+    assert serve(folder=service.folder).process.wait(60) == 2
     assert "diptych: --data: another `diptych serve` uses this folder" in service.err
     assert "Traceback" not in service.err
-
-
-def test_a_second_one_on_the_same_port_is_refused(service: Served, serve: Callable[..., Served]) -> None:
-    second = serve("--port", str(service.port))
-    assert second.ended() == 2
-    assert second.err.startswith(f"diptych: --port: {service.port} is in use")
-    assert (
-        list(second.folder.iterdir()) == [second.folder / "err", second.folder / "out"]
-        or not (second.folder / "data").exists()
-    )
 
 
 def kill(service: Served, word: str) -> None:
@@ -277,7 +171,8 @@ def test_a_redis_that_dies_comes_back_with_all_that_it_held(service: Served) -> 
     first = service.finished(job["id"])
     kill(service, "redis-server")
     assert "diptych: Redis ended (killed by SIGKILL); starting it again in 0.5 s" in service.err
-    wait_until(lambda: service.call("/readyz")[0] == 200, "a service that is ready")
+    # Not /readyz, which tells what the API saw of Redis up to a second ago.
+    wait_until(lambda: service.answers(f"/v1/jobs/{job['id']}"), "a Redis that answers the API")
     assert service.finished(job["id"]) == first
     assert drawn_with(service.picture("a cow"))["prompt"] == "a cow"
 
@@ -292,6 +187,7 @@ def test_a_worker_that_dies_is_started_again_and_its_job_is_done(service: Served
 
 
 def test_the_models_command_lists_what_it_offers(service: Served) -> None:
+    wait_until(lambda: all(model["diptych"]["live"] for model in service.json("/v1/models")["data"]), "live models")
     done = subprocess.run(
         [sys.executable, "-m", "cli", "models", "--url", service.url], capture_output=True, text=True, timeout=60,
         env=environment(),

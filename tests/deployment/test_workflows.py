@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.children import ROOT
+
 FILES = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 WORKFLOWS: dict[str, dict[Any, Any]] = {name: yaml.safe_load(path.read_text("utf-8")) for name, path in FILES.items()}
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))

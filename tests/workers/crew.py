@@ -22,7 +22,7 @@ from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.cards import WorkerCard
 from core.jobs.holders import FileHolders
-from core.jobs.record import Job, JobDraft, new_id
+from core.jobs.record import Claim, Job, JobDraft, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from tests.forks import WORKER, Fork, forker
@@ -44,15 +44,12 @@ def eventually(look: Callable[[], T], what: str = "it") -> T:
 
 
 class Hired:
-    """One worker process."""
-
     def __init__(self, process: subprocess.Popen[bytes] | Fork, folder: Path) -> None:
         self.process = process
         self._folder = folder
 
     @property
     def log(self) -> str:
-        """What it has written to stderr."""
         return (self._folder / "stderr").read_text("utf-8", "replace")
 
     @property
@@ -67,8 +64,16 @@ class Hired:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """Its exit code."""
         return self.process.wait(PATIENCE_S)
+
+    @property
+    def well(self) -> bool:
+        """Whether it runs, and nothing has surprised it."""
+        return self.process.poll() is None and "Traceback" not in self.log
+
+    def stop(self) -> int:
+        self.signal(signal.SIGTERM)
+        return self.wait()
 
 
 class Crew:
@@ -146,7 +151,6 @@ class Crew:
         return self._sender
 
     def send(self, id: str, queue: str = "image", priority: int = 5) -> None:
-        """A message, through Celery."""
         model: Any = self.redis.hget(f"diptych:job:{id}", "model")
         self.sender.post(Envelope(id, queue, priority, model=model or ""))
 
@@ -167,10 +171,20 @@ class Crew:
         assert job is not None
         return job
 
+    def claimed(self, id: str) -> Claim:
+        """The claim of the worker `me`."""
+        claim = self.store.leases.claim(id, "me")
+        assert claim is not None
+        return claim
+
     def ended(self, id: str) -> Job:
-        """The job once it has ended."""
         eventually(lambda: self.job(id).state.final, "a job's end")
         return self.job(id)
+
+    def succeeded(self, id: str) -> Job:
+        job = self.ended(id)
+        assert job.state is JobState.SUCCEEDED, job.error
+        return job
 
     def running(self, id: str) -> Job:
         """The job once a worker has begun with its steps. Where it must not have ended yet, give it many."""
@@ -180,6 +194,10 @@ class Crew:
     def events(self, id: str) -> list[tuple[str, dict[str, Any]]]:
         entries: Any = self.redis.xrange(f"diptych:events:{id}")
         return [(fields["type"], json.loads(fields["data"])) for _, fields in entries]
+
+    def acknowledged(self) -> None:
+        """Wait until no message is in any worker's hand."""
+        eventually(lambda: self.redis.hlen("unacked") == 0, "all acknowledgements")
 
     def close(self) -> None:
         for hired in self.hired:

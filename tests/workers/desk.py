@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from PIL import Image
+
+from contract.image import ImageParameters
+from core.batching.engine import Engine
+from core.batching.request import Request
+from core.config import Settings
 from core.jobs.broker import Envelope
-from core.jobs.record import Job
+from core.jobs.record import Job, JobState
 from core.jobs.store import JobStore
+from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
 from workers.active_jobs import ActiveJobs
 from workers.build import Runtime
@@ -17,38 +26,69 @@ from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
 
+JOB: dict[str, Any] = {
+    "prompt": "a pizza", "n": 2, "seed": 5, "steps": 4, "guidance_scale": 5.0, "width": 32, "height": 32,
+}  # fmt: skip
 
-class Desk:
-    """A worker's tasks on the test's own thread, with real models and a real store."""
 
-    def __init__(self, crew: Crew, works: Runtime, handlers: Mapping[str, JobHandler], **usual: Any) -> None:
-        """`usual` are fields of all jobs."""
-        self._crew, self._usual = crew, {"prompt": "a cat", "steps": 2, **usual}
-        self._store = JobStore(crew.url)
-        self._active_jobs = ActiveJobs()
-        self._name = works.images.model.name
-        store_retry = StoreRetry()
-        self._publisher = ProgressPublisher(
-            self._store.leases, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
-        )
+def torch_settings(**more: Any) -> Settings:
+    """Settings of a tiny model on torch, with nothing compiled."""
+    return Settings(**{"model": TINY, "device": "cpu", "compile": False, "kernels": False, "threads": 1, **more})
+
+
+def drawn(works: Runtime, requests: Sequence[ImageParameters]) -> list[Any]:
+    """The pictures of requests that are made at once."""
+    futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(requests)]
+    return [future.result(60) for future in futures]
+
+
+def images(job: Job) -> list[dict[str, Any]]:
+    """Of the result of a job that must have succeeded."""
+    assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
+    return list(job.result["images"])
+
+
+class Tasks:
+    """A worker's tasks on the test's own thread, and all that they need."""
+
+    def __init__(self, crew: Crew, store: JobStore, engine: Engine, handlers: Mapping[str, JobHandler]) -> None:
+        self.store, self.engine, self.sent = store, engine, list[Envelope]()
+        self.shared_lock, self.active_jobs, store_retry = SharedLock(), ActiveJobs(), StoreRetry()
+        self._publisher = ProgressPublisher(store.leases, store_retry, lambda: engine.ticks, self.active_jobs.abandon)
         self._publisher.start()
-        self._tasks = WorkerTasks(
-            "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
-            works.engine, handlers,
-            lambda envelope: None,
+        self.tasks = WorkerTasks(
+            "me", store, store_retry, self.shared_lock, self.active_jobs, self._publisher, crew.artifacts, engine,
+            handlers, self.sent.append,
         )  # fmt: skip
 
-    def draw(self, **asked: Any) -> Job:
-        id = self._crew.make(model=self._name, **{**self._usual, **asked})
-        self._tasks.run(Envelope(id, "image", 5))
-        assert not self._active_jobs.works()
-        return self._crew.job(id)
-
-    def cancel_all(self) -> None:
-        """Drop the jobs that run, as after their cancellation."""
-        for work in self._active_jobs.works():
-            work.abandon()
+    def run(self, id: str) -> None:
+        self.tasks.run(Envelope(id, "image", 5))
 
     def close(self) -> None:
         self._publisher.stop()
-        self._store.close()
+        self.store.close()
+
+
+class Desk(Tasks):
+    """With real models; `usual` are fields of all jobs."""
+
+    def __init__(self, crew: Crew, works: Runtime, handlers: Mapping[str, JobHandler], **usual: Any) -> None:
+        super().__init__(crew, JobStore(crew.url), works.engine, handlers)
+        self._crew, self._usual = crew, {"prompt": "a cat", "steps": 2, **usual}
+        self._name = works.images.model.name
+
+    def draw(self, **asked: Any) -> Job:
+        id = self._crew.make(model=self._name, **{**self._usual, **asked})
+        self.run(id)
+        assert not self.active_jobs.works()
+        return self._crew.job(id)
+
+    def opened(self, image: dict[str, Any]) -> tuple[Image.Image, dict[str, Any], dict[str, Any]]:
+        """The picture, and what its file says of its parameters and of what drew it."""
+        picture: Any = Image.open(io.BytesIO(self._crew.artifacts.get(image["key"])))
+        return picture, json.loads(picture.text["diptych"]), json.loads(picture.text["fingerprint"])
+
+    def cancel_all(self) -> None:
+        """Drop the jobs that run, as after their cancellation."""
+        for work in self.active_jobs.works():
+            work.abandon()

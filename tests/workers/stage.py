@@ -98,7 +98,6 @@ class TextParameters:
 
     @property
     def text(self) -> str:
-        """The answer, as of the real panel's requests."""
         return self.prompt.upper()
 
 
@@ -203,7 +202,6 @@ def _own(prompt: str, word: str, otherwise: float) -> float:
 
 
 def _happen(request: Request) -> None:
-    """What the prompt's words want to happen at this attempt of the job."""
     attempt = int(request.id.split("/")[1])
     for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY)\b", request.parameters.prompt):
         if attempt > _own(request.parameters.prompt, word, 1e9):
@@ -218,11 +216,28 @@ def _happen(request: Request) -> None:
             raise OutOfMemory("the prompt wanted it")
 
 
-class StagePictures:
+class _Panel:
+    expansion_instruction = ""
+    load_s = 0.0
+    reads_files = False
+
+    def __init__(self, step_s: float, name: str) -> None:
+        self._step_s, self.name = step_s, name
+
+    def files(self, job: Any) -> set[str]:
+        return set()
+
+    def held_files(self) -> tuple[str, ...]:
+        return ()
+
+    def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
+        return ImageJobProgress([request.steps for request in requests])
+
+
+class StagePictures(_Panel):
     """The image panel of the stand-in: parameters, progress and results in the shape of real ones."""
 
     modality = "image"
-    expansion_instruction = ""
 
     def __init__(
         self, step_s: float, name: str = MODEL, files: int = 0, note: Callable[[str], None] = print, load_s: float = 0.0
@@ -230,12 +245,9 @@ class StagePictures:
         """Has so many files in memory; the last used are kept, and `note` is told of each that is read. With `load_s`
         the model is in memory from its first job on.
         """
-        self.load_s = load_s
-        self._step_s = step_s
-        self.name = name
-        self.reads_files = files > 0
-        self._most = files
-        self._note = note
+        super().__init__(step_s, name)
+        self.load_s, self.reads_files = load_s, files > 0
+        self._most, self._note = files, note
         self._files: list[str] = []
         self._lock = threading.Lock()
 
@@ -269,9 +281,6 @@ class StagePictures:
                 kept = [other for other in self._files if other != file]
                 self._files = [*kept, file][-self._most :] if self._most else []
 
-    def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
-        return ImageJobProgress([request.steps for request in requests])
-
     def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter, *_: Any) -> dict[str, Any]:
         images = []
         for wanted in made:
@@ -292,28 +301,19 @@ class StageTextJob(NamedTuple):
     cascade: None = None
 
 
-class StageText:
-    """A text panel before there is a real one: it repeats the prompt."""
+class StageText(_Panel):
+    """A text panel that repeats the prompt."""
 
     modality = "text"
-    expansion_instruction = ""
-    load_s = 0.0
-    reads_files = False
 
     def __init__(self, step_s: float, name: str = TEXT) -> None:
-        self._step_s, self.name = step_s, name
+        super().__init__(step_s, name)
 
     def card(self) -> TextCard:
         return TextCard(
             name=self.name, precision="none", device="cpu", limits=TextOffer(), costs=TextCosts(),
             capacity_per_s=1 / max(1e-6, 20 * self._step_s),
         )  # fmt: skip
-
-    def files(self, job: StageTextJob) -> set[str]:
-        return set()
-
-    def held_files(self) -> tuple[str, ...]:
-        return ()
 
     def read(self, parameters: Mapping[str, Any], key_action: str = "") -> StageTextJob:
         return StageTextJob(parameters)
@@ -324,22 +324,16 @@ class StageText:
             return [TextParameters(parameters["messages"][-1]["content"], 2)]
         return [TextParameters(parameters["prompt"], parameters["steps"])]
 
-    def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
-        return ImageJobProgress([request.steps for request in requests])
-
     def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter, *_: Any) -> dict[str, Any]:
         return {"text": made[0].prompt}
 
 
 def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
-    """The handler of the model of this modality."""
     return next(handler for handler in handlers_of(works).values() if handler.modality == modality)
 
 
 @dataclass
 class Stage:
-    """What the stand-in worker drives."""
-
     engine: Engine
     handlers: dict[str, JobHandler]
     closers: list[Callable[[], None]] = field(default_factory=list)
@@ -370,7 +364,7 @@ def build(
         time.sleep(load_s)
     runners: list[Any] = []
     handlers: dict[str, JobHandler] = {}
-    closers = []
+    closers: list[Callable[[], None]] = []
     if real:
         from workers.build import build as build_real
 
@@ -420,17 +414,17 @@ def main() -> int:
     parser.add_argument("--text", nargs="?", const=TEXT, default="")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--llm", action="store_true")
-    parser.add_argument("--step", type=float, default=0.01)
-    parser.add_argument("--load", type=float, default=0.0)
+    parser.add_argument("--step", type=float, default=0.01, dest="step_s")
+    parser.add_argument("--load", type=float, default=0.0, dest="load_s")
     parser.add_argument("--log", type=Path)
     parser.add_argument("--name", default=MODEL)
-    parser.add_argument("--cold", type=float, default=0.0)
+    parser.add_argument("--cold", type=float, default=0.0, dest="cold_s")
     parser.add_argument("--files", type=int, default=0)
     parser.add_argument("--compiling", action="store_true")
-    options = parser.parse_args()
-    if options.compiling:
+    options = vars(parser.parse_args())
+    if options.pop("compiling"):
         UninterruptibleThread(target=threading.Event().wait).start()
-    note = _writer(options.log)
+    note = _writer(options.pop("log"))
     serve = WorkerTasks.run
 
     def run(tasks: WorkerTasks, envelope: Envelope) -> None:
@@ -438,14 +432,7 @@ def main() -> int:
         serve(tasks, envelope)
 
     WorkerTasks.run = run  # type: ignore[method-assign]
-
-    def made(settings: Settings, say: Callable[[str], None]) -> ServingRuntime:
-        return build(
-            settings, say, text=options.text, real=options.real, llm=options.llm, step_s=options.step,
-            load_s=options.load, name=options.name, files=options.files, cold_s=options.cold, note=note,
-        )  # fmt: skip
-
-    return boot.run(config.read(), made)
+    return boot.run(config.read(), lambda settings, say: build(settings, say, note=note, **options))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ def test_a_model_that_is_not_there_is_refused_without_torch(code: str) -> None:
 
 
 def test_handlers_of_jobs_import_no_torch() -> None:
-    """Nor do the stand-ins that tests hire by the hundred."""
     code = "import sys, workers.serving_runtime, tests.workers.stage; print({'torch'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
+from pipeline.quantization import quantized
 from tests.children import ROOT
 from tests.cli.conftest import shell
 from tests.cli.shell import Said, Shell
@@ -54,10 +56,7 @@ def test_the_settings_select_one_of_ours(name: str, kind: type | None, folder: P
 def test_what_cannot_run_here_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="backend graphs: these kernels are for GPUs"):
         build(settings(folder, backend="graphs"))
-    with pytest.raises(
-        ModelError,
-        match="backend programs: the CPU kernels support fp32, int8, int8-dynamic, int8-sparse and w4a8, not bf16",
-    ):
+    with pytest.raises(ModelError, match=r"backend programs: the CPU kernels support .*, not bf16"):
         build(settings(folder, backend="programs", precision="bf16"))
     narrow = tiny.save(tmp_path / "narrow", tiny.SDXLShape(channels=(16, 32), heads=(2, 4)))
     with pytest.raises(ModelError, match=r"backend programs: unet .* no multiple of 16"):
@@ -65,7 +64,6 @@ def test_what_cannot_run_here_is_refused_with_the_reason(folder: Path, tmp_path:
 
 
 def test_torch_never_runs_8_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from pipeline.quantization import quantized
 
     made = tiny.save(tmp_path / "tiny", SHAPE)
     quantized.make(load(str(made)), ["a hat", "a cat"], made)
@@ -107,7 +105,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(shell: Shell, model: Path, backend: str) -> Said:
-    """Two pictures into the folder of the backend's name."""
     return shell(
         "generate", "a red hat", "a blue hat", "--model", str(model), "--steps", "4", "--seed", "3", "--deterministic",
         "--deepcache", "2", "--backend", backend, "-o", backend,
@@ -129,11 +126,10 @@ def test_an_installed_package_s_backend_draws_pictures(
     assert forwards["vae"] == 2 and 2 <= forwards["deep"] <= 4 and 2 <= forwards["shallow"] <= 4
     said = generate(shell, folder, "torch")
     assert said.code == 0, said.err
-    names = sorted(path.name for path in (shell.folder / "counted").glob("*.png"))
-    assert len(names) == 2
-    for name in names:
-        ours, theirs = (Image.open(shell.folder / backend / name) for backend in ("torch", "counted"))
+    paths = {name: sorted((shell.folder / name).glob("*.png")) for name in ("torch", "counted")}
+    assert len(paths["counted"]) == 2
+    for pair in zip(*paths.values(), strict=True):
+        ours, theirs = map(Image.open, pair)
         assert np.array_equal(np.asarray(ours), np.asarray(theirs)) and np.asarray(ours).std() > 5
-        assert '"kernels": "counted 1.0"' in theirs.text["fingerprint"]  # type: ignore[attr-defined]
-        assert '"executable": "counted"' in theirs.text["fingerprint"]  # type: ignore[attr-defined]
-        assert '"kernels": "torch"' in ours.text["fingerprint"]  # type: ignore[attr-defined]
+        prints = [json.loads(image.text["fingerprint"]) for image in (ours, theirs)]  # type: ignore[attr-defined]
+        assert [one["kernels"] for one in prints] == ["torch", "counted 1.0"] and prints[1]["executable"] == "counted"

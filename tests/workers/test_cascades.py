@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,14 @@ from contract.card import ImageCard
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Outcome
-from core.config import Settings
-from core.jobs.record import Job, JobState
+from core.jobs.record import JobState
 from pipeline import plans
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.clip_scorer import ClipScorer
 from tests.evaluation.conftest import CLIP
 from tests.workers.crew import Crew, eventually
-from tests.workers.desk import Desk
+from tests.workers.desk import Desk, images, torch_settings
 from workers.build import Runtime, build
 from workers.cascades import CascadeProgress
 from workers.gate import Gate
@@ -45,9 +42,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRuntime]:
     plans.write_gate(folder / FULL / plans.FILE, "fp32", DRAFT, tuned)
     # Of another draft model, which says nothing of this one.
     plans.write_gate(folder / DRAFT / plans.FILE, "fp32", FULL, {**tuned, "draft": "another"})
-    settings = Settings(
-        models=f"{folder / FULL},{folder / DRAFT}", plan="", text_model="off", device="cpu", threads=1, compile=False,
-        kernels=False, precision="fp32", cascade_scorer=str(CLIP), cache_dir=folder / "cache", data_dir=folder / "data",
+    settings = torch_settings(
+        model=str(folder / FULL), models=str(folder / DRAFT), plan="", text_model="off", precision="fp32",
+        cascade_scorer=str(CLIP), cache_dir=folder / "cache", data_dir=folder / "data",
     )  # fmt: skip
     with build(settings, text=True) as works:
         serving = build_serving_runtime(works)
@@ -60,17 +57,6 @@ def desk(crew: Crew, serving: ModelRuntime) -> Iterator[Desk]:
     desk = Desk(crew, serving.runtime, serving.handlers, deterministic=True)
     yield desk
     desk.close()
-
-
-def images(job: Job) -> list[dict[str, Any]]:
-    assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
-    return list(job.result["images"])
-
-
-def opened(crew: Crew, image: dict[str, Any]) -> tuple[Image.Image, dict[str, Any], dict[str, Any]]:
-    """The picture, and what its file says of its parameters and of what drew it."""
-    picture: Any = Image.open(io.BytesIO(crew.artifacts.get(image["key"])))
-    return picture, json.loads(picture.text["diptych"]), json.loads(picture.text["fingerprint"])
 
 
 def cascade(gate: float) -> dict[str, Any]:
@@ -91,7 +77,7 @@ def test_a_rejected_draft_is_drawn_by_the_jobs_model_as_without_a_cascade(desk: 
 def test_a_kept_draft_is_the_draft_models_by_its_own_defaults(desk: Desk, crew: Crew, serving: ModelRuntime) -> None:
     job = desk.draw(n=2, steps=4, guidance_scale=9.0, cascade=cascade(ALWAYS), preview_every=1)
     for seed, image in enumerate(images(job), 7):
-        picture, parameters, fingerprint = opened(crew, image)
+        picture, parameters, fingerprint = desk.opened(image)
         assert image["drawn_by"] == fingerprint["model"] == DRAFT and image["seed"] == parameters["seed"] == seed
         draft = serving.handlers[DRAFT].card()
         assert isinstance(draft, ImageCard)
@@ -109,18 +95,6 @@ def test_each_picture_has_its_own_decision_which_repeats(desk: Desk) -> None:
         DRAFT if image["draft_score"] >= gate else FULL for image in first
     ]
     assert {image["drawn_by"] for image in first} == {FULL, DRAFT}
-
-
-@pytest.mark.parametrize("gate", [ALWAYS, NEVER, None], ids=["kept", "rejected", "both"])
-def test_progress_never_goes_back_and_ends_with_all_steps(desk: Desk, crew: Crew, gate: float | None) -> None:
-    if gate is None:
-        scores = sorted(image["draft_score"] for image in images(desk.draw(n=2, cascade=cascade(ALWAYS))))
-        gate = scores[1]
-    job = desk.draw(n=2, steps=4, cascade=cascade(gate))
-    reports = [data for type, data in crew.events(job.id) if type == "progress"]
-    done = [data["steps_done"] for data in reports]
-    assert done == sorted(done) and len({data["steps"] for data in reports}) == 1
-    assert done[-1] == reports[-1]["steps"] and reports[-1]["images_done"] == 2
 
 
 @given(
@@ -169,11 +143,8 @@ def test_a_job_that_is_cancelled_while_its_drafts_are_scored_draws_no_more(
 
 
 def test_a_draft_model_that_is_not_served_here_draws_nothing(desk: Desk) -> None:
-    """As while a worker loads it for the first time: the job is drawn by its own model, and does not fail."""
-    job = desk.draw(n=2, steps=4, cascade={"draft": "nobody", "gate": 20.0})
-    plain = desk.draw(n=2, steps=4)
-    assert [image["key"] for image in images(job)] == [image["key"] for image in images(plain)]
-    assert not any("draft_score" in image for image in images(job))
+    job = desk.draw(steps=4, cascade={"draft": "nobody", "gate": 20.0})
+    assert images(job) == images(desk.draw(steps=4))
 
 
 def test_jobs_take_turns_at_the_gate_and_ended_ones_leave_it() -> None:
@@ -189,15 +160,9 @@ def test_the_deadline_holds_for_both_parts(desk: Desk) -> None:
     assert desk.draw(cascade=cascade(NEVER), deadline_s=1e-3).state is JobState.EXPIRED
 
 
-@pytest.mark.parametrize(
-    ("asked", "field"),
-    [
-        ({"cascade": {"draft": DRAFT}}, "cascade.gate"),
-        ({"cascade": {"gate": 20.0}}, "cascade"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "field"), [({"draft": DRAFT}, "cascade.gate"), ({"gate": 20.0}, "cascade")])
 def test_what_cannot_be_drawn_is_refused_by_name(desk: Desk, asked: dict[str, Any], field: str) -> None:
-    error = desk.draw(**asked).error
+    error = desk.draw(cascade=asked).error
     assert error is not None and (error["code"], error["field"]) == ("invalid_request", field)
 
 
@@ -216,11 +181,7 @@ def test_cards_list_the_drafts_with_their_tuned_gates(serving: ModelRuntime) -> 
 
 
 def test_a_worker_of_one_model_offers_none(tmp_path: Path) -> None:
-    settings = Settings(
-        model=tiny.TINY, text_model="off", device="cpu", threads=1, compile=False, kernels=False,
-        cascade_scorer=str(CLIP), cache_dir=tmp_path, data_dir=tmp_path,
-    )  # fmt: skip
-    with build(settings) as works:
+    with build(torch_settings(cascade_scorer=str(CLIP), cache_dir=tmp_path, data_dir=tmp_path)) as works:
         assert isinstance(works, Runtime) and works.gate is None
         (handler,) = build_serving_runtime(works).handlers.values()
         card = handler.card()

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from core.batching.engine import Engine
-from core.batching.runner import Lane
 from core.jobs.record import JobDraft
 from tests.workers.crew import Crew, eventually
-from tests.workers.stage import StageRunner
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.control import ControlListener
 from workers.store_retry import StoreRetry
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    lane = Lane()
-    with Engine([StageRunner("image", lane, 0.005, 2, lambda event, request: None)]) as engine:
-        yield engine
-    lane.close()
-
-
 def taken(crew: Crew, id: str, engine: Engine) -> ActiveJob:
     crew.store.create(JobDraft(id, "image", "stage", {}))
-    claim = crew.store.leases.claim(id, "me")
-    assert claim is not None
-    return ActiveJob(claim, engine)
+    return ActiveJob(crew.claimed(id), engine)
 
 
 def test_a_job_is_not_stopped_for_the_one_that_had_its_id(crew: Crew, engine: Engine) -> None:

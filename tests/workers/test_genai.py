@@ -25,28 +25,25 @@ def claim(modality: str, parameters: dict[str, Any]) -> Claim:
     return Claim("job_1", 1, modality, "some-model", parameters, 5, None, False)
 
 
-def test_a_chat() -> None:
+def test_a_chat_and_an_image() -> None:
     job = claim("text", CHAT.to_dict())
-    common = {"gen_ai.provider.name": "diptych", "gen_ai.request.model": "some-model"}
-    assert genai.request_attributes(job) == common | {
-        "gen_ai.operation.name": "chat", "gen_ai.output.type": "json", "gen_ai.request.choice.count": 2,
-        "gen_ai.request.max_tokens": 9, "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": 3,
+    assert genai.request_attributes(job) == {
+        "gen_ai.provider.name": "diptych", "gen_ai.request.model": "some-model", "gen_ai.operation.name": "chat",
+        "gen_ai.output.type": "json", "gen_ai.request.choice.count": 2, "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": 3,
     }  # fmt: skip
     choices = [{"text": "secret", "finish_reason": reason, "tokens": n} for reason, n in (("stop", 4), ("length", 9))]
-    result = {"choices": choices, "prompt_tokens": [7, 7], "cached_tokens": 0}
-    assert genai.outcome_attributes(job, result) == {
+    assert genai.outcome_attributes(job, {"choices": choices, "prompt_tokens": [7, 7], "cached_tokens": 0}) == {
         "gen_ai.response.model": "some-model", "gen_ai.response.finish_reasons": ["stop", "length"],
         "gen_ai.usage.input_tokens": 7, "gen_ai.usage.output_tokens": 13,
     }  # fmt: skip
-
-
-def test_an_image_and_what_fails() -> None:
-    job = claim("image", IMAGE.to_dict())
-    attributes = genai.request_attributes(job)
-    assert (attributes["gen_ai.operation.name"], attributes["gen_ai.output.type"]) == ("generate_content", "image")
-    assert attributes["gen_ai.request.seed"] == 5 and "gen_ai.request.choice.count" not in attributes
-    assert genai.outcome_attributes(job, {"images": []}) == {"gen_ai.response.model": "some-model"}
-    assert genai.outcome_attributes(job, RuntimeError("a secret")) == {"error.type": "RuntimeError"}
+    image = claim("image", IMAGE.to_dict())
+    expected = {"operation.name": "generate_content", "output.type": "image", "request.seed": 5}
+    found = genai.request_attributes(image)
+    assert found.items() >= {(f"gen_ai.{name}", value) for name, value in expected.items()}
+    assert "gen_ai.request.choice.count" not in found
+    assert genai.outcome_attributes(image, {"images": []}) == {"gen_ai.response.model": "some-model"}
+    assert genai.outcome_attributes(image, RuntimeError("a secret")) == {"error.type": "RuntimeError"}
 
 
 @pytest.mark.parametrize("parameters", [CHAT.to_dict(), {"prompts": ["secret"]}, IMAGE.to_dict()])
@@ -56,7 +53,7 @@ def test_names_are_the_conventions_and_no_value_is_a_clients_text(modality: str,
     assert attributes.keys() <= NAMES and "secret" not in str(attributes)
 
 
-@pytest.mark.parametrize("value", [None, True, "7", [7], {}])
+@pytest.mark.parametrize("value", [None, True, "7", [7]])
 def test_a_damaged_record_is_left_to_the_handler(value: Any) -> None:
     attributes = genai.request_attributes(claim("text", {"n": value, "seed": value, "temperature": value}))
     assert not [name for name in attributes if name in ("gen_ai.request.choice.count", "gen_ai.request.seed")]

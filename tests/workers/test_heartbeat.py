@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -11,20 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.batching.engine import Engine
-from core.batching.runner import Lane
 from core.jobs.cards import WorkerCard
 from core.jobs.limits import JobLimits
 from core.jobs.store import JobStore
 from tests.workers.crew import Crew, eventually
-from tests.workers.stage import StageRunner
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.heartbeat import Heartbeat, StallDetector
 from workers.store_retry import StoreRetry
 
 
 class Scripted:
-    """An engine that stands where a test puts it."""
-
     def __init__(self) -> None:
         self.ticks = 0
         self.busy_since: float | None = None
@@ -42,13 +39,10 @@ def test_a_thread_that_stands_still_loses_its_leases_first_and_then_its_process(
     for now in range(1, 15):
         heartbeat.look(now)
         seen.append((heartbeat.ticks, bool(heartbeat.stuck)))
-    assert seen[0] == (True, False)
-    assert seen[5] == (False, False)
-    assert seen[-1] == (False, True)
+    assert (seen[0], seen[5], seen[-1]) == ((True, False), (False, False), (False, True))
     engine.ticks += 1
     heartbeat.look(15)
-    assert heartbeat.ticks
-    assert not heartbeat.stuck
+    assert heartbeat.ticks and not heartbeat.stuck
 
 
 def test_an_iteration_that_does_not_end() -> None:
@@ -60,8 +54,7 @@ def test_an_iteration_that_does_not_end() -> None:
         heartbeat.look(now)
         if heartbeat.stuck:
             break
-    assert 10 <= now <= 13
-    assert "hangs" in heartbeat.stuck
+    assert 10 <= now <= 13 and "hangs" in heartbeat.stuck
     engine.busy_since = 30.0  # another iteration
     heartbeat.look(31)
     assert not heartbeat.stuck
@@ -103,35 +96,30 @@ def test_a_stuck_engine_ends_the_process(crew: Crew, trouble: str, reason: str) 
     assert len(ended) == 1 and reason in ended[0]
 
 
-def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
+def test_leases_are_renewed_and_what_is_lost_is_dropped(
+    crew: Crew, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two jobs in hand: one is taken away (cancelled), the other outlives its lease many times."""
+    caplog.set_level(logging.INFO, "workers")
     active_jobs, ended = ActiveJobs(), list[str]()
-    lane = Lane()
     crew.store.close()
     crew.store = JobStore(crew.url, JobLimits(lease_s=0.6))
-    with Engine([StageRunner("image", lane, 0.01, 8, lambda event, request: None)]) as engine:
-        works = []
-        for id in (crew.make(), crew.make()):
-            claim = crew.store.leases.claim(id, "me")
-            assert claim is not None
-            works.append(ActiveJob(claim, engine))
-            active_jobs.add(works[-1])
-        heartbeat = make(crew, active_jobs, ended, lease_s=0.6)
-        heartbeat.watch(engine)
-        heartbeat.start()
-        crew.store.cancel(works[0].claim.id)
-        eventually(lambda: works[0].dropped)
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
-            crew.store.upkeep.sweep()
-            time.sleep(0.05)
-        assert crew.job(works[1].claim.id).lost == 0
-        assert not works[1].dropped
-        heartbeat.stop()
-    lane.close()
+    lost, kept = (ActiveJob(crew.claimed(crew.make()), engine) for _ in range(2))
+    for work in (lost, kept):
+        active_jobs.add(work)
+    heartbeat = make(crew, active_jobs, ended, lease_s=0.6)
+    heartbeat.watch(engine)
+    heartbeat.start()
+    crew.store.cancel(lost.claim.id)
+    eventually(lambda: lost.dropped and f"this worker lost the lease of job {lost.claim.id}" in caplog.text)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        crew.store.upkeep.sweep()
+        time.sleep(0.05)
+    assert crew.job(kept.claim.id).lost == 0 and not kept.dropped
+    heartbeat.stop()
     eventually(lambda: crew.store.upkeep.sweep().send, "the end of a lease that nobody renews")
-    assert crew.job(works[1].claim.id).lost == 1
-    assert not ended
+    assert crew.job(kept.claim.id).lost == 1 and not ended
 
 
 def make(

@@ -14,8 +14,10 @@ LIMITS = {"image": 2, "text": 3}
 
 @given(st.lists(st.tuples(st.sampled_from(["image", "text"]), st.booleans())))
 def test_one_queue_never_takes_the_room_of_another(steps: list[tuple[str, bool]]) -> None:
-    prefetch, inside = PrefetchLimiter(["image", "text"]), {"image": 0, "text": 0}
+    prefetch, inside = PrefetchLimiter(["image", "text", "unserved"]), {"image": 0, "text": 0}
+    assert prefetch.limits == {} and not prefetch.room("image")
     prefetch.serve(LIMITS)
+    assert prefetch.limits == LIMITS and not prefetch.room("unserved")
     for queue, comes in steps:
         if comes and prefetch.room(queue):
             prefetch.take(queue)
@@ -27,15 +29,6 @@ def test_one_queue_never_takes_the_room_of_another(steps: list[tuple[str, bool]]
         for name, limit in LIMITS.items():
             assert inside[name] <= limit
             assert prefetch.room(name) is (inside[name] < limit)
-
-
-def test_only_served_queues_are_consumed() -> None:
-    prefetch = PrefetchLimiter(["image", "text"])
-    assert prefetch.limits == {}
-    prefetch.serve({"text": 4})
-    assert prefetch.limits == {"text": 4}
-    assert prefetch.counts() == {"text": 0}
-    assert not prefetch.room("image")
 
 
 def test_nothing_is_taken_in_while_it_is_held_up() -> None:

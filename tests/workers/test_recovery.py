@@ -1,4 +1,4 @@
-"""What a worker keeps through Redis's refusals and odd queue entries, and how soon others go on after its death."""
+"""What is left of jobs when workers die, hang, sleep or are refused by Redis: every job ends, once, none is lost."""
 
 from __future__ import annotations
 
@@ -6,36 +6,55 @@ import base64
 import contextlib
 import json
 import signal
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.text import TextJob
 from core.jobs.broker import Envelope, read_message
-from core.jobs.record import JobState
+from core.jobs.record import JobDraft, JobState, new_id
+from deployment.redis import RedisServer
+from llm import tiny
+from llm.followers import RANK_LOST
 from tests.core import refusals
+from tests.forks import REAL
 from tests.workers.crew import Crew, eventually
+from tests.workers.test_worker import most_at_once
+from workers.heartbeat import STUCK
 
 LONG = 1000
 
 
-@pytest.mark.parametrize("way", refusals.WAYS)
-def test_finished_work_outlasts_every_refusal(crew: Crew, way: str) -> None:
-    """It is written when Redis takes it, counts no attempt, and the worker serves on."""
-    hinder, reason = refusals.WAYS[way]
+@pytest.mark.parametrize("way", [*refusals.WAYS, "away"])
+def test_finished_work_outlasts_every_refusal(crew: Crew, redis_server: RedisServer, way: str) -> None:
+    """It is written when Redis takes it, counts no attempt, and the worker serves on. A late message has no effect."""
+    hinder, reason = refusals.WAYS.get(way, (lambda _: away(redis_server), "cannot be reached"))
     worker = crew.hire("--step", "0.05")
     id = crew.ask(steps=20)
     crew.running(id)
     with hinder(crew.redis):
         eventually(lambda: worker.noted("done", id))
-        eventually(lambda: reason in worker.log)
+        eventually(lambda: reason in worker.log and "are written when Redis is available" in worker.log)
     job = crew.ended(id)
     assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 1, 0)
-    assert crew.ended(crew.ask(seed=9)).state is JobState.SUCCEEDED
-    assert worker.process.poll() is None
-    assert "Traceback" not in worker.log
+    crew.send(id)
+    crew.succeeded(crew.ask(seed=9))
+    assert len(worker.noted("done", id)) == 1 and crew.job(id) == job
+    assert worker.well
+
+
+@contextlib.contextmanager
+def away(server: RedisServer) -> Iterator[None]:
+    server.kill()
+    try:
+        yield
+    finally:
+        server.start()
 
 
 def test_a_right_that_lacks_is_said_and_waited_for(crew: Crew) -> None:
@@ -57,7 +76,7 @@ def test_a_right_that_lacks_is_said_and_waited_for(crew: Crew) -> None:
         eventually(lambda: looked() > before, "it does not look again")
         assert {entry["context"] for entry in refused()} == {"multi"}, "it asks for a message all the same"
         crew.redis.execute_command("ACL", "SETUSER", "few", "+brpop")
-        assert crew.ended(id).state is JobState.SUCCEEDED
+        crew.succeeded(id)
         assert worker.log.count("Redis refuses") <= 2 and "Traceback" not in worker.log
     finally:
         crew.redis.execute_command("ACL", "DELUSER", "few")
@@ -78,6 +97,7 @@ def test_all_that_a_killed_worker_had_runs_again_at_once(crew: Crew, reaper: Non
     assert {job.state for job in jobs} == {JobState.RUNNING}
     assert {job.worker.split("-")[-2] for job in jobs} == {str(second.process.pid)}
     assert {(job.lost, job.suspect) for job in jobs} == {(1, False), (0, False)}
+    assert not crew.redis.keys("_kombu.binding.*celeryev*"), "Redis would gather one for each process"
 
 
 def test_poison_costs_as_many_workers_as_it_has_lives_and_nobody_else_a_last_one(crew: Crew, reaper: None) -> None:
@@ -100,28 +120,7 @@ def test_poison_costs_as_many_workers_as_it_has_lives_and_nobody_else_a_last_one
     assert (job.state, job.lost, crashes) == (JobState.FAILED, 3, 3) and (job.error or {})["code"] == "crashed"
 
 
-ODD = [
-    "no JSON at all",
-    "[]",
-    "{}",
-    '"x"',
-    "[" * 10_000,
-    '{"properties": {"body_encoding": "base64"}, "body": "%"}',
-    "\xff",
-]
-
-
-def test_an_entry_that_is_no_message_ends_no_worker(crew: Crew) -> None:
-    """It is put aside for people to look at, and the next one is served."""
-    worker = crew.hire()
-    for entry in ODD:
-        crew.redis.rpush("image", entry)  # the next to be taken
-    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
-    eventually(lambda: crew.redis.llen("diptych:dead_letters") == len(ODD))
-    assert set(crew.redis.lrange("diptych:dead_letters", 0, -1)) == set(ODD)
-    assert worker.process.poll() is None
-    assert worker.log.count("a malformed message in queue") == len(ODD)
-    assert "no JSON at all" not in worker.log
+ODD = ["no JSON at all", "[]", '"x"', "[" * 10_000, '{"properties": {"body_encoding": "base64"}, "body": "%"}', "\xff"]
 
 
 PLACES = [  # in a message, whose body is decoded
@@ -162,9 +161,10 @@ def changed(message: str, changes: list[tuple[tuple[str | int, ...], object]]) -
 
 
 def test_no_message_ends_a_worker_or_keeps_its_place(crew: Crew) -> None:
-    """Whatever its fields hold: it is served as the job's that it names, or put aside."""
+    """Whatever its fields hold: it is served as the job's that it names, or put aside for people to look at."""
     worker = crew.hire(image_jobs=2)
-    put_aside: set[str] = set()
+    put_aside = {*ODD}
+    crew.redis.rpush("image", *ODD)
 
     @settings(max_examples=150)
     @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(GONE)), min_size=1, max_size=2))
@@ -177,23 +177,106 @@ def test_no_message_ends_a_worker_or_keeps_its_place(crew: Crew) -> None:
             put_aside.add(entry)
 
     push()
-    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
+    crew.succeeded(crew.ask())
     eventually(lambda: crew.redis.llen("image") == 0 and crew.redis.hlen("unacked") == 0, "all acknowledgements")
     assert set(crew.redis.lrange("diptych:dead_letters", 0, -1)) == put_aside
-    assert worker.process.poll() is None
-    assert "Traceback" not in worker.log and "x" * 1000 not in worker.log
+    assert worker.process.poll() is None and "a malformed message in queue" in worker.log
+    assert not [text for text in ("Traceback", "x" * 1000, ODD[0]) if text in worker.log]
     jobs = [crew.ask(steps=LONG, seed=k) for k in range(2)]
     for id in jobs:  # both places are free
         crew.running(id)
         assert crew.store.cancel(id)
 
 
-def test_a_killed_worker_leaves_no_binding(crew: Crew) -> None:
-    """Redis would gather one for each process that was ever started."""
-    before = len(crew.redis.keys("_kombu.binding.*celeryev*"))
+@pytest.mark.parametrize("max_attempts", [2])
+def test_a_crash_costs_an_attempt_and_suspects_run_alone(crew: Crew, reaper: None, max_attempts: int) -> None:
+    """A worker dies with two jobs in hand. Both are done by the next one, each while nothing else is."""
+    first = crew.hire("--text", lease_s=1.0, max_attempts=max_attempts)
+    companion = crew.ask("text", steps=LONG, prompt="STEP=0.02")
+    crew.running(companion)
+    killer = crew.ask(prompt="KILL=1")
+    assert first.wait() == -signal.SIGKILL
+    crew.redis.hset(f"diptych:job:{companion}", "parameters", '{"prompt": "short now", "steps": 5}')
+    second = crew.hire("--text", "--step", "0.02", lease_s=1.0, max_attempts=max_attempts)
+    others = [crew.ask(seed=k) for k in range(6)] + [crew.ask("text") for _ in range(6)]
+    for id in (companion, killer, *others):
+        crew.succeeded(id)
+    for id in (companion, killer):
+        job = crew.job(id)
+        assert (job.attempt, job.lost, job.suspect) == (2, 1, True)
+    inside: set[str] = set()
+    for event in second.events:
+        if event["event"] == "admit":
+            inside.add(event["request"])
+        elif event["event"] == "release":
+            inside.remove(event["request"])
+        suspects = [request for request in inside if request.startswith((companion, killer))]
+        assert not suspects or len(inside) == 1
+
+
+def test_a_hung_device_ends_the_process_and_the_job_goes_on_elsewhere(crew: Crew, reaper: None) -> None:
+    worker = crew.hire(lease_s=1.0, stuck_s=1.0)
+    id = crew.ask(prompt="HANG=1")
+    assert worker.wait() == STUCK
+    assert "the device hangs" in worker.log and "Traceback" not in worker.log
+    crew.hire(lease_s=1.0, stuck_s=60)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
+
+
+def test_a_worker_that_slept_too_long_finds_its_jobs_gone_and_serves_on(crew: Crew, reaper: None) -> None:
+    sleeper = crew.hire("--step", "0.02", stuck_s=1.5, lease_s=1.0)
+    id = crew.ask(steps=100)
+    crew.running(id)
+    sleeper.signal(signal.SIGSTOP)
+    other = crew.hire(lease_s=1.0)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
+    assert job.worker.split("-")[-2] == str(other.process.pid)
+    events = crew.events(id)
+    assert other.stop() == 0
+    sleeper.signal(signal.SIGCONT)
+    eventually(lambda: sleeper.noted("release", f"{id}/1/"))  # its request is taken out of the engine …
+    assert not sleeper.noted("done", f"{id}/1/")
+    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED  # … and it serves on
+    assert crew.events(id) == events and crew.job(id) == job
+    assert "of stage: dropped after " in sleeper.log and sleeper.process.poll() is None
+
+
+def test_redis_restarts_under_a_busy_worker(crew: Crew, redis_server: RedisServer) -> None:
+    """Twice. What was under way ends as if nothing had been; limits hold; what comes later is served."""
+    worker = crew.hire("--text", "--step", "0.05", image_jobs=2, text_jobs=2)
     for _ in range(2):
-        worker = crew.hire()
-        assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
-        worker.signal(signal.SIGKILL)
-        worker.wait()
-    assert len(crew.redis.keys("_kombu.binding.*celeryev*")) == before == 0
+        images = [crew.ask(steps=20, seed=k) for k in range(4)]
+        for id in images[:2]:
+            crew.running(id)
+        redis_server.kill()
+        redis_server.start()
+        crew.succeeded(crew.ask("text"))
+        jobs = [crew.ended(id) for id in images]
+        assert [(job.state, job.attempt, job.lost) for job in jobs] == [(JobState.SUCCEEDED, 1, 0)] * 4
+    assert most_at_once(worker)["image"] == 2
+    assert worker.well
+
+
+def test_a_rank_is_killed_and_another_worker_finishes_its_job(crew: Crew, reaper: None) -> None:
+    """The text model is spread over processes, over gloo."""
+    settings: dict[str, Any] = {"text_model": tiny.TINY, "text_memory_mib": 4, "text_requests": 4, "lease_s": 1.0}
+    worker = crew.hire("--llm", imported=REAL, text_parallel="pp2", device="cpu", **settings)
+    (rank,) = (
+        child
+        for child in psutil.Process(worker.process.pid).children(recursive=True)
+        if "llm.follower" in " ".join(child.cmdline())
+    )
+    parameters = TextJob(prompts=[[1, 40, 41]], max_tokens=400, temperature=0.0, logit_bias={"2": -100}).to_dict()
+    id = crew.store.create(JobDraft(new_id(), "text", tiny.TINY, parameters)).id
+    crew.send(id, "text")
+    crew.running(id)
+    rank.send_signal(signal.SIGKILL)
+    assert worker.wait() == RANK_LOST
+    assert f"exiting: rank 1 of pp2 (process {rank.pid}): ended with exit code -9" in worker.log
+    other = crew.hire("--llm", imported=REAL, kernels=False, device="cpu", **settings)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
+    assert job.result is not None and len(job.result["choices"][0]["text"]) > 0
+    assert other.stop() == 0

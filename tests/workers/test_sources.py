@@ -14,9 +14,9 @@ from PIL import Image
 from contract.errors import Invalid
 from contract.image import Edit, ImageJob
 from core.artifacts import ArtifactError, Artifacts
-from core.batching.request import Request
+from core.batching.request import Outcome
 from core.config import Settings
-from pipeline.checkpoints.tiny import TINY
+from tests.workers.desk import JOB, drawn, torch_settings
 from tests.workers.stage import handler_of
 from workers.build import Runtime, build
 from workers.handlers import pictures
@@ -25,7 +25,7 @@ from workers.sources import read
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 MASK = np.zeros((32, 32), np.uint8)
 MASK[8:24, 4:20] = 255
-JOB = {"n": 2, "seed": 5, "prompt": "x", "width": 32, "height": 32, "steps": 4, "guidance_scale": 2.0}
+ASKED = {**JOB, "guidance_scale": 2.0}
 
 
 def png(array: np.ndarray) -> bytes:
@@ -41,22 +41,17 @@ def artifacts(tmp_path: Path) -> Artifacts:
 
 @pytest.fixture
 def works(tmp_path: Path) -> Iterator[Runtime]:
-    settings = Settings(model=TINY, compile=False, kernels=False, threads=1, max_rows=8, data_dir=tmp_path)
-    with build(settings) as works:
+    with build(torch_settings(max_rows=8, data_dir=tmp_path)) as works:
         yield works
 
 
 def asked(artifacts: Artifacts, **more: Any) -> dict[str, Any]:
     keys = {"image": artifacts.put(png(PIXELS), "image/png"), "mask": artifacts.put(png(MASK), "image/png")}
-    return {**JOB, "edit": {**keys, "strength": 0.75, **more}}
+    return {**ASKED, "edit": {**keys, "strength": 0.75, **more}}
 
 
 def edit(artifacts: Artifacts, fetch: Callable[[str], bytes], **more: Any) -> Edit | None:
     return read(ImageJob.read(asked(artifacts, **more)).picture, fetch).edit
-
-
-def test_a_job_without_an_edit_begins_with_noise(artifacts: Artifacts) -> None:
-    assert [one.edit for one in pictures(ImageJob.read(JOB))] == [None, None]
 
 
 def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
@@ -69,17 +64,11 @@ def test_the_worker_draws_from_what_was_put(works: Runtime, artifacts: Artifacts
     wanted = handler.requests(ImageJob.read(asked(artifacts)))
     assert [(one.seed, one.made) for one in wanted] == [(5, 3), (6, 3)]
     tally = handler.tally(wanted)
-    told: list[Any] = []
-    made = [
-        works.engine.submit(
-            Request(f"{k}", "image", one, listener=lambda _, outcome, k=k: told.append(tally.take(k, outcome)))  # type: ignore[misc]
-        ).result(60)
-        for k, one in enumerate(wanted)
-    ]
-    assert told[-1]["steps_done"] == told[-1]["steps"] == 6
-    drawn = [np.asarray(picture.image) for picture in made]
-    assert all(np.array_equal(one[MASK == 0], PIXELS[MASK == 0]) for one in drawn)
-    assert not np.array_equal(drawn[0], drawn[1])
+    first, second = (np.asarray(picture.image) for picture in drawn(works, wanted))
+    assert all(np.array_equal(one[MASK == 0], PIXELS[MASK == 0]) for one in (first, second))
+    assert not np.array_equal(first, second)
+    told = tally.take(0, Outcome(progress=(3, 3)))
+    assert told is not None and (told["steps_done"], told["steps"]) == (3, 6)
 
 
 @pytest.mark.parametrize(
@@ -88,18 +77,14 @@ def test_the_worker_draws_from_what_was_put(works: Runtime, artifacts: Artifacts
         ({"image": None}, "image"),
         ({"image": "sha256/00/" + 62 * "0" + ".png"}, "image"),
         ({"mask": "../../etc/passwd"}, "mask"),
-        ({"mask": "MASK AS RGB"}, "mask"),
-        ({"image": "NO PICTURE"}, "image"),
+        ({"mask": png(PIXELS[::2])}, "mask"),
+        ({"image": b"none"}, "image"),
     ],
 )
 def test_what_is_not_there_or_no_picture_is_named(artifacts: Artifacts, change: dict[str, Any], field: str) -> None:
-    keys = {
-        "MASK AS RGB": artifacts.put(png(PIXELS[::2]), "image/png"),
-        "NO PICTURE": artifacts.put(b"none", "image/png"),
-    }
-    change = {name: keys.get(key, key) for name, key in change.items()}
+    stored = {name: artifacts.put(data, "image/png") for name, data in change.items() if isinstance(data, bytes)}
     with pytest.raises(Invalid, match=f"^{field}: "):
-        edit(artifacts, artifacts.get, **change)
+        edit(artifacts, artifacts.get, **change | stored)
 
 
 def test_a_store_that_fails_is_no_fault_of_the_job(artifacts: Artifacts) -> None:

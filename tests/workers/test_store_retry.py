@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -13,8 +14,6 @@ from workers.store_retry import RetryAbandoned, StoreRetry
 
 
 class Store:
-    """Refuses until it is told to answer."""
-
     def __init__(self) -> None:
         self.error: StoreError | None = StoreDown("Redis cannot be reached")
         self.calls = 0
@@ -28,21 +27,16 @@ class Store:
 
 def test_many_wait_together_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    store, store_retry, got = Store(), StoreRetry(), list[int]()
-    threads = [threading.Thread(target=lambda: got.append(store_retry.patiently(store.call))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: store.calls > 30)
-    assert store_retry.lasts
-    assert not got
-    store.error = None
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert got == [42] * 8
+    store, store_retry = Store(), StoreRetry()
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(store_retry.patiently, store.call) for _ in range(8)]
+        eventually(lambda: store.calls > 30)
+        assert store_retry.lasts and not any(future.done() for future in waiting)
+        store.error = None
+        assert [future.result(PATIENCE_S) for future in waiting] == [42] * 8
     assert not store_retry.lasts
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "cannot be reached" in caplog.text
-    assert "is available again" in caplog.text
+    assert "cannot be reached" in caplog.text and "is available again" in caplog.text
 
 
 def test_what_is_not_worth_waiting_for_is_given_up() -> None:
@@ -63,15 +57,8 @@ def test_a_full_redis_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
         assert store_retry.once(store.call, 7) == 7
     with pytest.raises(RetryAbandoned):
         store_retry.patiently(store.call, unless=lambda: store.calls > 7)
-    assert not store_retry.lasts
-    assert len(caplog.records) == 1
-
-
-def test_an_error_that_waiting_cannot_mend_is_raised() -> None:
-    store, store_retry = Store(), StoreRetry()
-    store.error = StoreError("Redis refused a command: ResponseError")
-    with pytest.raises(StoreError, match="refused"):
-        store_retry.once(store.call, 7)
-    with pytest.raises(StoreError, match="refused"):
-        store_retry.patiently(store.call)
-    assert not store_retry.lasts
+    assert not store_retry.lasts and len(caplog.records) == 1
+    store.error = StoreError("Redis refused a command: ResponseError")  # which waiting cannot mend
+    for call in (store_retry.patiently, partial(store_retry.once, otherwise=7)):
+        with pytest.raises(StoreError, match="refused"):
+            call(store.call)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.jobs.record import JobDraft, ProgressReport, to_json
+from core.jobs.record import JobDraft, ProgressReport
 from tests.workers.crew import Crew
 from workers.stream_buffer import StreamBuffer, StreamChunk
 
@@ -23,12 +23,13 @@ def put_together(texts: list[str], logprobs: list[list[Any]], news: StreamChunk)
             logprobs[index][piece["token"] :] = piece["logprobs"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_pieces_make_up_the_texts(seed: int) -> None:
     dice = random.Random(seed)
     written = StreamBuffer(3)
-    wanted, chances = ["", "", ""], [[], [], []]  # type: ignore[var-annotated]
-    texts, logprobs = ["", "", ""], [[], [], []]  # type: ignore[var-annotated]
+    wanted, texts = [""] * 3, [""] * 3
+    chances: list[list[Any]] = [[], [], []]
+    logprobs: list[list[Any]] = [[], [], []]
     for _ in range(400):
         for _ in range(dice.randrange(3)):
             index, text = dice.randrange(3), dice.choice(["", "a", "bc", "ø" * 30])
@@ -50,17 +51,17 @@ def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
     crew.store.create(JobDraft(id, "text", "m", {}, followed=True))
     claim = crew.store.leases.claim(id, "me")
     assert claim is not None and claim.followed
-    written, sent = StreamBuffer(2), 0
+    written = StreamBuffer(2)
     for k in range(6000):
         written.add(k % 2, f"{k} ", [])
         news = written.news()
-        sent += len(to_json(news.pieces))
+
         report = ProgressReport(id, claim.fence, {"steps_done": k}, pieces=news.pieces, complete=news.complete)
         assert crew.store.leases.report([report]).followed == {id}
         written.told(news)
     size = sum(map(len, written.texts))
     kept = crew.redis.memory_usage(f"diptych:events:{id}", samples=0)
-    print(f"texts {size}, kept {kept}, sent {sent}")
+
     assert kept < 3 * size + 65_536
     texts: list[str] = ["", ""]
     for type, data in crew.events(id):

@@ -16,12 +16,8 @@ from core.jobs.limits import JobLimits
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from tests.workers.crew import PATIENCE_S, Crew, eventually
+from tests.workers.desk import Tasks
 from tests.workers.stage import StagePictures, StageRunner
-from workers.active_jobs import ActiveJobs
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
-from workers.store_retry import StoreRetry
-from workers.tasks import WorkerTasks
 
 
 class Flaky(JobLeases):
@@ -39,41 +35,26 @@ class Flaky(JobLeases):
         return claim
 
 
-class Scene:
-    """All that `WorkerTasks` needs, and what it sends."""
-
+class Scene(Tasks):
     def __init__(self, crew: Crew) -> None:
-        self.store = JobStore(crew.url)
-        self._client = RedisClient.at(crew.url)
-        self.leases = self.store.leases = Flaky(self._client, JobLimits())
-        self.sent: list[Envelope] = []
-        self.lane = Lane()
-        self.runner = StageRunner("image", self.lane, 0.005, 4, lambda event, request: None)
-        self.engine = Engine([self.runner])
-        self.shared_lock, self.active_jobs, self.store_retry = SharedLock(), ActiveJobs(), StoreRetry()
-        self.publisher = ProgressPublisher(
-            self.leases, self.store_retry, lambda: self.engine.ticks, self.active_jobs.abandon
-        )
-        self.publisher.start()
-        self.tasks = WorkerTasks(
-            "me", self.store, self.store_retry, self.shared_lock, self.active_jobs, self.publisher, crew.artifacts,
-            self.engine,
-            {"stage": StagePictures(0.005)}, self.sent.append,
-        )  # fmt: skip
-
-    def run(self, id: str) -> None:
-        self.tasks.run(Envelope(id, "image", 5))
+        store, self._client, self._lane = JobStore(crew.url), RedisClient.at(crew.url), Lane()
+        self.leases = store.leases = Flaky(self._client, JobLimits())
+        engine = Engine([StageRunner("image", self._lane, 0.005, 4, lambda event, request: None)])
+        super().__init__(crew, store, engine, {"stage": StagePictures(0.005)})
 
     def start(self, id: str) -> threading.Thread:
         thread = threading.Thread(target=self.run, args=[id], daemon=True)
         thread.start()
         return thread
 
+    def ended(self, thread: threading.Thread) -> bool:
+        thread.join(PATIENCE_S)
+        return not thread.is_alive()
+
     def close(self) -> None:
-        self.publisher.stop()
+        super().close()
         self.engine.close()
-        self.lane.close()
-        self.store.close()
+        self._lane.close()
         self._client.close()
 
 
@@ -109,8 +90,7 @@ def test_a_lost_answer_about_a_job_of_others_changes_nothing(crew: Crew, scene: 
     crew.store.leases.claim(id, "another")
     scene.leases.lose = 1
     scene.run(id)
-    assert not scene.sent
-    assert (crew.job(id).state, crew.job(id).worker) == (JobState.RUNNING, "another")
+    assert not scene.sent and (crew.job(id).state, crew.job(id).worker) == (JobState.RUNNING, "another")
 
 
 def test_a_job_that_becomes_suspect_on_the_way_is_not_run_in_company(crew: Crew, scene: Scene) -> None:
@@ -137,8 +117,7 @@ def test_a_draining_worker_claims_nothing(crew: Crew, scene: Scene) -> None:
     id = crew.make()
     scene.tasks.drain()
     scene.run(id)
-    assert scene.sent == [Envelope(id, "image", 5, model="stage")]
-    assert crew.job(id).attempt == 0
+    assert scene.sent == [Envelope(id, "image", 5, model="stage")] and crew.job(id).attempt == 0
 
 
 def test_a_job_that_is_claimed_while_draining_begins_is_handed_back(crew: Crew, scene: Scene) -> None:
@@ -158,9 +137,7 @@ def test_everything_can_be_handed_back_without_its_threads(crew: Crew, scene: Sc
     assert {envelope.id for envelope in scene.sent} == set(ids)
     assert [crew.job(id).state for id in ids] == [JobState.QUEUED] * 3
     scene.engine.drain(0)
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+    assert all(map(scene.ended, threads))
     assert len(scene.sent) == 3  # what the threads found out later was refused
 
 
@@ -170,10 +147,7 @@ def test_what_an_engine_that_broke_says_is_not_written(crew: Crew, scene: Scene)
     thread = scene.start(id)
     crew.running(id)
     scene.engine._scheduler.schedule = lambda now: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert crew.job(id).state is JobState.RUNNING
-    assert not scene.sent
+    assert scene.ended(thread) and crew.job(id).state is JobState.RUNNING and not scene.sent
 
 
 def test_an_error_of_its_own_is_logged_and_raises_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +164,5 @@ def test_a_job_that_nobody_wants_any_more_keeps_no_pictures(crew: Crew, scene: S
     crew.store.cancel(id)
     eventually(lambda: id in scene.active_jobs)
     scene.active_jobs.abandon(id)
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert crew.job(id).state is JobState.CANCELLED
+    assert scene.ended(thread) and crew.job(id).state is JobState.CANCELLED
     assert not [path for path in (crew.folder / "artifacts").rglob("*") if path.is_file()]

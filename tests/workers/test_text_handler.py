@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from contract.image import ImageParameters
 from contract.text import TextJob
 from core.artifacts import Artifacts
 from core.batching.request import Outcome, Request
-from core.config import Settings
 from core.jobs.record import to_json
 from llm import tiny
 from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
-from pipeline.checkpoints.tiny import TINY
 from tests.llm import stage
+from tests.workers.desk import torch_settings
 from workers.artifact_writer import ArtifactWriter
 from workers.build import build
 from workers.serving_runtime import handlers_of
@@ -57,11 +57,8 @@ def test_prompts_are_texts_or_tokens(handler: TextJobHandler) -> None:
     made = handler.requests(TextJob.read({"prompts": ["ab", [7, 8]], "n": 2, "max_tokens": 3}))
     assert [one.prompt for one in made] == [stage.plain(stage.small(), "ab")] * 2 + [(7, 8)] * 2
     assert {(one.seed, one.continues) for one in made} == {(None, True)}
-
-
-def test_without_a_limit_an_answer_may_fill_the_context(handler: TextJobHandler) -> None:
     (one,) = handler.requests(TextJob.read({**CHAT, "n": 1}))
-    assert len(one.prompt) + one.max_tokens == 512
+    assert len(one.prompt) + one.max_tokens == 512, "without a limit an answer may fill the context"
 
 
 @pytest.mark.parametrize(
@@ -86,27 +83,25 @@ def test_every_control_token_is_refused_whatever_its_role(handler: TextJobHandle
     model = dataclasses.replace(stage.small(), tokenizer=copy.deepcopy(stage.small().tokenizer))
     model.tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|header|>", special=True)])
     assert "<|header|>" not in model.tokenizer.all_special_tokens
-    runner = TextRunner(model, max_requests=1)
-    with pytest.raises(Invalid, match="control tokens"):
-        TextJobHandler(runner).requests(
-            TextJob.read({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]})
-        )
-    runner.close()
-    handler.requests(TextJob.read({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]}))
+    job = TextJob.read({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]})
+    with closing(TextRunner(model, max_requests=1)) as runner, pytest.raises(Invalid, match="control tokens"):
+        TextJobHandler(runner).requests(job)
+    handler.requests(job)
 
 
-def test_a_template_that_refuses_is_refused_by_name(handler: TextJobHandler) -> None:
-    tokenizer = stage.small().tokenizer
-    template = tokenizer.chat_template
-    try:
-        tokenizer.chat_template = "{{ raise_exception('no') }}"
-        with pytest.raises(Invalid, match="messages: the model's chat template refuses them"):
-            handler.requests(TextJob.read(CHAT))
-        tokenizer.chat_template = None
-        with pytest.raises(Invalid, match="messages: the model has no chat template"):
-            handler.requests(TextJob.read(CHAT))
-    finally:
-        tokenizer.chat_template = template
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no') }}", "the model's chat template refuses them"),
+        (None, "the model has no chat template"),
+    ],
+)
+def test_a_template_that_refuses_is_refused_by_name(
+    handler: TextJobHandler, template: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.small().tokenizer, "chat_template", template)
+    with pytest.raises(Invalid, match=f"messages: {said}"):
+        handler.requests(TextJob.read(CHAT))
 
 
 def test_tokens_are_counted_and_texts_are_told_in_pieces(handler: TextJobHandler) -> None:
@@ -147,10 +142,7 @@ def test_a_job_from_end_to_end() -> None:
 def test_both_panels_on_one_engine(tmp_path: Path) -> None:
     """A picture and an answer at once, in one process, on one thread of computation; memory is split when it starts."""
     said: list[str] = []
-    settings = Settings(
-        model=TINY, text_model=tiny.TINY, text_requests=8, device="cpu", threads=1, compile=False, kernels=False,
-        cache_dir=tmp_path, text_memory_mib=1,
-    )  # fmt: skip
+    settings = torch_settings(text_model=tiny.TINY, text_requests=8, cache_dir=tmp_path, text_memory_mib=1)
     with build(settings, text=True, say=said.append) as works:
         assert [each.modality for each in handlers_of(works).values()] == ["image", "text"] and works.texts is not None
         assert works.texts.execution.cache.size_bytes <= 2**20
@@ -158,7 +150,6 @@ def test_both_panels_on_one_engine(tmp_path: Path) -> None:
         picture = works.engine.submit(Request("p", "image", ImageParameters("a cat", 1, 32, 32, steps=3)))
         text = works.engine.submit(Request("t", "text", stage.greedy((1, 7, 8), 20, ignore_end=True)))
         assert picture.result().image.size == (32, 32) and len(text.result().tokens) == 20
-    with build(settings) as works:
-        assert [each.modality for each in handlers_of(works).values()] == ["image"]
-    with build(settings.model_copy(update={"text_model": "off"}), text=True) as works:
-        assert [each.modality for each in handlers_of(works).values()] == ["image"]
+    for given, text in (settings, False), (settings.model_copy(update={"text_model": "off"}), True):
+        with build(given, text=text) as works:
+            assert [each.modality for each in handlers_of(works).values()] == ["image"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from contract.errors import Invalid
 from core.batching.request import Request
 from core.batching.runner import Lane
 from llm import tiny
@@ -21,7 +20,6 @@ from llm.load import TextModel, load
 from llm.pages import PAGE
 from llm.parameters import GeneratedText, TextParameters
 from llm.runner import TextRunner
-from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions.asset_cache import ReadFile
 from tests.llm import stage
 from tests.pools import PoolStage, stages_of
@@ -50,15 +48,12 @@ class Stage(PoolStage):
         """`first` is the size of the first; others are of 1."""
         self.lane, self.pages, self.first = Lane("text"), pages, first
         self.loads: Counter[str] = Counter()
-        self.broken: set[str] = set()
         pool = TextPool([*NAMES], self._load, room)
         pool.start()
         super().__init__(self.lane, pool, NAMES[1:])
 
     def _load(self, name: str) -> ReadFile[TextRunner]:
         self.loads[name] += 1
-        if name in self.broken:
-            raise ModelError(f"{name}: its file is damaged")
         runner = TextRunner(MODELS[name](), lane=self.lane, pages=self.pages, **OPTIONS)
         assert size_bytes(runner) > runner.execution.cache.size_bytes
         return ReadFile(runner, name, self.first if name == "first" else 1)
@@ -168,26 +163,3 @@ def test_a_preempted_answer_goes_on_after_its_model_left_memory(stages: Callable
     made = request.work.tokens[request.work.prompt :]
     assert tuple(made) == expected.tokens[: len(made)] and 4 <= len(made) == tokens
     assert two.loads["second"] == 2
-
-
-def test_a_damaged_model_fails_its_own_requests_alone(stages: Callable[..., Stage]) -> None:
-    two = stages(2)
-    two.pool.evict(["second"])
-    two.broken.add("second")
-    beside, cold = two.submit("third", 1, "other"), two.submit("second", 1)
-    with pytest.raises(ModelError, match="second: its file is damaged"):
-        cold.result(60)
-    (expected,) = alone("third", parameters("third", 1))
-    assert beside.result(60).tokens == expected.tokens
-
-
-def test_bad_requests_are_refused_whether_or_not_the_model_is_in_memory(stages: Callable[..., Stage]) -> None:
-    two = stages(3)
-    with pytest.raises(Invalid, match="none of this worker") as refused:
-        two.engine.submit(Request("a", "text", parameters("second", 1), model="fourth"))
-    assert refused.value.field == "model"
-    for _ in range(2):
-        with pytest.raises(Invalid) as wrong:
-            two.submit("second", 1, top_p=2.0).result(60)
-        assert wrong.value.field == "top_p"
-        two.pool.evict(["second"])

@@ -19,6 +19,7 @@ from core.jobs.record import JobState
 from core.jobs.store import JobStore
 from deployment.redis import free_port
 from tests.workers.crew import Crew, Hired, eventually
+from tests.workers.desk import JOB
 from tests.workers.stage import StagePictures
 from workers.store_retry import StoreRetry
 from workers.warm_claims import WarmClaims
@@ -30,15 +31,11 @@ def reads(hired: Hired) -> list[str]:
     return [event["request"] for event in hired.noted("read")]
 
 
-def pictures(hired: Hired) -> set[str]:
-    return {event["request"].partition("/")[0] for event in hired.noted("done")}
-
-
 def one_after_another(crew: Crew, loras: str) -> list[str]:
     ids = []
     for lora in loras:
         ids.append(crew.ask(lora=lora))
-        assert crew.ended(ids[-1]).state is JobState.SUCCEEDED
+        crew.succeeded(ids[-1])
     return ids
 
 
@@ -53,7 +50,7 @@ def test_two_workers_with_room_for_one_lora_each_settle_on_one_each(crew: Crew) 
     before = [len(reads(hired)) for hired in both]
     one_after_another(crew, "abbaab")
     assert settled == 3 and [len(reads(hired)) for hired in both] == before
-    eventually(lambda: crew.redis.hlen("unacked") == 0, "all acknowledgements")
+    crew.acknowledged()
     assert crew.redis.smembers("_kombu.binding.image") == {"image::image"}, "nothing of a worker's own list"
 
 
@@ -88,23 +85,21 @@ def test_what_is_on_offer_to_a_killed_worker_is_served_by_others(crew: Crew, bot
 
 
 def test_an_offer_that_a_worker_dies_with_is_restored_to_no_list(crew: Crew) -> None:
-    """As kombu restores what is unacknowledged for a day: to the list that it was in."""
     dying = crew.hire("--files", "1", lease_s=2, max_attempts=100)
     job = crew.make(prompt="KILL=1")
     crew.offer(job, dying)
     dying.wait()
     crew.hire("--files", "1", lease_s=2, max_attempts=100)
-    assert crew.ended(job).state is JobState.SUCCEEDED
+    crew.succeeded(job)
     assert {json.loads(kept)[2] for kept in crew.redis.hvals("unacked")} <= {"image.stage"}
     assert not crew.redis.keys("image@*")
 
 
 @pytest.mark.parametrize("asked", [{"deadline_s": 60.0}, {"lora": ""}])
 def test_jobs_with_a_deadline_and_without_files_are_not_offered(crew: Crew, asked: dict[str, Any]) -> None:
-    """Or they would wait for a minute."""
     crew.hire("--files", "1", warm_wait_s=60, lease_s=60)
     crew.holders.hold("gone", ["stage:lora a"], 60)
-    assert crew.ended(crew.ask(**{"lora": "a", **asked})).state is JobState.SUCCEEDED
+    crew.succeeded(crew.ask(**{"lora": "a", **asked}))
     assert not crew.redis.keys("image@*")
 
 
@@ -113,19 +108,9 @@ def test_claims_are_counted_and_a_wait_of_zero_offers_nothing(crew: Crew) -> Non
     crew.hire("--files", "1", warm_wait_s=0, metrics=f"127.0.0.1:{port}")
     crew.holders.hold("gone", ["stage:lora a"], 60)
     one_after_another(crew, "aaba")
-
     shown = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-    counts = {kind: f'diptych_claims_total{{files="{kind}"}} ' for kind in ("warm", "cold")}
-    found = {
-        kind: next(line[len(at) :] for line in shown.splitlines() if line.startswith(at)) for kind, at in counts.items()
-    }
-    assert found == {"warm": "1.0", "cold": "3.0"}
-
-
-def test_a_record_whose_files_cannot_be_told_fails_as_others_do(crew: Crew) -> None:
-    crew.hire("--files", "1")
-    job = crew.ended(crew.ask(lora=5))
-    assert job.state is JobState.FAILED and job.attempt == 1
+    counts = {f'diptych_claims_total{{files="{kind}"}} {count}' for kind, count in (("warm", 1.0), ("cold", 3.0))}
+    assert counts <= {*shown.splitlines()}
 
 
 @pytest.fixture
@@ -139,9 +124,9 @@ def test_nothing_is_kept_of_files_whose_jobs_have_ended(redis_url: str, holders:
     """Their names are the clients'."""
     handler, store = StagePictures(0, files=1), JobStore(redis_url)
     claims = WarmClaims("me", store.leases, holders, StoreRetry(), str, [handler], wait_s=1, known_s=1)
-    picture = {"prompt": "", "n": 1, "seed": 1, "steps": 1, "guidance_scale": 1.0, "width": 8, "height": 8}
+
     for name in "ab":
-        with claims.reading(ImageJob.read({**picture, "lora": name}), handler):
+        with claims.reading(ImageJob.read({**JOB, "lora": name}), handler):
             assert holders.holders([f"stage:lora {name}"]) == ["me"]
     store.close()
     assert not claims._reading

@@ -1,21 +1,25 @@
-"""The worker's process from outside: jobs go in through the store and Celery, results and events come out."""
+"""The worker's process from outside: jobs go in through the store and Celery, results and events come out; and when it
+ends, what has begun is finished or handed back, at no cost to any job.
+"""
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cli
+from core.jobs.broker import PRIORITY_STEPS, list_key, model_queue
 from core.jobs.record import JobState
+from deployment.redis import RedisServer
 from pipeline.checkpoints.tiny import TINY
 from tests.core.quant.stage import warm
 from tests.workers.crew import Crew, Hired, eventually
-from tests.workers.stage import picture
+from tests.workers.stage import MODEL, picture
 
 LONG = 1000  # steps: the job does not end before the test does
 
@@ -24,30 +28,22 @@ def test_a_job_becomes_pictures(crew: Crew) -> None:
     worker = crew.hire()
     text = crew.ask("text")
     job = crew.ended(crew.ask(n=3, steps=4, seed=2**63 - 2))
-    assert job.state is JobState.SUCCEEDED
-    assert job.attempt == 1
-    assert job.result is not None
-    images = job.result["images"]
-    assert [image["seed"] for image in images] == [2**63 - 2, 2**63 - 1, 0]
-    for image in images:
+    assert (job.state, job.attempt) == (JobState.SUCCEEDED, 1) and job.result is not None
+    for seed, image in zip((2**63 - 2, 2**63 - 1, 0), job.result["images"], strict=True):
         data = crew.artifacts.get(image["key"])
-        assert data == picture("a pizza", image["seed"], 32, 32)
-        assert image["size_bytes"] == len(data)
+        assert data == picture("a pizza", seed, 32, 32)
+        assert (image["seed"], image["size_bytes"]) == (seed, len(data))
     assert job.result["engine_s"] > 0
-    types = [type for type, _ in crew.events(job.id)]
-    assert types[:2] == ["queued", "running"]
-    assert types[-1] == "succeeded"
-    progress = [data for type, data in crew.events(job.id) if type == "progress"]
-    assert len(progress) == len(types) - 3
+    (first, _), (second, _), *between, (last, _) = crew.events(job.id)
+    assert (first, second, last) == ("queued", "running", "succeeded") and {type for type, _ in between} == {"progress"}
+    progress = [data for _, data in between]
+    assert job.progress == progress[-1]
     assert progress[-1] == {"steps_done": 12, "steps": 12, "image": progress[-1]["image"], "images_done": 3}
     for field in ("steps_done", "images_done"):
         assert [p[field] for p in progress] == sorted(p[field] for p in progress)
-    assert job.progress == progress[-1]
     card = crew.card(worker)
-    assert card is not None
-    assert [model.name for model in card.models] == ["stage"]
-    assert card.limits == {"image": 32}
-    eventually(lambda: crew.redis.hlen("unacked") == 0, "the acknowledgement")
+    assert card is not None and card.limits == {"image": 32} and [model.name for model in card.models] == ["stage"]
+    crew.acknowledged()
     assert crew.job(text).state is JobState.QUEUED  # nothing here would know what to do with it
     assert re.fullmatch(r"INFO ready\n(INFO job job_[0-9a-f]{24} of stage: succeeded after [0-9.]+ s\n)+", worker.log)
 
@@ -64,50 +60,35 @@ def test_the_real_worker_draws_what_the_command_line_draws(crew: Crew, tmp_path:
     assert cli.main(asked.split("|")) == 0
     job = crew.ended(id)
     assert job.result is not None, job.error
-    drawn = sorted(out.iterdir())
-    assert [crew.artifacts.get(image["key"]) for image in job.result["images"]] == [p.read_bytes() for p in drawn]
-    assert len(drawn) == 2
+    first, second = sorted(out.iterdir())
+    assert [crew.artifacts.get(image["key"]) for image in job.result["images"]] == [
+        first.read_bytes(), second.read_bytes()
+    ]  # fmt: skip
     card = crew.card(worker)
-    assert card is not None
-    assert card.models[0].capacity_per_s > 0
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0
-    assert crew.card(worker) is None
-    assert "Traceback" not in worker.log
+    assert card is not None and card.models[0].capacity_per_s > 0
+    assert worker.stop() == 0 and crew.card(worker) is None and "Traceback" not in worker.log
 
 
 def test_whatever_fails_fails_alone(crew: Crew) -> None:
-    worker = crew.hire("--text", max_requests=8)
-    ids: dict[str, str] = {
-        "width": crew.ask(width=33),
-        "steps": crew.ask(steps=0),
-        "n": crew.ask(n=11),
-        "scheduler": crew.ask(scheduler="sundial"),
-        "engine": crew.ask(prompt="FAIL please", n=3),
-        "memory": crew.ask(prompt="MEMORY please"),
-        "fine": crew.ask(n=2),
-        "text": crew.ask("text", prompt="hello"),
-    }
-    jobs = {name: crew.ended(id) for name, id in ids.items()}
-    assert jobs["fine"].state is JobState.SUCCEEDED
-    assert jobs["text"].result is not None
-    assert jobs["text"].result["text"] == "hello"
-    for name, code, message in [
-        ("width", "invalid_request", "size: 33x32 is not offered"),
-        ("steps", "invalid_request", "steps: must be between 1 and 1000"),
-        ("n", "invalid_request", "n: must be between 1 and 10, not "),
-        ("scheduler", "invalid_request", "scheduler: must be one of euler"),
-        ("engine", "engine_error", "the engine failed at this job (RuntimeError)"),
-        ("memory", "out_of_memory", "the device has too little memory"),
-    ]:
-        error = jobs[name].error
-        assert error is not None
-        assert jobs[name].state is JobState.FAILED
-        assert error["code"] == code
-        assert error["message"].startswith(message)
-        assert "please" not in error["message"]
-        assert jobs[name].attempt == 1
-    eventually(lambda: crew.redis.hlen("unacked") == 0, "all acknowledgements")
+    worker = crew.hire("--text", "--files", "1", max_requests=8)
+    failing: list[tuple[dict[str, Any], str, str]] = [
+        ({"width": 33}, "invalid_request", "size: 33x32 is not offered"),
+        ({"steps": 0}, "invalid_request", "steps: must be between 1 and 1000"),
+        ({"n": 11}, "invalid_request", "n: must be between 1 and 10, not "),
+        ({"scheduler": "sundial"}, "invalid_request", "scheduler: must be one of euler"),
+        ({"lora": 5}, "engine_error", ""),
+        ({"prompt": "FAIL please", "n": 3}, "engine_error", "the engine failed at this job (RuntimeError)"),
+        ({"prompt": "MEMORY please"}, "out_of_memory", "the device has too little memory"),
+    ]
+    ids = [crew.ask(**asked) for asked, _, _ in failing]
+    fine, text = crew.ask(n=2), crew.ask("text", prompt="hello")
+    for id, (_, code, message) in zip(ids, failing, strict=True):
+        job = crew.ended(id)
+        assert (job.state, job.attempt) == (JobState.FAILED, 1) and job.error is not None
+        assert job.error["code"] == code and job.error["message"].startswith(message)
+        assert "please" not in job.error["message"]
+    assert crew.ended(fine).state is JobState.SUCCEEDED and crew.ended(text).result is not None
+    crew.acknowledged()
     assert "Traceback" not in worker.log
 
 
@@ -122,7 +103,7 @@ def test_pictures_that_cannot_be_kept_fail_their_job(crew: Crew, tmp_path: Path)
     }
     (tmp_path / "artifacts").unlink()
     (tmp_path / "moved").rename(tmp_path / "artifacts")
-    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
+    crew.succeeded(crew.ask())
 
 
 def test_a_cancelled_job_leaves_the_engine(crew: Crew) -> None:
@@ -134,10 +115,8 @@ def test_a_cancelled_job_leaves_the_engine(crew: Crew) -> None:
     assert card is not None
     crew.redis.xadd(f"diptych:control:{card.id}", {"sing": "a song", "cancel ": "no"})  # what it does not understand
     crew.store.cancel(id)
-    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
-    job = crew.job(id)
-    assert job.state is JobState.CANCELLED
-    assert job.result is None
+    crew.succeeded(crew.ask())
+    assert crew.job(id).state is JobState.CANCELLED and crew.job(id).result is None
     assert crew.events(id)[-1][0] == "cancelled"
     eventually(lambda: len(worker.noted("admit", id)) == len(worker.noted("release", id)))
 
@@ -148,86 +127,25 @@ def test_a_deadline_ends_a_job_wherever_it_stands(crew: Crew) -> None:
     crew.running(holding)
     waiting = crew.ask(deadline_s=0.2)  # for the place of the one before
     assert crew.ended(waiting).state is JobState.EXPIRED
-    assert not crew.job(holding).state.final
-    assert not worker.noted("admit", waiting)
+    assert not crew.job(holding).state.final and not worker.noted("admit", waiting)
     crew.store.cancel(holding)
-    drawing = crew.ask(steps=LONG, n=8, deadline_s=1)
-    assert crew.ended(drawing).state is JobState.EXPIRED
-    error = crew.job(drawing).error
-    assert error is not None
-    assert error["code"] == "expired"
-    assert crew.ended(crew.ask(deadline_s=60)).state is JobState.SUCCEEDED
-    eventually(lambda: len(worker.noted("admit", drawing)) == len(worker.noted("release", drawing)))
-
-
-def test_messages_of_no_use_are_acknowledged_and_ignored(crew: Crew) -> None:
-    worker = crew.hire()
-    id = crew.ask()
-    for _ in range(3):
-        crew.send(id)
-    crew.send("job_that_never_was")
-    crew.send("no id at all; DROP")
-    crew.ended(id)
-    crew.send(id)
-    sender: Any = crew._sender
-    for arguments in ([], [{"a": 1}], [None, 2]):
-        sender.send_task("diptych.image", args=arguments, queue="image")
-    sender.send_task("diptych.unheard", args=[], queue="image")
-    crew.redis.lpush("image", _message_without_a_task())
-    assert crew.ended(crew.ask(seed=8)).state is JobState.SUCCEEDED
-    eventually(lambda: crew.redis.hlen("unacked") == 0, "all acknowledgements")
-    assert len(worker.noted("done", id)) == 1
-    card = crew.card(worker)
-    assert card is not None
-    assert card.state == "ready"
-
-
-def _message_without_a_task() -> str:
-    properties = {
-        "delivery_tag": "t", "body_encoding": "base64", "delivery_info": {"exchange": "image", "routing_key": "image"},
-    }  # fmt: skip
-    message = {"body": "e30=", "content-encoding": "utf-8", "content-type": "application/json", "headers": {}}
-    return json.dumps({**message, "properties": properties})
-
-
-# -- two queues ------------------------------------------------------------------------------------------------
-
-
-def test_text_goes_on_while_images_are_full(crew: Crew, record_property: Any) -> None:
-    worker = crew.hire("--text", image_jobs=2, text_jobs=2, max_requests=2)
-    images = [crew.ask(steps=LONG) for _ in range(4)]
-    for id in images[:2]:
-        crew.running(id)
-    took_ms = []
-    for _ in range(5):
-        asked = time.monotonic()
-        id = crew.ask("text", steps=1)
-        took_ms.append(1000 * (eventually(lambda: worker.noted("admit", id))[0]["at"] - asked))  # noqa: B023
-        assert crew.ended(id).state is JobState.SUCCEEDED
-    states = [crew.job(id).state for id in images]
-    assert states == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 2  # no image has ended meanwhile, none has come in
-    record_property("text_start_ms", sorted(took_ms))
-    print(f"text tasks began after {', '.join(f'{ms:.0f}' for ms in sorted(took_ms))} ms")
-    assert min(took_ms) < 1000  # of the five; a machine that stalls may be slow, a queue that is blocked is always
-
-    crew.store.cancel(images[0])
-    freed = eventually(lambda: worker.noted("release", images[0]))[0]["at"]
-    began = eventually(lambda: worker.noted("admit", images[2]))[0]["at"]
-    print(f"the next image began {1000 * (began - freed):.0f} ms after a place was free")
-    assert crew.job(images[3]).state is JobState.QUEUED
+    drawing = crew.ended(crew.ask(steps=LONG, n=8, deadline_s=1))
+    assert (drawing.state, (drawing.error or {})["code"]) == (JobState.EXPIRED, "expired")
+    crew.succeeded(crew.ask(deadline_s=60))
 
 
 def test_no_more_than_the_limit_is_in_hand(crew: Crew) -> None:
-    """Each queue by itself; the engine would take all of them."""
+    """Each queue by itself, though the other is full; the engine would take all of them."""
     worker = crew.hire("--text", "--step", "0.003", image_jobs=3, text_jobs=2, max_requests=64)
     limits = {"image": 3, "text": 2}
-    holds = [crew.ask(modality, prompt="STEP=0.05", steps=LONG) for _ in range(4) for modality in limits]
+    holds = [crew.ask("image", prompt="STEP=0.05", steps=LONG) for _ in range(4)]
+    eventually(lambda: most_at_once(worker)["image"] == 3, "all places of images")
+    holds += [crew.ask("text", prompt="STEP=0.05", steps=LONG) for _ in range(4)]
     ids = [crew.ask(modality, steps=20) for _ in range(15) for modality in limits]
     eventually(lambda: most_at_once(worker) == limits, "as many in hand as may be")
     for id in holds:
         crew.store.cancel(id)
-    for id in ids:
-        assert crew.ended(id).state is JobState.SUCCEEDED
+    assert {crew.ended(id).state for id in ids} == {JobState.SUCCEEDED}
     assert most_at_once(worker) == limits
 
 
@@ -241,32 +159,131 @@ def most_at_once(worker: Hired) -> dict[str, int]:
     return most
 
 
-def test_urgent_jobs_go_first(crew: Crew) -> None:
-    worker = crew.hire(image_jobs=1)
-    holds = crew.ask(steps=LONG)
-    crew.running(holds)
-    usual, urgent = crew.ask(priority=9), crew.ask(priority=0)
-    crew.store.cancel(holds)
-    for id in (usual, urgent):
-        crew.ended(id)
-    done = [event["request"].split("/")[0] for event in worker.noted("done")]
-    assert done == [urgent, usual]
-
-
-# -- a Redis that is full --------------------------------------------------------------------------------------
-
-
 def test_a_full_redis_stops_nothing_that_has_begun(crew: Crew) -> None:
     worker = crew.hire()
-    running, waiting = crew.ask(prompt="STEP=0.1", steps=8), crew.make()
+    running = crew.ask(prompt="STEP=0.1", steps=8)
     crew.running(running)
-    used = int(crew.redis.info("memory")["used_memory"])
-    crew.redis.config_set("maxmemory", used - 100_000)
+    crew.redis.config_set("maxmemory", int(crew.redis.info("memory")["used_memory"]) - 100_000)
     try:
-        assert crew.ended(running).state is JobState.SUCCEEDED
-        assert worker.process.poll() is None
+        crew.succeeded(running)
     finally:
         crew.redis.config_set("maxmemory", 0)
-    crew.send(waiting)
-    assert crew.ended(waiting).state is JobState.SUCCEEDED
+    crew.succeeded(crew.ask())
+    assert worker.well
+
+
+# -- how it ends -----------------------------------------------------------------------------------------------------
+
+QUEUE = model_queue("image", MODEL)
+
+
+def test_what_has_begun_is_finished_and_the_rest_is_handed_back(crew: Crew) -> None:
+    """One job in the engine, two that wait in it, one that waits in the queue."""
+    worker = crew.hire("--step", "0.1", image_jobs=3, max_requests=1)
+    begun = crew.ask(steps=8, n=1)
+    crew.running(begun)
+    waiting = [crew.ask(seed=k) for k in range(3)]
+    eventually(lambda: [crew.job(id).state for id in waiting].count(JobState.RUNNING) == 2)
+    assert worker.stop() == 0
+    assert crew.job(begun).state is JobState.SUCCEEDED
+    assert {crew.job(id).state for id in waiting} == {JobState.QUEUED}
+    assert crew.card(worker) is None and crew.redis.hlen("unacked") == 0 and "Traceback" not in worker.log
+    crew.hire()
+    jobs = [crew.ended(id) for id in waiting]
+    assert {(job.state, job.lost, job.suspect) for job in jobs} == {(JobState.SUCCEEDED, 0, False)}
+    assert sorted(job.attempt for job in jobs) == [1, 2, 2]
+    assert "queued" in [type for type, _ in crew.events(waiting[0])][1:]
+
+
+@pytest.mark.parametrize(
+    ("switches", "asked"),
+    [(["--compiling"], {"steps": LONG}), ([], {"prompt": "HANG"})],
+    ids=["while something compiles, which cannot be interrupted", "a device that hangs"],
+)
+def test_what_takes_too_long_is_handed_back(crew: Crew, switches: list[str], asked: dict[str, Any]) -> None:
+    worker = crew.hire(*switches, drain_s=0.3)
+    id = crew.ask(**asked, n=2)
+    crew.running(id)
+    worker.signal(signal.SIGINT)
+    assert worker.wait() == 0
+    job = crew.job(id)
+    assert (job.state, job.attempt, job.lost, job.suspect) == (JobState.QUEUED, 1, 0, False)
+    assert crew.redis.llen(QUEUE) == 1  # its new message
+    assert "is handed back" in worker.log and crew.card(worker) is None
+
+
+def test_a_worker_that_is_still_loading_ends_at_once(crew: Crew) -> None:
+    worker = crew.hire("--load", "3600", ready=False)
+    card = eventually(lambda: (card := crew.card(worker)) and card.message == "loading the stage" and card)
+    assert card and card.state == "starting"
+    assert worker.stop() == 0 and crew.card(worker) is None
+
+
+def test_a_worker_ends_though_redis_is_away(crew: Crew, redis_server: RedisServer) -> None:
+    worker = crew.hire(drain_s=0.5)
+    id = crew.ask(steps=LONG)
+    crew.running(id)
+    redis_server.kill()
+    try:
+        eventually(lambda: "cannot be reached" in worker.log)
+        assert worker.stop() == 0
+    finally:
+        redis_server.start()
     assert "Traceback" not in worker.log
+
+
+def test_a_job_that_waits_for_a_suspect_is_given_back(crew: Crew) -> None:
+    """The suspect runs alone; whoever waits at the gate has claimed nothing, and only its message goes back."""
+    worker = crew.hire(drain_s=0.3)
+    suspect = crew.make(steps=LONG)
+    crew.redis.hset(f"diptych:job:{suspect}", "suspect", "1")
+    crew.send(suspect)
+    crew.running(suspect)
+    others = [crew.ask(seed=k) for k in range(5)]
+    # Redis may owe the worker one message; for more it does not ask while it could not begin with them.
+    assert crew.redis.llen(list_key(QUEUE, 3)) >= 4
+    assert worker.stop() == 0
+    assert [crew.job(id).attempt for id in others] == [0] * 5
+    crew.redis.hset(f"diptych:job:{suspect}", "parameters", '{"prompt": 1}')
+    crew.hire()
+    assert [crew.ended(id).state for id in others] == [JobState.SUCCEEDED] * 5
+    assert crew.ended(suspect).state is JobState.FAILED
+
+
+def test_what_redis_hands_out_to_a_worker_that_ends_goes_back(crew: Crew) -> None:
+    """Redis still owes it an answer for up to a second, and that answer may be a message."""
+    worker = crew.hire()
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "draining" in worker.log)
+    ids = [crew.ask(seed=k) for k in range(3)]
+    assert worker.wait() == 0
+    assert {crew.job(id).attempt for id in ids} == {0} and crew.redis.hlen("unacked") == 0
+    assert sum(crew.redis.llen(list_key(QUEUE, level)) for level in PRIORITY_STEPS) == 3
+
+
+BROKEN = """
+import sys
+from tests.workers import stage
+from workers import prefetch
+
+def append(self, message, delivery_tag, usual=prefetch.BoundedQoS.append):
+    usual(self, message, delivery_tag)
+    if self._prefetch.counts()["image"]:
+        raise ZeroDivisionError("a bug of Celery's")
+
+prefetch.BoundedQoS.append = append
+sys.exit(stage.main())
+"""
+
+
+def test_where_celery_breaks_the_worker_ends_in_good_order(crew: Crew) -> None:
+    worker = crew.hire(command=(sys.executable, "-c", BROKEN), drain_s=0.3)
+    begun = crew.ask(steps=LONG)
+    crew.running(begun)
+    last = crew.ask()
+    assert worker.wait() == 1
+    assert "Unrecoverable error: ZeroDivisionError" in worker.log
+    assert "Traceback" not in worker.log
+    assert (crew.job(begun).state, crew.job(begun).lost) == (JobState.QUEUED, 0)
+    assert crew.job(last).attempt == 0
+    assert crew.card(worker) is None

@@ -35,6 +35,5 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
 
 @pytest.fixture
 def comfy(host: Host, api: Api, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """The default service is `api`."""
     monkeypatch.setenv("DIPTYCH_URL", api.url)
     return host

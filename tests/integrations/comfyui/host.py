@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import json
 import sys
 import threading
 import types
@@ -19,6 +20,7 @@ from tests.deployment.served import ROOT
 
 FOLDER = ROOT / "integrations" / "comfyui"
 MODULE = "custom_nodes_diptych"  # ComfyUI names it by its path
+SAMPLER = "DiptychSampler"
 WIDGETS = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
 
 
@@ -49,7 +51,6 @@ class Host:
 
     @staticmethod
     def part(name: str) -> Any:
-        """A module of the nodes."""
         return sys.modules[f"{MODULE}.{name}"]
 
     def _stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +140,16 @@ class Host:
         return values
 
     def run(self, name: str, **given: Any) -> tuple[Any, ...]:
-        """The outputs of one node."""
         return self.run_all((name, given))[0]
+
+    def draw(self, **given: Any) -> tuple[Any, dict[str, Any]]:
+        """The images of the sampler, and the facts of their job."""
+        images, info = self.run(SAMPLER, **{"prompt": "a cat", **given})
+        return images, json.loads(info)
+
+    def choices(self, name: str) -> dict[str, Any]:
+        """What a node's required inputs may be, or of which type they are."""
+        return {key: kind[0] for key, kind in self.nodes[name].INPUT_TYPES()["required"].items()}  # type: ignore[attr-defined]
 
     def run_all(self, *calls: tuple[str, Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         """The outputs of several nodes of a workflow, which run at once where they are async. The first error ends
