@@ -221,13 +221,14 @@ def test_group_norm(of: Drawn, first: Few, second: Annotated[int, st.integers(0,
 @few
 @given(...)
 def test_layer_norm(of: Drawn, count: Few) -> None:
-    """For one or several layers side by side."""
+    """Of a sum, for one or several layers side by side."""
     own, layers = norm(of.seed, of.channels), [of.layer(linear(of.seed + i, of.channels, 6 + i)) for i in range(count)]
 
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(ops.layer_norm(x, own, to=layers), *layers)
+    def walk(ops: Any, x: Any, y: Any) -> Any:
+        return ops.linear(ops.layer_norm(ops.add(x, y), own, to=layers), *layers)
 
-    check(walk, (own, *layers), normal(of.seed, *of.sides, of.channels, scale=3), flips=Flips(layers[0], 6))
+    x, y = (normal(of.seed + i, *of.sides, of.channels, scale=3) for i in range(2))
+    check(walk, (own, *layers), x, y, flips=Flips(layers[0], 6))
 
 
 @few

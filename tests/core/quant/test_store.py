@@ -55,7 +55,7 @@ def bits(model: nn.Module) -> dict[str, Tensor]:
 def check_equal(found: nn.Module, wanted: nn.Module) -> None:
     a, b = bits(found), bits(wanted)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    assert [type(m) for m in found.modules()] == [type(m) for m in wanted.modules()]
+    assert repr(found) == repr(wanted)
     with torch.inference_mode():
         x = inputs(9) if isinstance(found, Block) else normal(9, 5, 300)
         assert torch.equal(found(x), wanted(x))
