@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 import openai
+import pytest
 import redis
 
 from api import files
@@ -130,6 +131,15 @@ def answers(client: httpx2.Client) -> bool:
         return client.get("/healthz").status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Clients of S3 talk to this address."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "secret")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        patch.setenv(name, "us-east-1")
+    patch.setenv("AWS_ENDPOINT_URL", endpoint)
 
 
 def kept(service: Service, data: bytes) -> File:
