@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -38,8 +39,7 @@ def test_kserve_is_told_the_same(redis_url: str, folder: Path) -> None:
 
 
 def test_before_any_worker_and_while_one_starts(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
-    with opened(settings) as (api, worker):
+    with opened(settings_of(redis_url, folder)) as (api, worker):
         assert api.client.get("/healthz").json() == {"status": "ok"}
         assert api.client.get("/v1/models").json() == {"object": "list", "data": []}
         not_ready = api.client.get("/readyz")
@@ -82,23 +82,13 @@ def test_models_in_openais_shape(shared: Api) -> None:
     (model,) = shared.client.get("/v1/models").json()["data"]
     card = model.pop("diptych")
     assert model == {"id": "emoji-xl", "object": "model", "created": 1_700_000_000, "owned_by": "diptych"}
-    assert card == {
-        "modality": "image", "live": True, "loaded": True, "load_s": 0.0, "workers": 1, "loaded_workers": 1,
-        "precision": "fp32", "device": "cpu", "kernels": "avx2",
-        "kernels_reason": "the processor has no AVX-512 VNNI", "native_size": "128x128",
-        "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
-        "size_range": None, "loras": [], "embeddings": [], "upscalers": [], "controls": [],
-        "preprocessors": ["canny"],
-            "image_prompts": [],
-        "refiners": [], "cascades": {}, "prompt_fields": None, "graphs": {},
-        "fields": None, "sources": None, "options": {}, "loop": "", "checker": "",
-        "default_scheduler": "euler", "scheduler_reason": "",
-        "defaults": dataclasses.asdict(CARD.defaults), "plans": {}, "plan": "",
-        "vaes": ["full"], "inpaint_only": False,
-        "deepcache": "off", "limits": {**dataclasses.asdict(CARD.limits), "max_seed": 2**53 - 1},
-        "costs": dataclasses.asdict(CARD.costs),
-        "capacity_per_s": 0.67,
+    expected = json.loads(json.dumps(dataclasses.asdict(CARD))) | {
+        "live": True, "workers": 1, "loaded_workers": 1, "native_size": "128x128",
+        "sizes": ["64x64", "96x168", "128x128", "168x96"], "limits": {**dataclasses.asdict(CARD.limits),
+        "max_seed": 2**53 - 1},
     }  # fmt: skip
+    del expected["name"], expected["native"]
+    assert card == expected and card["modality"] == "image"
     assert shared.client.get("/v1/models/emoji-xl").json() == {**model, "diptych": card}
 
 

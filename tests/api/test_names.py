@@ -10,22 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
 from api.cards import ModelNames, RegistrySnapshot
 from contract.card import ImageCard
 from tests.api.easel import Easel
+from tests.api.test_batches import begin, ended, lines, told
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, PATIENCE_S, TEXT, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, check_error, eventually, opened, settings_of
 
 TURBO = replace(CARD, name="emoji-xl-turbo")
 ALIASES = "dall-e-3=emoji-xl-turbo,cats=emoji-xl,gpt-4o=emoji-lm,gone=nowhere"
-
-
-def client_of(api: Api) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{api.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
 
 
 @contextmanager
@@ -49,30 +45,29 @@ def said(answer: Any) -> list[str]:
     return list(answer.data[0].model_extra["warnings"])
 
 
-def test_an_unmodified_openai_client_draws_with_its_own_names(shared: Api, easel: Easel) -> None:
+def test_an_unmodified_openai_client_draws_with_its_own_names(shared: Api, client: openai.OpenAI, easel: Easel) -> None:
     """As LibreChat, n8n and Open WebUI ask, in each way in which pictures are asked for."""
     served = "is served by emoji-xl"
-    with client_of(shared) as client:
-        drawn = client.images.generate(
-            model="gpt-image-2.5-flare", prompt="a cat", size="1536x1024", quality="high", background="auto", n=2
-        )
-        assert easel.seen[-1].model == "emoji-xl" and len(drawn.data or []) == 2
-        assert drawn.model_extra is not None and drawn.model_extra["model"] == "emoji-xl" and drawn.size == "168x96"
-        assert said(drawn) == [
-            f"model: gpt-image-2.5-flare {served}",
-            "size: 1536x1024 is not offered by emoji-xl; the nearest is 168x96",
-            "quality: has no effect; steps and plan decide",
-        ]
-        edited = client.images.edit(
-            model="gpt-image-1", image=("cat.png", as_file(pixels())), prompt="a hat", size="1024x1024",
-            input_fidelity="high", quality="auto",
-        )  # fmt: skip
-        assert [warning.split(":")[0] for warning in said(edited)] == ["model", "size", "input_fidelity"]
-        assert edited.size == "128x128"
-        events = list(client.images.generate(model="dall-e-3", prompt="a cat", style="vivid", stream=True))
-        assert events[-1].type == "image_generation.completed" and base64.b64decode(events[-1].b64_json)
-        assert events[-1].model_extra is not None and events[-1].model_extra["warnings"][0].endswith(served)
-        assert client.models.retrieve("chatgpt-image-latest").model_extra["diptych"]["alias_of"] == "emoji-xl"  # type: ignore[index]
+    drawn = client.images.generate(
+        model="gpt-image-2.5-flare", prompt="a cat", size="1536x1024", quality="high", background="auto", n=2
+    )
+    assert easel.seen[-1].model == "emoji-xl" and len(drawn.data or []) == 2
+    assert drawn.model_extra is not None and drawn.model_extra["model"] == "emoji-xl" and drawn.size == "168x96"
+    assert said(drawn) == [
+        f"model: gpt-image-2.5-flare {served}",
+        "size: 1536x1024 is not offered by emoji-xl; the nearest is 168x96",
+        "quality: has no effect; steps and plan decide",
+    ]
+    edited = client.images.edit(
+        model="gpt-image-1", image=("cat.png", as_file(pixels())), prompt="a hat", size="1024x1024",
+        input_fidelity="high", quality="auto",
+    )  # fmt: skip
+    assert [warning.split(":")[0] for warning in said(edited)] == ["model", "size", "input_fidelity"]
+    assert edited.size == "128x128"
+    events = list(client.images.generate(model="dall-e-3", prompt="a cat", style="vivid", stream=True))
+    assert events[-1].type == "image_generation.completed" and base64.b64decode(events[-1].b64_json)
+    assert events[-1].model_extra is not None and events[-1].model_extra["warnings"][0].endswith(served)
+    assert client.models.retrieve("chatgpt-image-latest").model_extra["diptych"]["alias_of"] == "emoji-xl"  # type: ignore[index]
     id = shared.order(model="gpt-image-1-mini")
     job = eventually(lambda: (one := shared.job(id))["status"] == "succeeded" and one)
     assert job["model"] == "emoji-xl" == job["request"]["model"] and served in job["images"][0]["warnings"][0]
@@ -81,28 +76,21 @@ def test_an_unmodified_openai_client_draws_with_its_own_names(shared: Api, easel
     check_error(shared.draw(model="emoji-xl", size="1024x1024"), 400, "size")  # who names the model is told
 
 
-def test_a_batch_takes_the_names_too(shared: Api, easel: Easel) -> None:
-    bodies = [{"prompt": "a cat", "model": "dall-e-3", "size": "1024x1792"}, {"prompt": "a cat", "model": "other"}]
-    lines = [{"custom_id": f"{k}", "method": "POST", "url": "/v1/images/generations", "body": body}
-             for k, body in enumerate(bodies)]  # fmt: skip
-    with client_of(shared) as client:
-        file = client.files.create(file=("x.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h"
-        )  # fmt: skip
-        done = eventually(lambda: (one := client.batches.retrieve(batch.id)).completed_at and one)
-        answer = json.loads(client.files.content(done.output_file_id or "").text)["response"]["body"]
+def test_a_batch_takes_the_names_too(client: openai.OpenAI, easel: Easel) -> None:
+    batch = begin(
+        client, lines({"prompt": "a", "model": "dall-e-3", "size": "1024x1792"}, {"prompt": "a", "model": "other"})
+    )
+    done = ended(client, batch.id)
+    answer = told(client, done.output_file_id)[0]["response"]["body"]
     assert answer["model"] == "emoji-xl" and answer["size"] == "96x168"
     assert [warning.split(":")[0] for warning in answer["data"][0]["warnings"]] == ["model", "size"]
-    assert done.request_counts is not None and done.request_counts.failed == 1
+    assert done.request_counts.failed == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/emoji-xl/", "/v1/jobs/", "/v1/files//"])
 def test_a_slash_at_the_end_changes_nothing(shared: Api, path: str) -> None:
-    def get(path: str) -> httpx2.Response:
-        return shared.client.get(path)
-
-    assert get(path).status_code == 200 and get(path).json() == get(path.rstrip("/")).json()
+    with_slash, without = (shared.client.get(each) for each in (path, path.rstrip("/")))
+    assert with_slash.status_code == 200 and with_slash.json() == without.json()
 
 
 def test_a_post_with_a_slash_at_the_end_is_taken(shared: Api, easel: Easel) -> None:

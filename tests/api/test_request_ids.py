@@ -21,7 +21,7 @@ from core.logs import JsonLines, TextLines, request_context
 from deployment.redis import RedisServer
 from tests.api.test_text import ASK, CHAT
 from tests.api.world import Api, Worker, check_error, settings_of
-from tests.api.writing import TextWorker
+from tests.api.writing import written
 from tests.collector import Collector
 from tests.llm import stage
 
@@ -54,19 +54,23 @@ def test_one_that_is_not_sane_is_replaced(shared: Api, id: str) -> None:
     assert MADE.fullmatch(answer.headers["x-request-id"])
 
 
-def test_openais_client_reads_it(shared: Api) -> None:
-    with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.NotFoundError) as refusal:
-            client.models.retrieve("none", extra_headers={"X-Request-ID": "mine"})
-        assert refusal.value.request_id == "mine"
+def test_openais_client_reads_it(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refusal:
+        client.models.retrieve("none", extra_headers={"X-Request-ID": "mine"})
+    assert refusal.value.request_id == "mine"
+
+
+def handler_of(stream: io.StringIO, formatter: logging.Formatter) -> logging.Handler:
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    return handler
 
 
 @contextmanager
 def lines(name: str) -> Iterator[list[dict[str, str]]]:
     """What this logger says meanwhile, as JSON; read when the context is left."""
     stream, told = io.StringIO(), list[dict[str, str]]()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
+    handler = handler_of(stream, JsonLines())
     logging.getLogger(name).addHandler(handler)
     try:
         yield told
@@ -81,11 +85,10 @@ def test_lines_of_the_api_and_of_the_worker_name_it(redis_url: str, tmp_path: Pa
     pytest.importorskip("llguidance")
     settings = settings_of(redis_url, tmp_path)
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-    with TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+    with written(settings, stage.small()) as api:
         with lines("workers.tasks") as told:
-            answer = api.client.post(
-                CHAT, json={**ASK, "response_format": wanted}, headers={"X-Request-ID": "from-outside"}
-            )
+            body = {**ASK, "response_format": wanted}
+            answer = api.client.post(CHAT, json=body, headers={"X-Request-ID": "from-outside"})
             check_error(answer, 400, "json_schema")
         assert [line["request_id"] for line in told] == ["from-outside"] and told[0]["job"].startswith("job_")
         with Worker(settings) as worker:
@@ -102,7 +105,7 @@ def test_spans_of_the_api_and_of_the_worker_have_it(redis_server: RedisServer, t
         traces.begin(collector.url, "diptych-test")
         try:
             settings = settings_of(redis_server.url, tmp_path, traces=collector.url)
-            with TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+            with written(settings, stage.small()) as api:
                 assert api.client.post(CHAT, json=ASK, headers={"X-Request-ID": "traced"}).status_code == 200
         finally:
             traces.end()
@@ -125,18 +128,9 @@ def test_a_job_of_a_version_without_ids_is_still_done(redis_url: str) -> None:
 
 
 def test_plain_lines_have_it_too() -> None:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(TextLines(logging.Formatter("%(levelname)s %(message)s")))
-    log = logging.Logger("api")
-    log.addHandler(handler)
+    stream, log = io.StringIO(), logging.Logger("api")
+    log.addHandler(handler_of(stream, TextLines(logging.Formatter("%(levelname)s %(message)s"))))
     log.warning("before")
     with request_context("req_1"):
-        log.warning("inside")
-        try:
-            raise ValueError("why")
-        except ValueError:
-            log.exception("it broke")
-    first, second, third, *traceback = stream.getvalue().splitlines()
-    assert (first, second, third) == ("WARNING before", "WARNING inside [req_1]", "ERROR it broke [req_1]")
-    assert traceback[-1] == "ValueError: why"
+        log.error("it broke", exc_info=ValueError("why"))
+    assert stream.getvalue().splitlines() == ["WARNING before", "ERROR it broke [req_1]", "ValueError: why"]

@@ -1,10 +1,9 @@
-"""stream: true, as OpenAI's own client reads it; and that client, unmodified, in all else that it is used for."""
+"""stream: true, as OpenAI's own client reads it."""
 
 from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,12 +12,6 @@ import pytest
 
 from core.jobs.record import Claim, JobState, ProgressReport
 from tests.api.world import PATIENCE_S, Api, Worker, eventually
-
-
-@pytest.fixture
-def client(shared: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
-        yield client
 
 
 def taken(worker: Worker, known: set[str]) -> Claim:
@@ -101,21 +94,3 @@ def test_who_leaves_a_stream_cancels(shared: Api, worker: Worker, client: openai
     opened.join(PATIENCE_S)
     stream[0].close()
     eventually(lambda: worker.is_(claim.id, JobState.CANCELLED))
-
-
-def test_openais_client_as_it_is(shared: Api, worker: Worker, client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
-    assert client.models.retrieve(model.id).id == "emoji-xl"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-    for wanted in ("b64_json", "url"):
-        known = worker.ids()
-        with ThreadPoolExecutor(1) as pool:
-            drawn = pool.submit(client.images.generate, prompt="a cat", response_format=wanted)
-            pictures = worker.finish(taken(worker, known))
-            (image,) = drawn.result(PATIENCE_S).data or []
-        given = base64.b64decode(image.b64_json or "") or shared.client.get(image.url or "").content
-        assert given == pictures[0]
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.images.generate(prompt="")
-    assert caught.value.param == "prompt" and caught.value.code == "invalid_value"
