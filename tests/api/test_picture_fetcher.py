@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
+import openai
 import pytest
 
 from api import batch_feeder, guarded_http, picture_fetcher
@@ -26,19 +25,21 @@ from api.picture_fetcher import PictureFetcher, fetch
 from api.picture_urls import picture_of
 from api.uploads import MAX_BYTES, PictureUploads, Upload
 from core.jobs.batches import BatchRecord
-from core.jobs.keyring import Keyring
-from deployment.redis import RedisServer
 from tests.api.easel import Easel
+from tests.api.test_batches import ended
 from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_guarded_http import resolving
 from tests.api.test_picture_decoder import service_of
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.test_text_batches import begin
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, bearer, check_error, opened, settings_of, token_of
+from tests.faults.payloads import CARD_OF_NINE
 from tests.http_server import Handler
 from tests.https_server import Certificate, SecureServer, make_certificate
 
 EDITS, DRAW = "/v1/images/edits", "/v1/images/generations"
 ARRAY = pixels(seed=8)
-OFFERED = replace(CARD, controls=("edges",), image_prompts=("base",))
+OFFERED = CARD_OF_NINE
+SETTINGS = {"fetch_images": "private"}
 PICTURES = {
     "/a.png": as_file(ARRAY), "/hole.png": as_file(hole()), "/bomb.png": bomb(20_000, 20_000), "/page": b"<html>",
     "/empty": b"", "/large": PNG + bytes(MAX_BYTES), "/turned.jpg": as_file(pixels(40, 20), "JPEG"),
@@ -123,15 +124,6 @@ def site(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(guarded_http, "_tls", lambda: certificate.trusting)
     with Site(certificate) as site:
         yield site
-
-
-@pytest.fixture(scope="module")
-def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(
-        redis_server.url, tmp_path_factory.mktemp("data"), fetch_images="private", max_queued=1_000_000
-    )
-    with opened(settings, OFFERED) as (api, _):
-        yield api
 
 
 def by_url(site: Site, path: str = "/a.png") -> dict[str, str]:
@@ -227,19 +219,8 @@ def test_a_job_run_again_and_a_repeated_request_fetch_nothing(shared: Api, worke
     worker.work(again)
 
 
-def batch_of(api: Api, *bodies: dict[str, Any]) -> Any:
-    """A batch of these edits, which is completed."""
-    lines = [{"custom_id": f"{k}", "method": "POST", "url": EDITS, "body": body} for k, body in enumerate(bodies)]
-    data = "\n".join(map(json.dumps, lines)).encode()
-    file = api.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
-    id = api.post("/v1/batches", input_file_id=file, endpoint=EDITS, completion_window="24h").json()["id"]
-    look = lambda: api.client.get(f"/v1/batches/{id}").json()  # noqa: E731
-    eventually(lambda: look()["status"] == "completed")
-    return look()
-
-
-def test_a_batchs_line_may_name_a_url(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
-    batch_of(shared, {"prompt": "x", "images": [by_url(site)]})
+def test_a_batchs_line_may_name_a_url(client: openai.OpenAI, easel: Easel, worker: Worker, site: Site) -> None:
+    ended(client, begin(client, EDITS, {"prompt": "x", "images": [by_url(site)]}).id)
     assert np.array_equal(handed_on(worker, easel.seen[-1])[0], ARRAY) and site.seen == {"/a.png": 1}
 
 
@@ -263,20 +244,6 @@ def test_what_a_url_leads_to_is_refused_by_field(
     assert worker.ids() == known and service_of(shared).fetcher._held.count == 0
 
 
-@pytest.mark.parametrize(
-    ("url", "param", "said"),
-    [("http://a.example/a.png", "images.image_url", "https://"), ("ftp://a.example", "images.image_url", ""),
-     ("https://", "images.image_url", "name a host"), ("https://a.example:22/a.png", "images.image_url", "port 443"),
-     ("https://user:word@a.example/a.png", "images.image_url", "no user"),
-     ("https://a b.example/", "images.image_url", "spaces"),
-     ("https://a.example/" + "x" * 9000, "images.image_url", "8192"), ("a.png", "images.image_url", "data: URL")],
-)  # fmt: skip
-def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, url: str, param: str, said: str) -> None:
-    answer = shared.post(EDITS, prompt="x", images=[{"image_url": url}])
-    check_error(answer, 400, param)
-    assert said in answer.json()["error"]["message"]
-
-
 def test_memory_that_others_hold_is_a_503_and_too_many_pictures_are_a_413(
     shared: Api, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +263,7 @@ def test_memory_that_others_hold_is_a_503_and_too_many_pictures_are_a_413(
 
 
 def test_a_batch_pauses_while_others_hold_the_memory(
-    shared: Api, easel: Easel, site: Site, monkeypatch: pytest.MonkeyPatch
+    shared: Api, client: openai.OpenAI, easel: Easel, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a line that never fits is refused: the next one is drawn."""
     share = HeldBytes(len(PICTURES["/a.png"]) + 10)
@@ -314,8 +281,8 @@ def test_a_batch_pauses_while_others_hold_the_memory(
     monkeypatch.setattr(BatchFeeder, "_failed", paused)
     share.claim(11)
     small = {"prompt": "x", "images": [by_url(site)]}
-    batch = batch_of(shared, small, {**small, "mask": by_url(site, "/chunked")}, small)
-    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1} and len(pauses) == 2
+    done = ended(client, begin(client, EDITS, small, {**small, "mask": by_url(site, "/chunked")}, small).id)
+    assert (done.request_counts.completed, done.request_counts.failed, len(pauses)) == (2, 1, 2)
 
 
 def test_of_equal_urls_the_first_field_is_named(shared: Api, site: Site) -> None:
@@ -389,16 +356,12 @@ def test_fetched_bytes_are_freed_with_the_context(site: Site, end: str) -> None:
 
 def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: Site) -> None:
     settings = settings_of(redis_url, folder, fetch_images="private")
-    keyring = Keyring.of(settings)
-    token = keyring.add("a", ["images"], quota="1/day")[1]
-    keyring.close()
-    with opened(settings) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+    headers = bearer(token_of(settings, "a", ["images"], quota="1/day"))
+    with opened(settings, CARD) as (api, _):
 
         def edit(**more: Any) -> httpx2.Response:
             fields = {"type": "edit", "prompt": "x", "images": [by_url(site)], **more}
-            return api.client.post("/v1/jobs", json=fields, headers={"Authorization": f"Bearer {token}"})
+            return api.client.post("/v1/jobs", json=fields, headers=headers)
 
         check_error(edit(steps=100_000), 400, "steps")
         assert not site.seen
@@ -409,9 +372,7 @@ def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: 
 
 @pytest.mark.parametrize(("setting", "code"), [("off", "fetch_off"), ("public", "fetch_private")])
 def test_the_setting_says_what_is_fetched(redis_url: str, folder: Path, site: Site, setting: str, code: str) -> None:
-    with opened(settings_of(redis_url, folder, fetch_images=setting)) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+    with opened(settings_of(redis_url, folder, fetch_images=setting), CARD) as (api, _):
         for url in (site.url + "/a.png", "https://localhost/x"):
             check_error(api.post(EDITS, prompt="x", images=[{"image_url": url}]), 400, "images.image_url", code)
     assert not site.seen

@@ -12,7 +12,7 @@ import pytest
 
 from api.uploads import MAX_BYTES
 from tests.api.easel import Easel
-from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels, webp_bomb
+from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.world import Api, Worker, check_error
 
 EDITS = "/v1/images/edits"
@@ -120,15 +120,8 @@ ZEROS = "file-" + "0" * 24
         ({"images": ["data:image/png;base64,AA=="]}, 400, "images", "invalid_type"),
         ({"images": inline()}, 400, "images", None),
         ({"images": [{"image_url": "http://127.0.0.1/x.png"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "file:///etc/passwd"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/svg+xml;base64,AAAA"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,é"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,AAAAA"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,"}]}, 400, "images", "invalid_value"),
         ({"images": [inline(b"hello")]}, 400, "images", "invalid_value"),
         ({"images": [inline(bomb(20_000, 20_000))]}, 400, "images", "invalid_value"),
-        ({"images": [inline(webp_bomb(), "webp")]}, 400, "images", "invalid_value"),
-        ({"images": [inline(PNG[:-500])]}, 400, "images", "invalid_value"),
         ({"mask": inline(as_file(hole(64, 64)))}, 400, "mask", "invalid_value"),
         ({"mask": inline()}, 400, "mask", "invalid_value"),
         ({"mask": {}}, 400, "mask", "invalid_value"),
@@ -139,7 +132,7 @@ ZEROS = "file-" + "0" * 24
         ({"type": "image"}, 400, "images", "unknown_parameter"),
         ({"type": "text"}, 400, "type", "invalid_value"),
     ],
-    ids=range(29),
+    ids=range(22),
 )
 def test_what_is_wrong_is_refused_by_name(
     shared: Api, worker: Worker, fields: dict[str, Any], status: int, param: str, code: str | None
@@ -161,10 +154,9 @@ def test_what_is_larger_than_a_body_is_handed_in_as_a_file(shared: Api, worker: 
 
 @pytest.mark.parametrize(
     ("data", "status"),
-    [(b"", 400), (b"hello", 400), (bomb(4097, 4096), 400), (webp_bomb(), 400), (PNG[:20], 400),
-     (as_file(pixels(), "GIF"), 400), (PNG + bytes(MAX_BYTES), 413)],
-    ids=range(7),
-)  # fmt: skip
+    [(b"", 400), (bomb(4097, 4096), 400), (as_file(pixels(), "GIF"), 400), (PNG + bytes(MAX_BYTES), 413)],
+    ids=range(4),
+)
 def test_a_file_that_is_no_picture_is_not_kept(shared: Api, data: bytes, status: int) -> None:
     before = shared.client.get("/v1/files").json()
     check_error(file(shared, data), status, "file")
