@@ -46,6 +46,25 @@ PICTURES = {
 }  # fmt: skip
 
 
+OK, CHUNKED, GONE = (
+    b"HTTP/1.1 200 OK\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 404 x\r\nContent-Length: 0\r\n\r\n",
+)
+WRITTEN: dict[str, list[bytes]] = {
+    "/chunked": [OK, CHUNKED, *(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in
+                                (PICTURES["/a.png"][:1000], PICTURES["/a.png"][1000:], b""))],
+    "/short-large": [OK, b"Content-Length: 3000001\r\n\r\n", bytes(3_000_000)],
+    "/short": [OK, b"Content-Length: 9999\r\n\r\nabc"],
+    "/endless": [OK, b"\r\n", *[bytes(2**16)] * (MAX_BYTES // 2**16 + 2)],
+    "/crumbs": [OK, CHUNKED, *[b"1\r\nx\r\n" * 2**14] * (MAX_BYTES // 2**14), b"0\r\n\r\n"],
+    "/dribble": [OK, b"Content-Length: 50000\r\n\r\n", *[b"x"] * 50_000],
+    "/continue": [b"HTTP/1.1 100 x\r\n\r\n", *[b"HTTP/1.1 100 Continue\r\n\r\n" * 1000] * 100, GONE],
+    "/trailers": [OK, CHUNKED, b"0\r\n", *[b"a: b\r\n" * 1000] * 100, GONE],
+    "/nonsense": [b"220 smtp.example ESMTP\r\n"],
+}  # fmt: skip
+
+
 class Site(SecureServer):
     """Serves `PICTURES`, redirects `/to/…`, and misbehaves by path. `seen` counts the requests of each path."""
 
@@ -68,45 +87,16 @@ class Site(SecureServer):
                     self.answer(int(self.path[-3:]), PNG)
                 elif self.path == "/zipped":
                     self.answer(200, PNG, {"Content-Encoding": "gzip"})
-                elif self.path == "/chunked":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-                    for piece in (PICTURES["/a.png"][:1000], PICTURES["/a.png"][1000:], b""):
-                        self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-                elif self.path == "/short-large":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3000001\r\n\r\n" + bytes(3_000_000))
-                    self.close_connection = True
-                elif self.path == "/short":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\nabc")
-                    self.close_connection = True
-                elif self.path == "/endless":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
-                    for _ in range(MAX_BYTES // 2**16 + 2):
-                        self.wfile.write(bytes(2**16))
-                elif self.path == "/crumbs":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-                    for _ in range(MAX_BYTES // 2**14):
-                        self.wfile.write(b"1\r\nx\r\n" * 2**14)
-                    self.wfile.write(b"0\r\n\r\n")
-                elif self.path == "/dribble":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n")
-                    for _ in range(50_000):
-                        self.wfile.write(b"x")
-                elif self.path in ("/continue", "/trailers"):
-                    status = 100 if self.path == "/continue" else 200
-                    self.wfile.write(f"HTTP/1.1 {status} x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-                    repeated = b"HTTP/1.1 100 Continue\r\n\r\n" if status == 100 else b"a: b\r\n"
-                    self.wfile.write(b"" if status == 100 else b"0\r\n")
-                    for _ in range(100):
-                        self.wfile.write(repeated * 1000)
-                    self.wfile.write(b"HTTP/1.1 404 x\r\nContent-Length: 0\r\n\r\n")
                 elif self.path == "/hangs":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\nabc")
+                    self.wfile.write(OK + b"Content-Length: 999\r\n\r\nabc")
                     site.seen["hangs"] += 1
                     with contextlib.suppress(OSError):
                         self.rfile.read(1)
                     site.seen["left"] += 1
-                elif self.path == "/nonsense":
-                    self.wfile.write(b"220 smtp.example ESMTP\r\n")
+                elif self.path in WRITTEN:
+                    for piece in WRITTEN[self.path]:
+                        self.wfile.write(piece)
+                    self.close_connection = True
                 else:
                     known = PICTURES.get(self.path)
                     self.answer(404 if known is None else 200, known or b"")

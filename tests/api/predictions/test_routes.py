@@ -8,6 +8,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,14 +45,6 @@ def test_it_waits_and_answers_with_data_urls(shared: Api, easel: Easel, path: st
     assert [image(url).size for url in prediction["output"]] == [(64, 64)]
     assert prediction == shared.client.get(f"/predictions/{prediction['id']}").json()
     assert prediction["urls"]["get"] == f"{shared.url}/predictions/{prediction['id']}"
-
-
-def test_it_does_not_wait(shared: Api, worker: Worker) -> None:
-    answer = predict(shared, headers=ASYNC)
-    assert (answer.status_code, answer.json()["status"]) == (202, "starting")
-    id = answer.json()["id"]
-    worker.work(id)
-    assert shared.client.get(f"/predictions/{id}").json()["status"] == "succeeded"
 
 
 def test_it_waits_for_no_longer_than_is_preferred(shared: Api) -> None:
@@ -164,10 +157,10 @@ def test_a_record_of_a_newer_version_is_shown_without_its_input(
     assert "request" not in shared.job(id)
 
 
-def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, tmp_path: Any) -> None:
+def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, folder: Path) -> None:
     """No card: as any request. A card that the API has not read yet: read, so that a repeated request is the same."""
     input = {"prompt": "a cat", "aspect_ratio": "16:9"}
-    with opened(settings_of(redis_server.url, tmp_path)) as (api, worker):
+    with opened(settings_of(redis_server.url, folder)) as (api, worker):
         worker.redis.delete("diptych:models", *worker.redis.keys("diptych:worker*"))
         eventually(lambda: not api.client.get("/v1/models").json()["data"])
         assert predict(api, "/predictions/wide", ASYNC, input=input).status_code == 503
@@ -177,10 +170,10 @@ def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, tmp_p
         assert (answers[0].json()["input"]["width"], answers[0].json()["input"]["height"]) == (168, 96)
 
 
-def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisServer, tmp_path: Any) -> None:
+def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisServer, folder: Path) -> None:
     """Also those of names and aliases with a slash, whose address is that of Replicate's object."""
     aliases = "openai/gpt=emoji-lm,openai/image=emoji-xl"
-    with opened(settings_of(redis_server.url, tmp_path, model_aliases=aliases), CARD) as (api, worker):
+    with opened(settings_of(redis_server.url, folder, model_aliases=aliases), CARD) as (api, worker):
         worker.registry.announce(
             WorkerCard("worker-2", "here", 1, "ready", "", 1.0, [TEXT, replace(TEXT, name="org/lm")]), 600
         )
@@ -198,8 +191,8 @@ def test_texts_are_no_predictions(shared: Api) -> None:
     assert shared.client.post("/v1/predictions/none/cancel").json()["title"] == "Not found"
 
 
-def test_links_where_they_begin_with_https(redis_server: RedisServer, tmp_path: Any) -> None:
-    settings = settings_of(redis_server.url, tmp_path, public_url="https://pictures.example/here")
+def test_links_where_they_begin_with_https(redis_server: RedisServer, folder: Path) -> None:
+    settings = settings_of(redis_server.url, folder, public_url="https://pictures.example/here")
     with opened(settings, CARD) as (api, worker), Easel(worker):
         for path in ("/v1/predictions", "/v1/models/any/emoji-xl/predictions"):
             answer = predict(api, path, {"Prefer": "wait"})
@@ -209,8 +202,8 @@ def test_links_where_they_begin_with_https(redis_server: RedisServer, tmp_path: 
         assert predict(api).json()["output"][0].startswith("data:")
 
 
-def test_the_health_check(redis_server: RedisServer, tmp_path: Any) -> None:
-    with opened(settings_of(redis_server.url, tmp_path)) as (api, worker):
+def test_the_health_check(redis_server: RedisServer, folder: Path) -> None:
+    with opened(settings_of(redis_server.url, folder)) as (api, worker):
         for name in worker.redis.keys("diptych:worker*"):
             worker.redis.delete(name)
         status = lambda: api.client.get("/health-check").json()["status"]  # noqa: E731
@@ -227,8 +220,8 @@ def test_the_schemas_that_cogs_clients_read(shared: Api) -> None:
     assert schemas["Output"]["items"] == {"type": "string", "format": "uri"}
 
 
-def test_without_the_setting_there_are_none(redis_server: RedisServer, tmp_path: Any) -> None:
-    with opened(settings_of(redis_server.url, tmp_path, predictions=False), CARD) as (api, _):
+def test_without_the_setting_there_are_none(redis_server: RedisServer, folder: Path) -> None:
+    with opened(settings_of(redis_server.url, folder, predictions=False), CARD) as (api, _):
         assert predict(api).status_code == predict(api, "/v1/predictions").status_code == 404
         document = api.client.get("/openapi.json").json()
         assert not any("predictions" in path for path in document["paths"])

@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 import httpx2
 from PIL import Image
 
-from core.jobs.keyring import Keyring
 from core.jobs.record import JobState, ProgressReport
 from tests.api.sdapi.studio import CARD, Studio
 from tests.api.sdapi.test_generation import encoded, info, picture, sdapi_error
-from tests.api.world import PATIENCE_S, Api, Worker, eventually, opened, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, bearer, eventually, opened, settings_of, token_of
 
 IDLE = (0.0, 0)
 
@@ -28,10 +27,8 @@ IDLE = (0.0, 0)
 def two_keys(url: str, folder: Path) -> Iterator[tuple[Api, Worker, list[httpx2.Client]]]:
     """A service with two callers, who bring their keys as passwords of different forms."""
     settings = settings_of(url, folder, sdapi=True)
-    with closing(Keyring.of(settings)) as keyring, opened(settings) as (api, worker):
-        tokens = [keyring.add(name)[1] for name in ("ann", "bob")]
-        worker.announce(card=CARD)
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+    tokens = [token_of(settings, name) for name in ("ann", "bob")]
+    with opened(settings, CARD) as (api, worker):
         clients = [
             httpx2.Client(base_url=api.url, timeout=PATIENCE_S, auth=auth, verify=False)
             for auth in (("ann", tokens[0]), (tokens[1], ""))
@@ -178,10 +175,8 @@ def test_nobody_comes_in_without_a_key(redis_url: str, folder: Path) -> None:
 
 def test_scopes_hold(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, sdapi=True)
-    with closing(Keyring.of(settings)) as keyring, opened(settings, CARD) as (api, _):
-        token = keyring.add("texts", ["text"])[1]
-        eventually(lambda: api.client.get("/sdapi/v1/options").status_code == 401)
-        headers = {"Authorization": f"Bearer {token}"}
+    headers = bearer(token_of(settings, "texts", ["text"]))
+    with opened(settings, CARD) as (api, _):
         for path in ("txt2img", "img2img", "options", "interrupt", "png-info", "extra-single-image"):
             answer = api.client.post(f"/sdapi/v1/{path}", json={"prompt": "a"}, headers=headers)
             sdapi_error(answer, 403, "insufficient_scope")
@@ -189,10 +184,8 @@ def test_scopes_hold(redis_url: str, folder: Path) -> None:
 
 def test_the_quota_comes_before_the_mask(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, sdapi=True)
-    with closing(Keyring.of(settings)) as keyring, opened(settings, CARD) as (api, worker), Studio(worker):
-        token = keyring.add("one", ["images"], quota="1/day")[1]
-        eventually(lambda: api.client.get("/sdapi/v1/options").status_code == 401)
-        headers = {"Authorization": f"Bearer {token}"}
+    headers = bearer(token_of(settings, "one", ["images"], quota="1/day"))
+    with opened(settings, CARD) as (api, worker), Studio(worker):
         body = {"prompt": "a cat", "steps": 4, "init_images": [picture()]}
         assert api.client.post("/sdapi/v1/img2img", json=body, headers=headers).status_code == 200
         empty = {**body, "mask": encoded(Image.new("L", (128, 128)))}
