@@ -44,9 +44,15 @@ def shared(request: pytest.FixtureRequest, module_settings: Settings) -> Iterato
 
 
 @pytest.fixture
-def alone(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
+def settings(redis_url: str, folder: Path) -> Settings:
+    """Settings of an API of the test's own, over an empty Redis."""
+    return settings_of(redis_url, folder)
+
+
+@pytest.fixture
+def alone(settings: Settings) -> Iterator[tuple[Api, Worker]]:
     """An API of the test's own over an empty Redis, and its worker, which is ready."""
-    with opened(settings_of(redis_url, folder), CARD) as world:
+    with opened(settings, CARD) as world:
         yield world
 
 

@@ -37,7 +37,7 @@ def addresses(shared: Api, drawn: tuple[str, bytes]) -> dict[str, str]:
         "/v1/batches/": {"id": batch["id"]}, "/v1/models/": {"name": "emoji-xl"}, "/v2/models/": {"name": "emoji-xl"},
         "/v1/queues/": {"name": "image"},
     }  # fmt: skip
-    paths = shared.client.get("/openapi.json").json()["paths"]
+    paths = shared.get("/openapi.json").json()["paths"]
     made = {"/": "/", "/web/main.js": "/web/main.js", "/openapi.json": "/openapi.json", "/docs": "/docs"}
     for path in paths:
         parameters = next((one for prefix, one in known.items() if path.startswith(prefix)), {})
@@ -47,12 +47,12 @@ def addresses(shared: Api, drawn: tuple[str, bytes]) -> dict[str, str]:
 
 def test_head_is_get_without_a_body(shared: Api, addresses: dict[str, str]) -> None:
     """Also of pictures, files, event streams, metrics, pages and errors."""
-    paths = shared.client.get("/openapi.json").json()["paths"]
+    paths = shared.get("/openapi.json").json()["paths"]
     seen = set()
     for template, path in addresses.items():
         if "get" not in paths.get(template, {"get": {}}):
             continue
-        got, head = shared.client.get(path), shared.client.head(path)
+        got, head = shared.get(path), shared.head(path)
         seen.add(head.status_code)
         assert head.status_code == got.status_code, path
         assert not head.content, path
@@ -63,7 +63,7 @@ def test_head_is_get_without_a_body(shared: Api, addresses: dict[str, str]) -> N
         assert told[0] == told[1], path
         assert head.headers["x-request-id"]
     assert seen == {200, 204} or seen == {200}
-    assert not shared.client.head("/nothing").content and shared.client.head("/nothing").status_code == 404
+    assert not shared.head("/nothing").content and shared.head("/nothing").status_code == 404
     assert all("head" in paths[path] for path in _HEAD)
 
 
@@ -78,7 +78,7 @@ def test_head_of_a_live_stream_ends_at_once(shared: Api) -> None:
 
 
 def test_allow_names_every_method(shared: Api, addresses: dict[str, str]) -> None:
-    paths = shared.client.get("/openapi.json").json()["paths"]
+    paths = shared.get("/openapi.json").json()["paths"]
     for template, path in addresses.items():
         if template not in paths:
             continue
@@ -98,20 +98,19 @@ def test_allow_names_every_method(shared: Api, addresses: dict[str, str]) -> Non
 def test_a_range_is_of_the_same_representation(shared: Api, drawn: tuple[str, bytes]) -> None:
     """Which ranges there are is in test_stored_bytes.py."""
     path, data = drawn
-    answer, whole = (shared.client.get(path, headers=given) for given in ({"Range": "bytes=-4"}, {}))
+    answer, whole = (shared.get(path, headers=given) for given in ({"Range": "bytes=-4"}, {}))
     assert answer.status_code == 206 and answer.content == data[-4:] and whole.content == data
     for name in ("etag", "content-type", "accept-ranges"):
         assert answer.headers[name] == whole.headers[name]
-    head = shared.client.head(path, headers={"Range": "bytes=1000000-"})
+    head = shared.head(path, headers={"Range": "bytes=1000000-"})
     assert head.status_code == 200, "ranges are for GET alone"
 
 
 def test_a_picture_is_put_together_from_its_ranges(shared: Api, drawn: tuple[str, bytes]) -> None:
     path, data = drawn
-    tag = shared.client.head(path).headers["etag"]
+    tag = shared.head(path).headers["etag"]
     parts = [
-        shared.client.get(path, headers={"Range": f"bytes={at}-{at + 6}", "If-Range": tag})
-        for at in range(0, len(data), 7)
+        shared.get(path, headers={"Range": f"bytes={at}-{at + 6}", "If-Range": tag}) for at in range(0, len(data), 7)
     ]
     assert {part.status_code for part in parts} == {206} and b"".join(part.content for part in parts) == data
 
@@ -123,14 +122,14 @@ def test_a_picture_is_put_together_from_its_ranges(shared: Api, drawn: tuple[str
      {"Range": "bytes=0-1", "If-Range": "Wed, 21 Oct 2015 07:28:00 GMT"}],
 )  # fmt: skip
 def test_what_is_no_range_gives_all(shared: Api, drawn: tuple[str, bytes], given: dict[str, str]) -> None:
-    answer = shared.client.get(drawn[0], headers=given)
+    answer = shared.get(drawn[0], headers=given)
     assert answer.status_code == 200 and answer.content == drawn[1]
 
 
 def test_who_has_it_is_told_before_any_range(shared: Api, drawn: tuple[str, bytes]) -> None:
-    tag = shared.client.head(drawn[0]).headers["etag"]
+    tag = shared.head(drawn[0]).headers["etag"]
     given = {"Range": "bytes=0-1", "If-None-Match": tag}
-    assert shared.client.get(drawn[0], headers=given).status_code == 304
+    assert shared.get(drawn[0], headers=given).status_code == 304
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_bytes_that_are_no_http(shared: Api) -> None:
             raw.send(data)
             answer = raw.rest()
         assert answer.startswith(b"HTTP/1.1 400 ") and b"invalid_http" in answer
-    assert shared.client.get("/healthz").status_code == 200
+    assert shared.get("/healthz").status_code == 200
 
 
 def test_a_form_takes_the_same_numbers(shared: Api) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.api.world import CARD, Api, Worker, bearer, check_error, eventually, settings_of, token_of
+from core.config import Settings
+from tests.api.world import CARD, Api, Worker, bearer, check_error, eventually, token_of
 from tests.core.jobs.drafts import make
 
 Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -46,7 +46,7 @@ def test_queues_workers_and_requests(alone: tuple[Api, Worker]) -> None:
     worker.store.upkeep.sweep()  # which ends the model's queue
     eventually(lambda: value(figures(api.client), "diptych_model_jobs", model=CARD.name, state="queued") == 0)
     for path in ("/v1/jobs/secret-1", "/v1/jobs/secret-2", "/nowhere/secret"):
-        api.client.get(path)
+        api.get(path)
     found = figures(api.client)
     assert value(found, "diptych_http_seconds_count", method="GET", route="/v1/jobs/{id}", status="404") == 2
     assert "secret" not in str(found)
@@ -80,10 +80,9 @@ def test_a_model_without_workers_keeps_its_load(alone: tuple[Api, Worker]) -> No
     eventually(lambda: figures(api.client).get(unmeasured, 0) > 0)
 
 
-def test_with_keys_they_are_for_who_sees_all(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_with_keys_they_are_for_who_sees_all(settings: Settings) -> None:
     images, admin = (bearer(token_of(settings, scope, [scope])) for scope in ("images", "admin"))
     with Api(settings) as api:
-        check_error(api.client.get("/metrics"), 401, code="invalid_api_key")
-        check_error(api.client.get("/metrics", headers=images), 403, code="insufficient_scope")
-        assert api.client.get("/metrics", headers=admin).status_code == 200
+        check_error(api.get("/metrics"), 401, code="invalid_api_key")
+        check_error(api.get("/metrics", headers=images), 403, code="insufficient_scope")
+        assert api.get("/metrics", headers=admin).status_code == 200

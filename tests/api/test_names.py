@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,18 +14,19 @@ import pytest
 
 from api.cards import ModelNames, RegistrySnapshot
 from contract.card import ImageCard
+from core.config import Settings
 from tests.api.easel import Easel
 from tests.api.test_batches import begin, ended, lines, told
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, TEXT, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, changed, check_error, eventually, opened
 
 TURBO = replace(CARD, name="emoji-xl-turbo")
 ALIASES = "dall-e-3=emoji-xl-turbo,cats=emoji-xl,gpt-4o=emoji-lm,gone=nowhere"
 
 
 @contextmanager
-def serving(redis_url: str, folder: Path, *cards: Any, **settings: Any) -> Iterator[tuple[Api, Easel]]:
-    with opened(settings_of(redis_url, folder, **settings), cards[0]) as (api, worker), Worker(api.settings) as other:
+def serving(settings: Settings, *cards: Any) -> Iterator[tuple[Api, Easel]]:
+    with opened(settings, cards[0]) as (api, worker), Worker(api.settings) as other:
         other.name = "worker-2"
         for card in cards[1:]:
             other.announce(card=card)
@@ -37,7 +37,7 @@ def serving(redis_url: str, folder: Path, *cards: Any, **settings: Any) -> Itera
 
 
 def names(api: Api) -> list[str]:
-    return [model["id"] for model in api.client.get("/v1/models").json()["data"]]
+    return [model["id"] for model in api.models()]
 
 
 def said(answer: Any) -> list[str]:
@@ -89,33 +89,33 @@ def test_a_batch_takes_the_names_too(client: openai.OpenAI, easel: Easel) -> Non
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/emoji-xl/", "/v1/jobs/", "/v1/files//"])
 def test_a_slash_at_the_end_changes_nothing(shared: Api, path: str) -> None:
-    with_slash, without = (shared.client.get(each) for each in (path, path.rstrip("/")))
+    with_slash, without = (shared.get(each) for each in (path, path.rstrip("/")))
     assert with_slash.status_code == 200 and with_slash.json() == without.json()
 
 
 def test_a_post_with_a_slash_at_the_end_is_taken(shared: Api, easel: Easel) -> None:
     assert shared.post("/v1/images/generations/", prompt="a cat", steps=1).status_code == 200
-    check_error(shared.client.get("/v1/nothing/"), 404, code="not_found")
+    check_error(shared.get("/v1/nothing/"), 404, code="not_found")
 
 
-def test_aliases_name_models_of_every_kind(redis_url: str, folder: Path) -> None:
-    with serving(redis_url, folder, CARD, TURBO, TEXT, model_aliases=ALIASES) as (api, easel):
+def test_aliases_name_models_of_every_kind(settings: Settings) -> None:
+    with serving(changed(settings, model_aliases=ALIASES), CARD, TURBO, TEXT) as (api, easel):
         assert names(api) == ["emoji-lm", "emoji-xl", "emoji-xl-turbo", "dall-e-3", "cats", "gpt-4o"]
-        entry = api.client.get("/v1/models/cats").json()
+        entry = api.get("/v1/models/cats").json()
         assert entry["id"] == "cats" and entry["diptych"]["alias_of"] == "emoji-xl" and entry["diptych"]["live"]
-        ready = {name: api.client.get(f"/v2/models/{name}/ready").status_code for name in ("cats", "gone")}
+        ready = {name: api.get(f"/v2/models/{name}/ready").status_code for name in ("cats", "gone")}
         assert ready == {"cats": 200, "gone": 404}
         for name, model in {"dall-e-3": "emoji-xl-turbo", "cats": "emoji-xl", "emoji-xl": "emoji-xl"}.items():
             assert api.draw(model=name, steps=1).json()["model"] == model == easel.seen[-1].model
         for name in ("cats", "dall-e-3"):
-            listed = api.client.get("/v1/jobs", params={"model": name}).json()["data"]
+            listed = api.get("/v1/jobs", params={"model": name}).json()["data"]
             assert listed and {job["model"] for job in listed} == {"emoji-xl" if name == "cats" else "emoji-xl-turbo"}
         error = check_error(api.draw(model="gpt-4o"), 400, "model", "wrong_modality")
         assert "/v1/chat/completions" in error["message"]
         assert "nowhere, which no worker" in check_error(api.draw(model="gone"), 404, "model")["message"]
         # With two models a name of OpenAI's that is no alias stands for none.
         assert "DIPTYCH_MODEL_ALIASES" in check_error(api.draw(model="gpt-image-1"), 404, "model")["message"]
-        check_error(api.client.delete("/v1/models/cats"), 404, "model")
+        check_error(api.delete("/v1/models/cats"), 404, "model")
 
 
 def test_which_model_openais_names_stand_for() -> None:
@@ -133,8 +133,8 @@ def test_which_model_openais_names_stand_for() -> None:
     assert served("on", live, own) == "gpt-image-1", "a model's own name goes first"
 
 
-def test_a_name_of_openais_keeps_its_model_while_that_restarts(redis_url: str, folder: Path) -> None:
-    with serving(redis_url, folder, CARD) as (api, easel), Worker(api.settings) as other:
+def test_a_name_of_openais_keeps_its_model_while_that_restarts(settings: Settings) -> None:
+    with serving(settings, CARD) as (api, easel), Worker(api.settings) as other:
         registry = easel.worker.registry
         other.name = "worker-2"
         other.announce(card=TURBO)
@@ -162,8 +162,8 @@ def test_a_chosen_name_is_a_models_own_or_an_alias() -> None:
         assert snapshot.declared(name, ImageCard) is None
 
 
-def test_unknown_fields_are_warnings_where_that_is_set(redis_url: str, folder: Path) -> None:
-    with serving(redis_url, folder, CARD, unknown_fields="warn") as (api, _):
+def test_unknown_fields_are_warnings_where_that_is_set(settings: Settings) -> None:
+    with serving(changed(settings, unknown_fields="warn"), CARD) as (api, _):
         fields = {"prompt": "a hat", "steps": 1, "tiling": True, "deepcache": {"interval": 2, "mode": 1}}
         told = ["deepcache.mode: is not known, and ignored", "tiling: is not known, and ignored"]
         id = api.order(**fields)

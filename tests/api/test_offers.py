@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from playwright.sync_api import Browser, Page, expect
 
 from contract import students
 from contract.card import TextOffer
+from core.config import Settings
 from core.jobs.record import JobState
 from tests.api.browsing import PATIENCE_MS, ask, focuses, has, has_text, hides, mentions, shows
 from tests.api.easel import Easel
-from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of, token_of
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, token_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
@@ -31,8 +31,7 @@ def blank(browser: Browser) -> Iterator[Page]:
         yield context.new_page()
 
 
-def test_a_key_is_asked_for_and_kept(blank: Page, redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_a_key_is_asked_for_and_kept(blank: Page, settings: Settings) -> None:
     token = token_of(settings)
     with opened(settings, CARD) as (api, worker), Easel(worker):
         blank.goto(api.url)
@@ -47,15 +46,14 @@ def test_a_key_is_asked_for_and_kept(blank: Page, redis_url: str, folder: Path) 
         ask(blank, "a cat", done=1)
 
 
-def test_text_models_bring_the_chat_and_a_choice(blank: Page, redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_text_models_bring_the_chat_and_a_choice(blank: Page, settings: Settings) -> None:
     with ExitStack() as stack:
         worker, other, third = (stack.enter_context(Worker(settings, f"worker-{k}")) for k in range(3))
         api = stack.enter_context(Api(settings))
         worker.announce()
         other.announce(card=TEXT)
         third.announce(card=dataclasses.replace(TEXT, name="embedder", limits=TextOffer(generates=False)))
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 3)
+        eventually(lambda: len(api.models()) == 3)
         blank.goto(api.url)
         blank.click("#tab-chat")
         shows(blank, "#chat textarea")
@@ -64,7 +62,7 @@ def test_text_models_bring_the_chat_and_a_choice(blank: Page, redis_url: str, fo
         shows(blank, "#prompt")
         assert blank.locator("#model option").all_text_contents() == ["emoji-xl"]
         worker.announce(card=dataclasses.replace(TEXT, name="poet", expansion_instruction="Expand."))
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 4)
+        eventually(lambda: len(api.models()) == 4)
         blank.reload()
         blank.click("#tab-chat")
         mentions(blank, "#chat .about", "emoji-lm answers here")
@@ -78,10 +76,9 @@ def test_text_models_bring_the_chat_and_a_choice(blank: Page, redis_url: str, fo
 
 
 def test_an_answer_is_stopped_copied_and_cleared(
-    blank: Page, redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    blank: Page, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a real engine, which is held in the middle of an answer until that was stopped."""
-    settings = settings_of(redis_url, folder)
     model = dataclasses.replace(stage.small(), ends=frozenset())  # which does not end by itself
     with TextWorker(settings, model, kernels=stage.kernels()) as worker, Api(settings) as api:
         launch, go, launches = worker.runner.launch, threading.Event(), iter(range(10**6))
@@ -116,14 +113,13 @@ def test_an_answer_is_stopped_copied_and_cleared(
 
 
 @pytest.mark.long
-def test_what_a_card_offers_can_be_chosen(blank: Page, redis_url: str, folder: Path) -> None:
+def test_what_a_card_offers_can_be_chosen(blank: Page, settings: Settings) -> None:
     """LoRAs, tuned plans and decoders; what one of two models alone offers is hidden for the other."""
     plans = {"fast": {"steps": 7, "guidance_interval": [0.0, 0.5], "deepcache": "off"}}
     card = dataclasses.replace(CARD, loras=("ink", "oil"), plans=plans, vaes=("full", "tiny"))
-    settings = settings_of(redis_url, folder)
     with opened(settings, card) as (api, worker), Easel(worker) as easel, Worker(settings, "worker-2") as second:
         second.announce(card=dataclasses.replace(CARD, name="emoji-z"))
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
+        eventually(lambda: len(api.models()) == 2)
         blank.goto(api.url)
         expect(blank.locator("#state")).to_have_attribute("data-is", "ready")
         blank.click("#more summary")
@@ -140,7 +136,7 @@ def test_what_a_card_offers_can_be_chosen(blank: Page, redis_url: str, folder: P
         blank.select_option("#plan", "fast")
         blank.select_option("#vae", "tiny")
         worker.announce(card=dataclasses.replace(card, loras=("ink",)))
-        eventually(lambda: api.client.get("/v1/models/emoji-xl").json()["diptych"]["loras"] == ["ink"])
+        eventually(lambda: api.get("/v1/models/emoji-xl").json()["diptych"]["loras"] == ["ink"])
         ask(blank, "a cat")
         has_text(blank, "#lora-field #error", "LoRA: there is no LoRA oil; it has ink")
         expect(blank.locator("#lora-field")).to_have_class(re.compile("wrong"))
@@ -156,8 +152,7 @@ def test_what_a_card_offers_can_be_chosen(blank: Page, redis_url: str, folder: P
 
 
 @pytest.mark.long
-def test_a_students_form_is_set_to_its_own_steps_and_guidance(blank: Page, redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_a_students_form_is_set_to_its_own_steps_and_guidance(blank: Page, settings: Settings) -> None:
     student = students.of_lora("sdxl_lightning_4step_lora")
     assert student is not None
     card = dataclasses.replace(CARD, defaults=student, loras=("lcm-lora",))
@@ -168,18 +163,18 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(blank: Page, redis
         has_text(blank, "#guidance-out", "off")
         ask(blank, "a cat", done=1)
         own = {"steps": 4, "guidance_scale": 1.0, "scheduler": "euler", "schedule_type": "trailing"}
-        assert own.items() <= easel.seen[-1].parameters.items()
+        assert own.items() <= easel.last.items()
         blank.click("#lora-offered button")
         blank.select_option("#scheduler", "dpm++2m")
         blank.select_option("#schedule-type", "karras")
         blank.fill("#steps", "9")
         ask(blank, "a dog", done=2)
         chosen = {"steps": 9, "scheduler": "dpm++2m", "schedule_type": "karras"}
-        assert chosen.items() <= easel.seen[-1].parameters.items()
+        assert chosen.items() <= easel.last.items()
         blank.click(".tile.done .leaf >> nth=0")
         mentions(blank, "#box-facts", "karras")
         blank.keyboard.press("Escape")
         blank.click(".tile.done .leaf >> nth=1")
         blank.click("#again")
         has(blank, 3, ".tile.done")
-        assert own.items() <= easel.seen[-1].parameters.items()
+        assert own.items() <= easel.last.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,10 +11,11 @@ import pytest
 
 from api.process_pool import CallTimeout, ProcessPool
 from api.service import Service
+from core.config import Settings
 from core.jobs.files import FileStore
 from tests.api.test_edits import PNG, as_file, hole, pixels
 from tests.api.test_references import inline, uploaded
-from tests.api.world import CARD, Api, bearer, check_error, opened, settings_of, token_of
+from tests.api.world import CARD, Api, bearer, check_error, opened, token_of
 from tests.faults.payloads import CARD_OF_NINE, nine_times
 
 EDITS = "/v1/images/edits"
@@ -94,9 +94,8 @@ def test_a_decoder_that_does_not_start_is_a_503(shared: Api, monkeypatch: pytest
     check_error(order(shared, images=[inline()]), 503, code="decoder_overloaded")
 
 
-def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(redis_url: str, folder: Path) -> None:
+def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(settings: Settings) -> None:
     """The rate limit comes before any look at a picture."""
-    settings = settings_of(redis_url, folder)
     rate, quota = (token_of(settings, name, ["images"], **{name: "1/day"}) for name in ("rate", "quota"))
     with opened(settings, CARD) as (api, _):
 

@@ -8,7 +8,6 @@ import gc
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -24,6 +23,7 @@ from api.held_bytes import HeldBytes
 from api.picture_fetcher import PictureFetcher, fetch
 from api.picture_urls import picture_of
 from api.uploads import MAX_BYTES, PictureUploads, Upload
+from core.config import Settings
 from core.jobs.batches import BatchRecord
 from tests.api.easel import Easel
 from tests.api.test_batches import ended
@@ -31,7 +31,7 @@ from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_guarded_http import resolving
 from tests.api.test_picture_decoder import service_of
 from tests.api.test_text_batches import begin
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, bearer, check_error, opened, settings_of, token_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, bearer, changed, check_error, opened, token_of
 from tests.faults.payloads import CARD_OF_NINE
 from tests.http_server import Handler
 from tests.https_server import Certificate, SecureServer, make_certificate
@@ -234,6 +234,12 @@ def test_what_a_url_leads_to_is_refused_by_field(
     assert worker.ids() == known and service_of(shared).fetcher._held.count == 0
 
 
+@pytest.mark.parametrize(("host", "said"), [("a.example:22", "port 443"), ("user:word@a.example", "no user")])
+def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, host: str, said: str) -> None:
+    answer = shared.post(EDITS, prompt="x", images=[{"image_url": f"https://{host}/a.png"}])
+    assert said in check_error(answer, 400, "images.image_url")["message"]
+
+
 def test_memory_that_others_hold_is_a_503_and_too_many_pictures_are_a_413(
     shared: Api, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,8 +350,8 @@ def test_fetched_bytes_are_freed_with_the_context(site: Site, end: str) -> None:
         gc.enable()
 
 
-def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: Site) -> None:
-    settings = settings_of(redis_url, folder, fetch_images="private")
+def test_rate_and_quota_come_before_a_fetch(settings: Settings, site: Site) -> None:
+    settings = changed(settings, fetch_images="private")
     headers = bearer(token_of(settings, "a", ["images"], quota="1/day"))
     with opened(settings, CARD) as (api, _):
 
@@ -361,8 +367,8 @@ def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: 
 
 
 @pytest.mark.parametrize(("setting", "code"), [("off", "fetch_off"), ("public", "fetch_private")])
-def test_the_setting_says_what_is_fetched(redis_url: str, folder: Path, site: Site, setting: str, code: str) -> None:
-    with opened(settings_of(redis_url, folder, fetch_images=setting), CARD) as (api, _):
+def test_the_setting_says_what_is_fetched(settings: Settings, site: Site, setting: str, code: str) -> None:
+    with opened(changed(settings, fetch_images=setting), CARD) as (api, _):
         for url in (site.url + "/a.png", "https://localhost/x"):
             check_error(api.post(EDITS, prompt="x", images=[{"image_url": url}]), 400, "images.image_url", code)
     assert not site.seen

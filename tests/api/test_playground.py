@@ -39,7 +39,7 @@ def test_a_first_visit(page: Page, easel: Easel) -> None:
         expect(tiles.nth(k).locator("img.look")).to_be_visible()
     expect(tiles.first.locator(".progress")).to_contain_text(re.compile(r"step \d+ of 20|finishing"))
     has(page, 2, ".tile.done")
-    assert easel.seen[-1].parameters["preview_every"] == easel.seen[-1].parameters["n"] == 2
+    assert easel.last["preview_every"] == easel.last["n"] == 2
     has_text(page, "#told", "2 images are done.")
     page.reload()
     has(page, 2, ".tile.done")
@@ -151,12 +151,12 @@ def test_by_keyboard_alone(page: Page, easel: Easel) -> None:
     page.keyboard.press("Enter")
     page.click("#again")
     has(page, 3, ".tile.done")
-    again, first = easel.seen[-1].parameters, easel.seen[-3].parameters
+    again, first = easel.last, easel.seen[-3].parameters
     assert again.pop("deepcache") == "off" and again == first, "down to the last field, and what was the worker's"
     page.click(".tile.done .leaf >> nth=0")
     page.keyboard.press("v")
     has(page, 4, ".tile.done")
-    assert easel.seen[-1].parameters["seed"] != 77 and easel.seen[-1].parameters["prompt"] == "two"
+    assert easel.last["seed"] != 77 and easel.last["prompt"] == "two"
 
 
 @pytest.mark.long
@@ -193,13 +193,13 @@ def test_nothing_comes_from_elsewhere(shared: Api) -> None:
     for name, data in _FILES.items():
         if "swagger-ui" not in name:  # whose texts name many; what it asks for is looked at in a browser, below
             assert not re.search(r"(?<!xmlns=\")https?://", data.decode()), name
-        answer = shared.client.get("/" if name == "index.html" else f"/web/{name}")
+        answer = shared.get("/" if name == "index.html" else f"/web/{name}")
         assert answer.status_code == 200 and answer.content == data
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-        again = shared.client.get(answer.url.path, headers={"If-None-Match": answer.headers["etag"]})
+        again = shared.get(answer.url.path, headers={"If-None-Match": answer.headers["etag"]})
         assert again.status_code == 304 and again.content == b""
     for path in ("/web/", "/web/app.py", "/web/..%2fapp.py", "/web/%2e%2e%2fapp.py"):
-        assert shared.client.get(path).status_code == 404
+        assert shared.get(path).status_code == 404
 
 
 def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, shared: Api) -> None:
@@ -216,7 +216,7 @@ def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, sh
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy and "unsafe" not in policy
     expect(page.locator(".opblock")).to_have_count(
-        sum(len(path) for path in shared.client.get("/openapi.json").json()["paths"].values())
+        sum(len(path) for path in shared.get("/openapi.json").json()["paths"].values())
     )
     block = page.locator(".opblock-get", has=page.locator('[data-path="/v1/models"]'))
     block.locator(".opblock-summary").click()
@@ -226,5 +226,5 @@ def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, sh
     assert page.locator(".opblock-summary-method").first.evaluate("n => getComputedStyle(n).fontWeight") == "700"
     assert {url for url in asked if not url.startswith(("data:", "blob:"))} >= {f"{shared.url}/openapi.json"}
     assert [url for url in asked if not url.startswith((shared.url, "data:"))] == [] and wrong == []
-    assert shared.client.get("/redoc").status_code == 404
+    assert shared.get("/redoc").status_code == 404
     context.close()

@@ -123,7 +123,7 @@ def edited(api: Api, files: dict[str, Any], **fields: str) -> bytes:
     data = {"prompt": "a hat", "seed": "5", "response_format": "url", "steps": "20", **fields}
     answer = api.client.post("/v1/images/edits", data=data, files=files)
     assert answer.status_code == 200, answer.text
-    return api.client.get(answer.json()["data"][0]["url"]).content
+    return api.get(answer.json()["data"][0]["url"]).content
 
 
 # -- images in -----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_outside_of_a_painted_mask_pixels_are_kept(page: Page, easel: Drafter) -
     expect(item.get_by_role("button", name="Paint a mask")).to_be_visible()
     ask(page, "a hat")
     drawn(page, 3)
-    assert "mask" not in easel.seen[-1].parameters["edit"] and easel.seen[-1].parameters["edit"]["strength"] == 0.8
+    assert "mask" not in easel.last["edit"] and easel.last["edit"]["strength"] == 0.8
 
 
 @pytest.mark.long
@@ -275,10 +275,10 @@ def test_every_role_reaches_the_api(page: Page, shared: Api, easel: Drafter) -> 
     page.click("#again")
     assert drawn(page, 2) == expected
     has(page, 4, ".source")
-    assert {name for name in easel.seen[-1].parameters if name in ("edit", "control", "image_prompts")} == {
+    assert {name for name in easel.last if name in ("edit", "control", "image_prompts")} == {
         "edit", "control", "image_prompts",
     }  # fmt: skip
-    assert shared.client.get("/v1/files").json()["data"] == [], "what was uploaded for a job is deleted"
+    assert shared.get("/v1/files").json()["data"] == [], "what was uploaded for a job is deleted"
 
 
 @pytest.mark.long
@@ -366,7 +366,7 @@ def test_what_the_api_does_not_take_is_reduced(page: Page, easel: Drafter) -> No
     expect(item.locator("small")).to_have_text("2413 × 1737, reduced from 5000 × 3600")
     ask(page, "a hat")
     drawn(page)
-    source = pixels(easel.worker.artifacts.get(easel.seen[-1].parameters["edit"]["image"]))
+    source = pixels(easel.worker.artifacts.get(easel.last["edit"]["image"]))
     left, right = source[64, 10], source[64, 117]
     assert left[2] > 150 > left[0] and right[0] > 150 > right[2], "what was below is on the left"
 
@@ -377,7 +377,7 @@ def test_uploads_of_a_page_that_went_are_deleted(page: Page, shared: Api) -> Non
     page.evaluate("(id) => sessionStorage.setItem('diptych.uploads', JSON.stringify([id]))", id)
     page.reload()
     page.wait_for_function("() => sessionStorage.getItem('diptych.uploads') === '[]'")
-    assert shared.client.get(f"/v1/files/{id}").status_code == 404
+    assert shared.get(f"/v1/files/{id}").status_code == 404
 
 
 # -- what leaves the page ------------------------------------------------------------------------------------------

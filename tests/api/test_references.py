@@ -54,13 +54,13 @@ def test_an_edit_is_a_job(shared: Api, worker: Worker, named: Any) -> None:
     assert len(str(worker.redis.hgetall(f"diptych:job:{id}"))) < 3000, "the picture itself is in no record"
     made = worker.finish(claim)
     told = shared.job(id)
-    assert told["status"] == "succeeded" and shared.client.get(told["images"][0]["url"]).content == made[0]
+    assert told["status"] == "succeeded" and shared.get(told["images"][0]["url"]).content == made[0]
 
 
 def test_a_job_needs_the_file_no_longer_once_it_is_made(shared: Api, worker: Worker) -> None:
     image = uploaded(shared, as_file(pixels(seed=4)))
     id = order(shared, images=[image]).json()["id"]
-    assert shared.client.delete(f"/v1/files/{image['file_id']}").json()["deleted"] is True
+    assert shared.delete(f"/v1/files/{image['file_id']}").json()["deleted"] is True
     claim = worker.take(id)
     assert np.array_equal(handed_on(worker, claim)[0], pixels(seed=4))
     assert worker.store.leases.fail(id, claim.attempt, "engine_error", "no")
@@ -98,7 +98,7 @@ def test_the_endpoint_takes_json_too(shared: Api, worker: Worker) -> None:
         answer = shared.post(EDITS, prompt="a hat", images=[inline(as_file(pixels(200, 100), "JPEG"), "jpeg")], n=2)
     assert answer.status_code == 200, answer.text
     assert answer.json()["size"] == "168x96" and len(answer.json()["data"]) == 2
-    assert easel.seen[-1].parameters["edit"]["strength"] == 0.8
+    assert easel.last["edit"]["strength"] == 0.8
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def test_what_is_larger_than_a_body_is_handed_in_as_a_file(shared: Api, worker: 
     ids=range(4),
 )
 def test_a_file_that_is_no_picture_is_not_kept(shared: Api, data: bytes, status: int) -> None:
-    before = shared.client.get("/v1/files").json()
+    before = shared.get("/v1/files").json()
     check_error(file(shared, data), status, "file")
-    assert shared.client.get("/v1/files").json() == before
+    assert shared.get("/v1/files").json() == before
 
 
 @pytest.mark.parametrize(("form", "kind"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")])
@@ -168,7 +168,7 @@ def test_a_picture_is_kept_as_it_was(shared: Api, form: str, kind: str) -> None:
     data = as_file(pixels(seed=5), form)
     kept = file(shared, data, name="a<b>.html").json()
     assert (kept["purpose"], kept["bytes"], kept["filename"]) == ("vision", len(data), "file")
-    answer = shared.client.get(f"/v1/files/{kept['id']}/content")
+    answer = shared.get(f"/v1/files/{kept['id']}/content")
     assert answer.content == data and answer.headers["content-type"] == kind
     assert answer.headers["x-content-type-options"] == "nosniff"
 

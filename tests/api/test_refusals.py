@@ -196,6 +196,6 @@ def test_addresses(shared: Api, method: str, path: str, status: int, code: str) 
 def test_an_event_id_that_is_none(shared: Api, id: str) -> None:
     job = shared.order()
     for given in ({"headers": {"Last-Event-ID": id.encode()}}, {"params": {"last_event_id": id}}):
-        answer = shared.client.get(f"/v1/jobs/{job}/events", **given)
+        answer = shared.get(f"/v1/jobs/{job}/events", **given)
         check_error(answer, 400, "last_event_id")
         assert MARK not in answer.text and MARK not in str(answer.headers)

@@ -45,12 +45,12 @@ def test_every_answer_has_one(shared: Api) -> None:
 @pytest.mark.parametrize("id", ["a", "5f0c9a3e-77aa-4a1e-9d5c-3a8b1f1d0a2b", "req_x.y-Z", "9" * 128])
 def test_a_clients_own_is_kept(shared: Api, id: str) -> None:
     for path in ("/healthz", "/nothing"):
-        assert shared.client.get(path, headers={"X-Request-ID": id}).headers["x-request-id"] == id
+        assert shared.get(path, headers={"X-Request-ID": id}).headers["x-request-id"] == id
 
 
 @pytest.mark.parametrize("id", ["", "a b", "9" * 129, "-a", 'a"b', "a\tb", "<script>", "ä", "a,b"])
 def test_one_that_is_not_sane_is_replaced(shared: Api, id: str) -> None:
-    answer = shared.client.get("/healthz", headers={"X-Request-ID": id.encode("latin-1")})
+    answer = shared.get("/healthz", headers={"X-Request-ID": id.encode("latin-1")})
     assert MADE.fullmatch(answer.headers["x-request-id"])
 
 
@@ -96,7 +96,7 @@ def test_lines_of_the_api_and_of_the_worker_name_it(redis_url: str, tmp_path: Pa
         with lines("api.errors") as told, redis.Redis.from_url(redis_url) as client:
             broken = {"state": "running", "started": "1", "progress": '{"steps_done": "x", "steps": "x"}'}
             client.hset(f"diptych:job:{job}", mapping=broken)
-            check_error(api.client.get(f"/v1/jobs/{job}", headers={"X-Request-ID": "second"}), 500)
+            check_error(api.get(f"/v1/jobs/{job}", headers={"X-Request-ID": "second"}), 500)
         assert [line["request_id"] for line in told] == ["second"]
 
 

@@ -113,7 +113,7 @@ def test_it_means_the_same_job_as_the_chat() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 def test_the_documents_examples_are_read(shared: Api, path: str) -> None:
-    content = shared.client.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]["content"]
+    content = shared.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]["content"]
     examples = content["application/json"]["schema"]["examples"]
     assert len(examples) > 1
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"

@@ -132,7 +132,7 @@ def test_what_an_answer_says_of_pictures_is_taken_without_a_word(shared: Api, ea
         }
     line = {"custom_id": "a", "method": "POST", "url": DRAW, "body": {**body, "steps": 2}}
     file = shared.client.post("/v1/files", files={"file": json.dumps(line).encode()}, data=BATCH).json()
-    content = shared.client.get(f"/v1/files/{file['id']}/content").content
+    content = shared.get(f"/v1/files/{file['id']}/content").content
     resent = shared.client.post("/v1/files", files={"file": content}, data={"purpose": file["purpose"]}).json()
     names = ("endpoint", "input_file_id", "completion_window", "metadata")
     batch = shared.post("/v1/batches", endpoint=DRAW, input_file_id=resent["id"], completion_window="24h").json()
@@ -147,11 +147,9 @@ def test_numbers_survive_clients_whose_numbers_are_floats(shared: Api, easel: Ea
     newest = replace(TEXT, limits=TextOffer(max_logit_bias=5))
     worker.announce(card=newest)
     job = drawn_job(shared, shared.order(n=10))
-    listed = eventually(
-        lambda: len(models := shared.client.get("/v1/models").json()["data"]) == 2 and models, "two models"
-    )
-    documents = [job, listed, shared.draw(n=10).json(), shared.client.get("/v1/jobs").json()]
-    documents += [shared.client.get(path).json() for path in ("/v1/queues", "/v1/models/emoji-lm")]
+    listed = eventually(lambda: len(models := shared.models()) == 2 and models, "two models")
+    documents = [job, listed, shared.draw(n=10).json(), shared.get("/v1/jobs").json()]
+    documents += [shared.get(path).json() for path in ("/v1/queues", "/v1/models/emoji-lm")]
     assert all(abs(number) <= MAX_EXACT for number in numbers(documents))
     assert len(numbers(documents)) > 30 and ImageLimits().max_seed > MAX_EXACT
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import boto3
@@ -12,7 +11,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from core.artifacts import ArtifactError, Artifacts, NoArtifact
-from tests.api.world import CARD, PATIENCE_S, bearer, check_error, eventually, opened, settings_of, token_of, use_s3
+from core.config import Settings
+from tests.api.world import CARD, PATIENCE_S, bearer, changed, check_error, eventually, opened, token_of, use_s3
 
 BUCKET = "pictures"
 PNG = b"\x89PNG of a cat"
@@ -76,10 +76,8 @@ def test_a_server_that_is_away_is_told(bucket: Bucket, monkeypatch: pytest.Monke
     assert not isinstance(caught.value, NoArtifact) and "secret" not in str(caught.value)
 
 
-def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(
-    bucket: Bucket, redis_url: str, folder: Path
-) -> None:
-    settings = settings_of(redis_url, folder, artifacts_url=URL)
+def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(bucket: Bucket, settings: Settings) -> None:
+    settings = changed(settings, artifacts_url=URL)
     token = token_of(settings)
     with (
         opened(settings, CARD) as (api, worker),
@@ -89,11 +87,11 @@ def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(
         (picture,) = worker.work(id)
         assert len(bucket.keys()) == 1
         link = urlsplit(mine.get(f"/v1/jobs/{id}").json()["images"][0]["url"])
-        fetched = api.client.get(f"{link.path}?{link.query}")
+        fetched = api.get(f"{link.path}?{link.query}")
         assert fetched.content == picture and fetched.headers["content-type"] == "image/png"
-        check_error(api.client.get(link.path), 401, code="invalid_api_key")
+        check_error(api.get(link.path), 401, code="invalid_api_key")
         assert mine.delete(f"/v1/jobs/{id}").status_code == 200
-        check_error(api.client.get(f"{link.path}?{link.query}"), 403, code="invalid_signature")
+        check_error(api.get(f"{link.path}?{link.query}"), 403, code="invalid_signature")
         # Its time has come: the API deletes it.
         (lies,) = bucket.keys()
         worker.redis.zadd("diptych:kept", {lies.removeprefix("of/cats/"): 0})

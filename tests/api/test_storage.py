@@ -20,7 +20,7 @@ from core.config import Settings
 from core.jobs.files import FileStore
 from core.jobs.record import JobDraft, JobState
 from tests.api import rivals
-from tests.api.world import BATCH, CARD, Api, Worker, check_error, eventually, opened, settings_of, use_s3
+from tests.api.world import BATCH, CARD, Api, Worker, changed, check_error, eventually, opened, use_s3
 from tests.disks import small_disk
 from tests.http_server import Handler, LocalServer
 
@@ -43,8 +43,8 @@ def hand_in(client: httpx2.Client, data: bytes = b"{}") -> httpx2.Response:
 
 
 @pytest.fixture
-def settings(redis_url: str, folder: Path) -> Settings:
-    return settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=WITHIN_S)
+def settings(settings: Settings) -> Settings:
+    return changed(settings, artifacts_url="s3://bucket/pictures", storage_s=WITHIN_S)
 
 
 def test_every_call_ends_in_time(hung: list[None]) -> None:
@@ -109,9 +109,9 @@ def half_hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_nothing_else_waits_while_files_are_read_part_by_part(
-    half_hung: list[str], redis_url: str, folder: Path
+    half_hung: list[str], settings: Settings, redis_url: str
 ) -> None:
-    settings = settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=8 * MUCH_S)
+    settings = changed(settings, artifacts_url="s3://bucket/pictures", storage_s=8 * MUCH_S)
     with opened(settings, CARD) as (api, _), contextlib.ExitStack() as open_ones:
         with closing(FileStore(redis_url)) as files:
             file = files.add("", "large.jsonl", "batch", 4 * 2**20, KEY.replace("png", "jsonl"))
@@ -120,7 +120,7 @@ def test_nothing_else_waits_while_files_are_read_part_by_part(
             connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", api.port)))
             connection.sendall(b"GET /v1/files/%s/content HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % file.id.encode())
         eventually(lambda: len(half_hung) >= 16, "nobody reads the file")
-        assert api.client.get(f"/v1/jobs/{job}").status_code == 200
+        assert api.get(f"/v1/jobs/{job}").status_code == 200
 
 
 def test_the_sweep_does_not_wait_for_it(hung: list[None], settings: Settings) -> None:
@@ -180,9 +180,9 @@ def test_why_an_object_store_does_not_write(
     assert type(caught.value) is kind, caught.value
 
 
-def test_a_full_disk_is_told_until_there_is_room(redis_url: str, folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_until_there_is_room(settings: Settings, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
-        settings = settings_of(redis_url, folder, artifacts_url=disk.as_uri())
+        settings = changed(settings, artifacts_url=disk.as_uri())
         with opened(settings) as (api, _):
             full = hand_in(api.client, b"0" * 2**21)
             check_error(full, 503, code="storage_full")
@@ -192,10 +192,10 @@ def test_a_full_disk_is_told_until_there_is_room(redis_url: str, folder: Path, t
 
 
 def test_a_store_that_refuses_to_write_is_not_blamed_on_a_picture(
-    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with refusing(monkeypatch, status=403, said=b"AccessDenied"):
-        settings = settings_of(redis_url, folder, artifacts_url="s3://bucket", storage_s=WITHIN_S)
+        settings = changed(settings, artifacts_url="s3://bucket", storage_s=WITHIN_S)
         with opened(settings) as (api, _):
             refused = hand_in(api.client)
             check_error(refused, 500, code="artifact_unwritable")

@@ -38,11 +38,11 @@ from tests.api.world import (
     SERVE,
     Api,
     Worker,
+    changed,
     client_of,
     eventually,
     opened,
     process,
-    settings_of,
     token_of,
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ def tenants(settings: Settings) -> Iterator[tuple[Api, openai.OpenAI, openai.Ope
     scopes = {"ann": USUAL_SCOPES, "bob": USUAL_SCOPES, "chief": ["admin"]}
     tokens = [token_of(settings, name, of, rate="100000/second") for name, of in scopes.items()]
     with Api(settings) as api, contextlib.ExitStack() as clients:
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        eventually(lambda: api.get("/readyz").status_code == 200)
         ann, bob, chief = (clients.enter_context(client_of(api.url, token)) for token in tokens)
         yield api, ann, bob, chief
 
@@ -69,8 +69,8 @@ def begun(client: openai.OpenAI, file: str, endpoint: Any = CHAT) -> str:
 
 
 @pytest.fixture
-def scribe(redis_url: str, folder: Path) -> Iterator[Scribe]:
-    with Scribe(settings_of(redis_url, folder)) as scribe:
+def scribe(settings: Settings) -> Iterator[Scribe]:
+    with Scribe(settings) as scribe:
         scribe.announce_all(CARDS)
         yield scribe
 
@@ -97,9 +97,9 @@ def writing(scribe: Scribe) -> Iterator[None]:
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_takes_the_id_of_a_line_harms_nobody(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_who_takes_the_id_of_a_line_harms_nobody(settings: Settings, scribe: Scribe) -> None:
     """A picture under the id that a line of text would have, as the id was once made."""
-    settings = settings_of(redis_url, folder, batch_texts=2)
+    settings = changed(settings, batch_texts=2)
     with tenants(settings) as (_, ann, bob, _):
         worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcdef"))))
         for line in range(2, 6):
@@ -113,11 +113,9 @@ def test_who_takes_the_id_of_a_line_harms_nobody(redis_url: str, folder: Path, s
         assert done.request_counts.completed + done.request_counts.failed == 6
 
 
-def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
-    redis_url: str, folder: Path, scribe: Scribe
-) -> None:
+def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(settings: Settings, scribe: Scribe) -> None:
     """Its owner erases it and has a picture drawn under its id."""
-    settings = settings_of(redis_url, folder, batch_texts=2)
+    settings = changed(settings, batch_texts=2)
     with tenants(settings) as (_, ann, bob, _):
         worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcd"))))
         eventually(lambda: len(scribe.texts()) == 2)
@@ -136,9 +134,8 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
         assert lost["response"]["body"]["error"]["code"] == "job_lost"
 
 
-def test_an_answer_that_nobody_expected_ends_its_line_alone(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_an_answer_that_nobody_expected_ends_its_line_alone(settings: Settings, scribe: Scribe) -> None:
     """A worker that says it succeeded, and brings nothing."""
-    settings = settings_of(redis_url, folder)
     with tenants(settings) as (_, ann, bob, _):
         worst = begun(ann, handed_in(ann, lines(CHAT, *ask("a", "b"))))
         eventually(lambda: len(scribe.texts()) == 2)
@@ -162,9 +159,8 @@ DIES = (
 )
 
 
-def test_a_batch_that_there_is_is_worked_at(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_a_batch_that_there_is_is_worked_at(settings: Settings, scribe: Scribe) -> None:
     """Whenever the API dies that makes it."""
-    settings = settings_of(redis_url, folder)
     with (
         process(DIES, settings) as (_, http),
         client_of(http.base_url) as client,
@@ -175,12 +171,12 @@ def test_a_batch_that_there_is_is_worked_at(redis_url: str, folder: Path, scribe
     assert set(scribe.redis.zrange("diptych:batches", 0, -1)) == made
 
 
-def test_a_batch_is_looked_at_while_others_are_answered(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_a_batch_is_looked_at_while_others_are_answered(settings: Settings, scribe: Scribe) -> None:
     """12 MiB of lines that take long to look at."""
     deep = json.dumps({"messages": [{"role": "user", "content": "a"}], "metadata": [[[]]] * 300}).encode()
     line = b'{"custom_id": "%d", "method": "POST", "url": "' + CHAT.encode() + b'", "body": ' + deep + b"}"
     data = b"\n".join(line % k for k in range(12 * 2**20 // len(line)))
-    with process(SERVE, settings_of(redis_url, folder)) as (_, http), client_of(http.base_url) as client:
+    with process(SERVE, settings) as (_, http), client_of(http.base_url) as client:
         file = handed_in(client, data)
         with rivals.Heartbeat(http.base_url.port or 0) as heartbeat:
             eventually(lambda: heartbeat.answers)
@@ -189,9 +185,8 @@ def test_a_batch_is_looked_at_while_others_are_answered(redis_url: str, folder: 
             assert heartbeat.answers - before >= 10
 
 
-def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
+def test_the_pictures_of_a_batch_are_never_all_in_memory(settings: Settings) -> None:
     """A batch of 120 MiB of pictures in base64 is written into its file."""
-    settings = settings_of(redis_url, folder)
     count, size = 40, 3 * 2**20
     asked = [{"prompt": "a cat", "steps": 2, "size": "64x64", "response_format": "b64_json"}] * count
     with Worker(settings) as worker:
@@ -214,10 +209,10 @@ def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder:
             assert grown < 100
 
 
-def test_files_that_come_in_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
+def test_files_that_come_in_are_never_all_in_memory(settings: Settings) -> None:
     """Eight of 31 MiB, handed in at once."""
     data = b"x" * (31 * 2**20)
-    with process(SERVE, settings_of(redis_url, folder)) as (child, http):
+    with process(SERVE, settings) as (child, http):
         eventually(lambda: http.get("/v1/files").status_code == 200)
         before = rivals.peak_mib(child.pid)
 
@@ -230,9 +225,9 @@ def test_files_that_come_in_are_never_all_in_memory(redis_url: str, folder: Path
         assert rivals.peak_mib(child.pid) - before < 150
 
 
-def test_many_batches_are_looked_at_in_few_commands(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_many_batches_are_looked_at_in_few_commands(settings: Settings, scribe: Scribe) -> None:
     """Of a key whose share is taken, however many batches it has: commands per pass, not seconds."""
-    desk = Desk(settings_of(redis_url, folder, batch_texts=1))
+    desk = Desk(changed(settings, batch_texts=1))
     feeder = BatchFeeder(desk.service)
     for batches in (9, 36):
         while scribe.redis.zcard("diptych:batches") < batches:
@@ -252,10 +247,10 @@ def test_many_batches_are_looked_at_in_few_commands(redis_url: str, folder: Path
 
 
 def test_a_pass_reads_the_lines_that_it_begins(
-    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each line is parsed once to be begun, however many batches there are."""
-    desk = Desk(settings_of(redis_url, folder, batch_texts=20))
+    desk = Desk(changed(settings, batch_texts=20))
     for k in range(20):
         desk.batch(*ask(*(f"{k} {line}" for line in range(50))))
     parsed: list[int] = []
@@ -271,8 +266,7 @@ def test_a_pass_reads_the_lines_that_it_begins(
     assert 20 <= begun <= len(parsed) <= 2 * begun
 
 
-def test_an_admin_sees_everybodys_batches(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    settings = settings_of(redis_url, folder)
+def test_an_admin_sees_everybodys_batches(settings: Settings, scribe: Scribe) -> None:
     with tenants(settings) as (_, ann, bob, chief):
         ids = [begun(one, handed_in(one, lines(CHAT, *ask("a")))) for one in (ann, bob, ann)]
         scribe.redis.delete("diptych:every_batch", "diptych:every_batch_indexed")  # as of an older version
@@ -290,9 +284,8 @@ def kept(folder: Path) -> set[str]:
     return {name for _, _, names in os.walk(folder / "artifacts") for name in names}
 
 
-def test_what_is_deleted_leaves_the_disk(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_what_is_deleted_leaves_the_disk(settings: Settings, folder: Path, scribe: Scribe) -> None:
     """Unless another file, or a batch that is still worked at, needs the same."""
-    settings = settings_of(redis_url, folder)
     with tenants(settings) as (_, ann, bob, _):
         once, twice = (lines(CHAT, *ask(text)) for text in "ab")
         alone, mine, theirs = handed_in(ann, once), handed_in(ann, twice), handed_in(bob, twice)
@@ -308,9 +301,8 @@ def test_what_is_deleted_leaves_the_disk(redis_url: str, folder: Path, scribe: S
         eventually(lambda: hashlib.sha256(twice).hexdigest()[2:] + ".jsonl" not in kept(folder))
 
 
-def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> None:
+def test_erasing_a_job_shortens_nobodys_file(settings: Settings, folder: Path) -> None:
     """A file that is, byte for byte, what the job of another made."""
-    settings = settings_of(redis_url, folder)
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")
     with Worker(settings) as worker, contextlib.ExitStack() as stack:
@@ -342,8 +334,8 @@ def test_a_file_that_a_job_names_stays_with_the_job(alone: tuple[Api, Worker]) -
     assert worker.artifacts.get(key) == data
 
 
-def test_a_key_has_so_many_bytes_of_files(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    settings = settings_of(redis_url, folder, files_quota_bytes=1000)
+def test_a_key_has_so_many_bytes_of_files(settings: Settings, scribe: Scribe) -> None:
+    settings = changed(settings, files_quota_bytes=1000)
     token = token_of(settings, "carl", ["files"], file_bytes=1500)
     with tenants(settings) as (api, ann, bob, _), client_of(api.url, token) as carl:
         handed_in(carl, b"x" * 1500)  # the key's own limit goes over the service's
@@ -374,10 +366,9 @@ def test_a_key_has_so_many_bytes_of_files(redis_url: str, folder: Path, scribe: 
 # -- receivers ---------------------------------------------------------------------------------------------------------
 
 
-def test_bad_receivers_keep_nobody_waiting(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_receivers_keep_nobody_waiting(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty that are silent, and some that trickle or go on for ever; and the API ends when it is told to."""
     monkeypatch.setenv("DIPTYCH_WEBHOOK_PRIVATE", "true")
-    settings = settings_of(redis_url, folder)
     kinds = [rivals.trickling_status, rivals.trickling, rivals.continuing, rivals.continuing, *[rivals.silent] * 40]
     with Worker(settings) as worker, contextlib.ExitStack() as stack:
         worker.announce()
@@ -405,9 +396,9 @@ def test_bad_receivers_keep_nobody_waiting(redis_url: str, folder: Path, monkeyp
             assert child.wait(PATIENCE_S / 4) == -signal.SIGTERM
 
 
-def test_one_key_with_many_receivers_keeps_no_other_waiting(redis_url: str, folder: Path) -> None:
+def test_one_key_with_many_receivers_keeps_no_other_waiting(settings: Settings) -> None:
     """160 ends to tell to silent receivers, and one of another key that came last."""
-    settings = settings_of(redis_url, folder, webhook_private=True, rate="")
+    settings = changed(settings, webhook_private=True, rate="")
     with Worker(settings) as worker, contextlib.ExitStack() as stack:
         worker.announce()
         silent = [stack.enter_context(rivals.receiver(rivals.silent))[0] for _ in range(40)]
@@ -429,10 +420,10 @@ def _order(client: openai.OpenAI, worker: Worker, url: str) -> None:
 
 
 def test_a_receiver_is_told_after_the_record_should_be_gone(
-    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tries span hours; the record waits for them, and then goes as all others."""
-    settings = settings_of(redis_url, folder, webhook_private=True, retention_s=0.5)
+    settings = changed(settings, webhook_private=True, retention_s=0.5)
     monkeypatch.setattr(WebhookSender.__init__, "__defaults__", ((1.5, 1.5),))
     with opened(settings, CARD) as (api, worker), Receiver(500, 500) as receiver:
         id = api.order(webhook_url=receiver.url)

@@ -139,7 +139,7 @@ def test_beams_are_choices_best_first(client: openai.OpenAI, writer: TextWorker)
 
 
 def test_a_lora_is_named_as_a_model_with_a_parent(client: openai.OpenAI, shared: Api) -> None:
-    listed = {model["id"]: model for model in shared.client.get("/v1/models").json()["data"]}
+    listed = {model["id"]: model for model in shared.models()}
     card = listed[MODEL]["diptych"]
     assert card["modality"] == "text" and card["limits"]["context"] == 512 and "sizes" not in card
     assert listed["poet"]["parent"] == MODEL and client.models.retrieve("poet").id == "poet"
@@ -202,7 +202,7 @@ def test_who_leaves_before_the_first_token_cancels(shared: Api, books: Worker) -
     eventually(lambda: books.is_(id, JobState.CANCELLED), "it waits for nobody")
     books.registry.deregister("another")
     books.registry.forget_model("idle-lm")
-    eventually(lambda: "idle-lm" not in shared.client.get("/v1/models").text)
+    eventually(lambda: "idle-lm" not in shared.get("/v1/models").text)
 
 
 def test_what_is_written_grows_with_the_answer(shared: Api, books: Worker) -> None:

@@ -40,6 +40,7 @@ from tests.api.world import (
     TEXT,
     Api,
     Worker,
+    changed,
     client_of,
     eventually,
     kept,
@@ -85,8 +86,8 @@ class Scribe(Worker):
 
 
 @pytest.fixture
-def scribe(redis_url: str, folder: Path) -> Iterator[Scribe]:
-    with Scribe(settings_of(redis_url, folder)) as scribe:
+def scribe(settings: Settings) -> Iterator[Scribe]:
+    with Scribe(settings) as scribe:
         scribe.announce_all(CARDS)
         yield scribe
 
@@ -106,9 +107,9 @@ def content(line: dict[str, Any]) -> str:
     return str(line["response"]["body"]["choices"][0]["message"]["content"])
 
 
-def test_shares_are_by_key_and_queue(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_shares_are_by_key_and_queue(settings: Settings, scribe: Scribe) -> None:
     """Texts wait for no pictures of the same key, and pictures for no texts."""
-    with Api(settings_of(redis_url, folder, batch_jobs=1, batch_texts=3)) as api, client_of(api.url) as client:
+    with Api(changed(settings, batch_jobs=1, batch_texts=3)) as api, client_of(api.url) as client:
         pictures = test_batches.begin(client, test_batches.lines(*[{"prompt": "a cat", "steps": 2}] * 2))
         one, other = (begin(client, CHAT, *ask(*(f"{name}{k}" for k in range(4)))) for name in "ab")
         backlog = scribe.store.backlog
@@ -120,8 +121,8 @@ def test_shares_are_by_key_and_queue(redis_url: str, folder: Path, scribe: Scrib
         assert client.batches.retrieve(pictures.id).status == "in_progress"
 
 
-def test_they_are_the_least_urgent_unless_they_say(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    with Api(settings_of(redis_url, folder)) as api, client_of(api.url) as client:
+def test_they_are_the_least_urgent_unless_they_say(settings: Settings, scribe: Scribe) -> None:
+    with Api(settings) as api, client_of(api.url) as client:
         batch = begin(client, CHAT, *ask("a", "b"), *ask("c", priority=1))
         eventually(lambda: len(scribe.texts()) == 3)
         assert [step for _, step in scribe.texts()] == [0, 9, 9]
@@ -130,9 +131,9 @@ def test_they_are_the_least_urgent_unless_they_say(redis_url: str, folder: Path,
         assert [content(line) for line in told(client, ended(client, batch.id).output_file_id)] == ["a", "b", "c"]
 
 
-def test_they_wait_while_their_queue_is_full(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_they_wait_while_their_queue_is_full(settings: Settings, scribe: Scribe) -> None:
     """The queue of texts, that is: a full one of pictures is no matter."""
-    with Api(settings_of(redis_url, folder, max_queued=2)) as api, client_of(api.url) as client:
+    with Api(changed(settings, max_queued=2)) as api, client_of(api.url) as client:
         assert [api.order() for _ in range(2)]
         batch = begin(client, CHAT, *ask(*"abcde"))
         for k in range(5):
@@ -144,8 +145,8 @@ def test_they_wait_while_their_queue_is_full(redis_url: str, folder: Path, scrib
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
-def test_a_batch_that_ends_early(redis_url: str, folder: Path, scribe: Scribe, end: str) -> None:
-    with Api(settings_of(redis_url, folder, batch_texts=3)) as api, client_of(api.url) as client:
+def test_a_batch_that_ends_early(settings: Settings, scribe: Scribe, end: str) -> None:
+    with Api(changed(settings, batch_texts=3)) as api, client_of(api.url) as client:
         batch = begin(client, CHAT, *ask(*"abcde"))
         eventually(lambda: len(scribe.texts()) == 3)
         scribe.answer(scribe.next())
@@ -165,9 +166,9 @@ def test_a_batch_that_ends_early(redis_url: str, folder: Path, scribe: Scribe, e
         assert all(line["response"] is None and line["error"]["code"] == f"batch_{end}" for line in left)
 
 
-def test_apis_and_workers_that_are_killed_lose_nothing(redis_url: str, folder: Path) -> None:
+def test_apis_and_workers_that_are_killed_lose_nothing(settings: Settings) -> None:
     """Records are kept for a moment only, and nobody reads them before that is over: a batch's stay until they are."""
-    settings = settings_of(redis_url, folder, retention_s=0.1, lease_s=0.5)
+    settings = changed(settings, retention_s=0.1, lease_s=0.5)
     with Scribe(settings) as scribe, Scribe(settings, "worker-2") as other:
         scribe.announce_all(CARDS)
         with process(SERVE, settings) as (child, http), client_of(http.base_url) as client:
@@ -196,9 +197,8 @@ def _draft() -> Any:
     return text_drafts.draft(text_drafts.read(text_drafts.CHAT, ask("alone")[0]), CARDS[1], "")
 
 
-def test_scopes_and_quotas(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_scopes_and_quotas(settings: Settings, scribe: Scribe) -> None:
     """Who may write may have a batch of texts, and no other; it takes nothing of a quota of pictures."""
-    settings = settings_of(redis_url, folder)
     tokens = [token_of(settings, name, [name, "files"], quota="1/day") for name in ("text", "images")]
     with Api(settings) as api, client_of(api.url, tokens[0]) as writes, client_of(api.url, tokens[1]) as draws:
         batch = begin(writes, CHAT, *ask(*"abc"))
@@ -249,8 +249,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(redis_url: str, folder: Path) -> Iterator[Desk]:
-    with closing(Desk(settings_of(redis_url, folder))) as desk:
+def desk(settings: Settings) -> Iterator[Desk]:
+    with closing(Desk(settings)) as desk:
         yield desk
 
 

@@ -64,16 +64,16 @@ def test_who_waits_may_come_again(shared: Api, worker: Worker) -> None:
 def test_waiting_for_the_end(shared: Api, worker: Worker) -> None:
     id = shared.order()
     begun = time.monotonic()
-    assert shared.client.get(f"/v1/jobs/{id}", params={"wait_s": 0.3}).json()["status"] == "queued"
+    assert shared.get(f"/v1/jobs/{id}", params={"wait_s": 0.3}).json()["status"] == "queued"
     assert time.monotonic() - begun >= 0.3
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(shared.client.get, f"/v1/jobs/{id}", params={"wait_s": 60})
         time.sleep(0.1)
         worker.work(id)
         assert waits.result(PATIENCE_S).json()["status"] == "succeeded"
-    assert shared.client.get(f"/v1/jobs/{id}?wait_s=60").json()["status"] == "succeeded"
+    assert shared.get(f"/v1/jobs/{id}?wait_s=60").json()["status"] == "succeeded"
     for wrong in ("60.1", "-1e-3", "nan", "0x1", "", "soon"):
-        check_error(shared.client.get(f"/v1/jobs/{id}", params={"wait_s": wrong}), 400, "wait_s")
+        check_error(shared.get(f"/v1/jobs/{id}", params={"wait_s": wrong}), 400, "wait_s")
 
 
 def test_places_and_estimates(alone: tuple[Api, Worker]) -> None:
@@ -99,7 +99,7 @@ def test_places_and_estimates(alone: tuple[Api, Worker]) -> None:
 
 def test_lists(alone: tuple[Api, Worker]) -> None:
     api, worker = alone
-    empty = api.client.get("/v1/jobs").json()
+    empty = api.get("/v1/jobs").json()
     assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
     ids = []
     for _ in range(5):
@@ -107,15 +107,15 @@ def test_lists(alone: tuple[Api, Worker]) -> None:
         time.sleep(0.002)  # by Redis's clock one after the other
     worker.store.leases.fail(worker.take(ids[1]).id, 1, "engine_error", "it broke")
     newest = ids[::-1]
-    first = api.client.get("/v1/jobs?limit=2").json()
+    first = api.get("/v1/jobs?limit=2").json()
     assert [job["id"] for job in first["data"]] == newest[:2] and first["has_more"]
     assert (first["first_id"], first["last_id"]) == (newest[0], newest[1])
-    rest = api.client.get("/v1/jobs", params={"after": first["last_id"], "limit": 3}).json()
+    rest = api.get("/v1/jobs", params={"after": first["last_id"], "limit": 3}).json()
     assert [job["id"] for job in rest["data"]] == newest[2:] and not rest["has_more"]
-    failed = api.client.get("/v1/jobs?status=failed&model=emoji-xl").json()["data"]
+    failed = api.get("/v1/jobs?status=failed&model=emoji-xl").json()["data"]
     assert [job["id"] for job in failed] == [ids[1]] and failed[0]["error"]["code"] == "engine_error"
-    assert api.client.get("/v1/jobs?model=other").json()["data"] == []
-    check_error(api.client.get("/v1/jobs?after=nothing"), 400, "after")
+    assert api.get("/v1/jobs?model=other").json()["data"] == []
+    check_error(api.get("/v1/jobs?after=nothing"), 400, "after")
 
 
 def test_what_failed_is_tried_again(shared: Api, worker: Worker) -> None:
@@ -135,11 +135,11 @@ def test_erasing(shared: Api, worker: Worker) -> None:
     done, waits = shared.order(), shared.order()
     worker.work(done)
     for id in (done, waits):
-        assert shared.client.delete(f"/v1/jobs/{id}").json() == {"id": id, "object": "job", "deleted": True}
+        assert shared.delete(f"/v1/jobs/{id}").json() == {"id": id, "object": "job", "deleted": True}
         for path in ("", "/events", "/images/0"):
-            check_error(shared.client.get(f"/v1/jobs/{id}{path}"), 404, code="job_not_found")
-        check_error(shared.client.delete(f"/v1/jobs/{id}"), 404, code="job_not_found")
-    assert waits not in {job["id"] for job in shared.client.get("/v1/jobs?limit=100").json()["data"]}
+            check_error(shared.get(f"/v1/jobs/{id}{path}"), 404, code="job_not_found")
+        check_error(shared.delete(f"/v1/jobs/{id}"), 404, code="job_not_found")
+    assert waits not in {job["id"] for job in shared.get("/v1/jobs?limit=100").json()["data"]}
 
 
 def test_previews_and_formats(shared: Api, worker: Worker) -> None:
@@ -148,19 +148,19 @@ def test_previews_and_formats(shared: Api, worker: Worker) -> None:
     assert {name: claim.parameters[name] for name in ("preview_every", "output_format", "output_compression")} == {
         "preview_every": 2, "output_format": "webp", "output_compression": 80,
     }  # fmt: skip
-    assert shared.client.get(f"/v1/jobs/{id}/preview").status_code == 204
+    assert shared.get(f"/v1/jobs/{id}/preview").status_code == 204
     worker.store.leases.report([ProgressReport(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
-    look = shared.client.get(f"/v1/jobs/{id}/preview")
+    look = shared.get(f"/v1/jobs/{id}/preview")
     assert look.content == b"PNG" and look.headers["content-type"] == "image/png"
-    assert shared.client.get(f"/v1/jobs/{id}/preview?image=1").status_code == 204
+    assert shared.get(f"/v1/jobs/{id}/preview?image=1").status_code == 204
     for image in ("x", "-1", "100"):
-        check_error(shared.client.get(f"/v1/jobs/{id}/preview", params={"image": image}), 400, "image")
+        check_error(shared.get(f"/v1/jobs/{id}/preview", params={"image": image}), 400, "image")
     worker.finish(claim)
-    assert shared.client.get(f"/v1/jobs/{id}/preview").status_code == 204
+    assert shared.get(f"/v1/jobs/{id}/preview").status_code == 204
 
 
 def test_pausing_is_told_to_workers(shared: Api, worker: Worker) -> None:
-    queues = {queue["name"]: queue for queue in shared.client.get("/v1/queues").json()["data"]}
+    queues = {queue["name"]: queue for queue in shared.get("/v1/queues").json()["data"]}
     assert set(queues) == {"image", "text"} and not queues["image"]["paused"]
     assert shared.client.post("/v1/queues/image/pause").json()["paused"]
     assert worker.registry.paused_queues() == {"image"}

@@ -17,7 +17,7 @@ from api.webhooks import call
 from core.config import Settings
 from core.jobs.keyring import Keyring, webhook_secret
 from tests.api.test_guarded_http import PRIVATE
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened
+from tests.api.world import CARD, Api, Worker, changed, check_error, eventually, opened
 from tests.http_server import Handler, LocalServer
 
 
@@ -39,15 +39,12 @@ class Receiver(LocalServer):
         super().__init__(Webhook)
 
 
-SETTINGS = {"webhook_private": True}
-
-
 @pytest.fixture(scope="module")
 def world(module_settings: Settings) -> Iterator[tuple[Api, Worker]]:
     """One for the module: each test's receiver hears of its own job alone, and leaves nobody to be told."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WebhookSender.__init__, "__defaults__", ((0.1, 0.2),))
-        with opened(module_settings, CARD) as world:
+        with opened(changed(module_settings, webhook_private=True), CARD) as world:
             yield world
 
 
@@ -105,7 +102,7 @@ def test_a_job_that_was_erased_is_not_told(world: tuple[Api, Worker]) -> None:
         id = api.order(webhook_url=receiver.url)
         worker.work(id)
         eventually(lambda: receiver.heard)
-        api.client.delete(f"/v1/jobs/{id}")
+        api.delete(f"/v1/jobs/{id}")
         eventually(lambda: not left(worker))
     assert len(receiver.heard) < 3
 

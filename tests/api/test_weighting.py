@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from core.config import Settings
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 
@@ -42,10 +42,10 @@ def test_a_syntax_and_texts_of_each_encoder_reach_the_worker_at_every_door(
         assert {name: claim.parameters[name] for name in asked} == asked
 
 
-def test_a_model_that_does_not_read_a_field_says_so(redis_url: str, folder: Path) -> None:
-    with opened(settings_of(redis_url, folder), replace(CARD, prompt_fields=(), embeddings=("ink",))) as (api, worker):
+def test_a_model_that_does_not_read_a_field_says_so(settings: Settings) -> None:
+    with opened(settings, replace(CARD, prompt_fields=(), embeddings=("ink",))) as (api, worker):
         for name, value in {"prompt_weighting": True, "prompt_2": "b", "clip_skip": 1}.items():
             check_error(api.draw(**{name: value}), 400, name, "invalid_value")
         assert not worker.ids()
-        card = api.client.get("/v1/models/emoji-xl").json()["diptych"]
+        card = api.get("/v1/models/emoji-xl").json()["diptych"]
         assert card["prompt_fields"] == [] and card["embeddings"] == ["ink"]

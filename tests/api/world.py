@@ -73,6 +73,11 @@ def settings_of(url: str, folder: Path, **more: Any) -> Settings:
     return Settings(redis_url=url, data_dir=folder, **more)
 
 
+def changed(settings: Settings, **fields: Any) -> Settings:
+    """The settings with these fields, and else the defaults."""
+    return settings_of(settings.redis_url, settings.data_dir, **fields)
+
+
 def token_of(settings: Settings, name: str = "me", scopes: Sequence[str] = USUAL_SCOPES, **limits: Any) -> str:
     """The token of a new API key."""
     with closing(Keyring.of(settings)) as keyring:
@@ -175,6 +180,18 @@ class Api:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._socket.close()
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.get(path, **options)
+
+    def head(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.head(path, **options)
+
+    def delete(self, path: str) -> httpx2.Response:
+        return self.client.delete(path)
+
+    def models(self) -> list[dict[str, Any]]:
+        return list(self.get("/v1/models").json()["data"])
 
     def post(self, path: str, **fields: Any) -> httpx2.Response:
         return self.client.post(path, json=fields)

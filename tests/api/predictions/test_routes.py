@@ -43,7 +43,7 @@ def test_it_waits_and_answers_with_data_urls(shared: Api, easel: Easel, path: st
     prediction = answer.json()
     assert (prediction["status"], prediction["error"]) == ("succeeded", None)
     assert [image(url).size for url in prediction["output"]] == [(64, 64)]
-    assert prediction == shared.client.get(f"/predictions/{prediction['id']}").json()
+    assert prediction == shared.get(f"/predictions/{prediction['id']}").json()
     assert prediction["urls"]["get"] == f"{shared.url}/predictions/{prediction['id']}"
 
 
@@ -151,8 +151,8 @@ def test_a_record_of_a_newer_version_is_shown_without_its_input(
     parameters = {**worker.job(id).parameters, **changes}
     kept = {name: value for name, value in parameters.items() if value is not None}
     worker.redis.hset(f"diptych:job:{id}", "parameters", json.dumps(kept))
-    listed = {item["id"]: item for item in shared.client.get("/v1/predictions").json()["results"]}
-    for item in (listed[id], shared.client.get(f"/predictions/{id}").json()):
+    listed = {item["id"]: item for item in shared.get("/v1/predictions").json()["results"]}
+    for item in (listed[id], shared.get(f"/predictions/{id}").json()):
         assert (item["status"], item["input"], item["logs"], len(item["output"])) == ("succeeded", {}, "", 1)
     assert "request" not in shared.job(id)
 
@@ -162,7 +162,7 @@ def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, folde
     input = {"prompt": "a cat", "aspect_ratio": "16:9"}
     with opened(settings_of(redis_server.url, folder)) as (api, worker):
         worker.redis.delete("diptych:models", *worker.redis.keys("diptych:worker*"))
-        eventually(lambda: not api.client.get("/v1/models").json()["data"])
+        eventually(lambda: not api.models())
         assert predict(api, "/predictions/wide", ASYNC, input=input).status_code == 503
         worker.announce()
         answers = [predict(api, "/predictions/wide", ASYNC, input=input) for _ in range(2)]
@@ -178,16 +178,16 @@ def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisSe
             WorkerCard("worker-2", "here", 1, "ready", "", 1.0, [TEXT, replace(TEXT, name="org/lm")]), 600
         )
         names = {"emoji-xl", "emoji-lm", "org/lm", "openai/gpt", "openai/image"}
-        listed = lambda: {item["id"]: item for item in api.client.get("/v1/models").json()["data"]}  # noqa: E731
+        listed = lambda: {item["id"]: item for item in api.models()}  # noqa: E731
         eventually(lambda: listed().keys() >= names)
         for name, item in listed().items():
-            assert api.client.get(f"/v1/models/{name}").json().items() >= item.items()
-        assert "latest_version" in api.client.get("/v1/models/openai/image").json()
-        assert api.client.get("/v1/models/org/none").status_code == 404
+            assert api.get(f"/v1/models/{name}").json().items() >= item.items()
+        assert "latest_version" in api.get("/v1/models/openai/image").json()
+        assert api.get("/v1/models/org/none").status_code == 404
 
 
 def test_texts_are_no_predictions(shared: Api) -> None:
-    assert shared.client.get("/predictions/none").json()["status"] == 404
+    assert shared.get("/predictions/none").json()["status"] == 404
     assert shared.client.post("/v1/predictions/none/cancel").json()["title"] == "Not found"
 
 
@@ -206,14 +206,14 @@ def test_the_health_check(redis_server: RedisServer, folder: Path) -> None:
     with opened(settings_of(redis_server.url, folder)) as (api, worker):
         for name in worker.redis.keys("diptych:worker*"):
             worker.redis.delete(name)
-        status = lambda: api.client.get("/health-check").json()["status"]  # noqa: E731
+        status = lambda: api.get("/health-check").json()["status"]  # noqa: E731
         eventually(lambda: status() == "STARTING")
         worker.announce()
         eventually(lambda: status() == "READY")
 
 
 def test_the_schemas_that_cogs_clients_read(shared: Api) -> None:
-    schemas = shared.client.get("/openapi.json").json()["components"]["schemas"]
+    schemas = shared.get("/openapi.json").json()["components"]["schemas"]
     properties = schemas["Input"]["properties"]
     assert all("type" in schema and "title" in schema for schema in properties.values())
     assert [schema["x-order"] for schema in properties.values()] == list(range(len(properties)))
@@ -223,6 +223,6 @@ def test_the_schemas_that_cogs_clients_read(shared: Api) -> None:
 def test_without_the_setting_there_are_none(redis_server: RedisServer, folder: Path) -> None:
     with opened(settings_of(redis_server.url, folder, predictions=False), CARD) as (api, _):
         assert predict(api).status_code == predict(api, "/v1/predictions").status_code == 404
-        document = api.client.get("/openapi.json").json()
+        document = api.get("/openapi.json").json()
         assert not any("predictions" in path for path in document["paths"])
         assert "Input" not in document["components"]["schemas"]

@@ -58,10 +58,10 @@ def test_webuiapi_controls(webui: Any, studio: Studio) -> None:
     ]
     result = webui.txt2img(prompt="a cat", controlnet_units=units, steps=3)
     assert result.image.size == (128, 128)
-    parameters = studio.seen[-1].parameters
+    parameters = studio.last
     assert [entry["model"] for entry in (*parameters["control"], *parameters["image_prompts"])] == ["edges", "face"]
     webui.txt2img(prompt="a cat", steps=3)
-    assert not {"control", "image_prompts"} & studio.seen[-1].parameters.keys(), "none of the call before"
+    assert not {"control", "image_prompts"} & studio.last.keys(), "none of the call before"
 
 
 def test_webuiapi_asks_and_sets(webui: Any, studio: Studio) -> None:
@@ -79,7 +79,7 @@ def test_webuiapi_asks_and_sets(webui: Any, studio: Studio) -> None:
     webui.util_set_model("emoji-z")
     assert webui.util_get_current_model() == "emoji-z"
     assert webui.txt2img(prompt="a cat", steps=3).info["sd_model_name"] == "emoji-z"
-    assert studio.seen[-1].parameters.get("scheduler") in (None, "flow-euler")
+    assert studio.last.get("scheduler") in (None, "flow-euler")
     webui.util_set_model(before)
     webui.util_wait_for_ready()
     assert webui.refresh_checkpoints() is None
@@ -98,7 +98,7 @@ def test_webuiapi_reads_and_enlarges(webui: Any) -> None:
 
 
 def get(api: Api, path: str) -> Any:
-    answer = api.client.get(path)
+    answer = api.get(path)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -158,7 +158,7 @@ def test_a_client_asks_draws_and_reads_how(shared: Api, studio: Studio, client: 
         read = post(shared, "/sdapi/v1/png-info", {"image": "data:image/png;base64," + image})
         assert read["info"] == text and text.rpartition("\n")[2].startswith("Steps: 4, ")
     assert body["width"] == 128 or any(f"{body['width']}x{body['width']}" in warning for warning in said["warnings"])
-    parameters = studio.seen[-1].parameters
+    parameters = studio.last
     assert ("mask" in body) == ("mask" in parameters.get("edit", {}))
     assert ("controlnet" in client) == ("control" in parameters)
 
@@ -167,7 +167,7 @@ def test_a_client_asks_draws_and_reads_how(shared: Api, studio: Studio, client: 
 def test_open_webui_sets_a_model(shared: Api, authorization: str) -> None:
     """Also with the empty credentials of one that has none."""
     headers = {"authorization": authorization}
-    options = shared.client.get("/sdapi/v1/options", headers=headers).json()
+    options = shared.get("/sdapi/v1/options", headers=headers).json()
     assert options["sd_model_checkpoint"] in [model["title"] for model in get(shared, "/sdapi/v1/sd-models")]
     options["sd_model_checkpoint"] = "emoji-xl"
     assert shared.client.post("/sdapi/v1/options", json=options, headers=headers).json() is None
@@ -189,7 +189,7 @@ def test_sillytavern(shared: Api, studio: Studio) -> None:
     assert get(shared, "/sdapi/v1/upscalers")[0]["name"] == "None"
     assert get(shared, "/sdapi/v1/latent-upscale-modes") == []
     assert [vae["model_name"] for vae in get(shared, "/sdapi/v1/sd-vae")]
-    assert shared.client.get("/sdapi/v1/sd-modules").status_code == 404, "this is Forge's"
+    assert shared.get("/sdapi/v1/sd-modules").status_code == 404, "this is Forge's"
     samplers, schedulers = ([each["name"] for each in get(shared, f"/sdapi/v1/{path}")]
                             for path in ("samplers", "schedulers"))  # fmt: skip
     now = get(shared, "/sdapi/v1/progress")
@@ -207,5 +207,5 @@ def test_sillytavern(shared: Api, studio: Studio) -> None:
         assert len(post(shared, "/sdapi/v1/txt2img", fields)["images"]) == 1
     answer = post(shared, "/sdapi/v1/txt2img", {**body, "sampler_name": "DPM++ 2M", "scheduler": "karras"})
     assert json.loads(answer["info"])["warnings"] == ["clip_skip: is not read"]
-    assert studio.seen[-1].parameters["schedule_type"] == "karras"
+    assert studio.last["schedule_type"] == "karras"
     assert post(shared, "/sdapi/v1/interrupt", None) == {}

@@ -69,7 +69,7 @@ def test_pictures_seeds_and_texts(shared: Api, studio: Studio) -> None:
     assert (said["sampler_name"], said["cfg_scale"], said["steps"]) == ("Euler a", 6.0, 2)
     assert (said["width"], said["height"], said["sd_model_name"]) == (128, 128, "emoji-xl")
     assert said["warnings"] == []
-    assert studio.seen[-1].parameters["n"] == 4 and studio.worker.is_(said["job_id"], JobState.SUCCEEDED)
+    assert studio.last["n"] == 4 and studio.worker.is_(said["job_id"], JobState.SUCCEEDED)
     echoed = answer.json()["parameters"]
     assert (echoed["seed"], echoed["sampler_name"]) == (41, "Euler a")
 
@@ -82,14 +82,14 @@ def test_a_random_seed_survives_javascript(shared: Api, studio: Studio) -> None:
 def test_the_web_uis_name_of_a_sampler_is_taken_at_our_endpoint_too(shared: Api, studio: Studio) -> None:
     for name in ("sampler_name", "scheduler"):
         assert shared.post("/v1/images/generations", prompt="a", steps=2, **{name: "Euler a"}).status_code == 200
-        assert studio.seen[-1].parameters["scheduler"] == "euler-ancestral"
+        assert studio.last["scheduler"] == "euler-ancestral"
 
 
 def test_no_pictures_and_other_formats(shared: Api, studio: Studio) -> None:
     answer = draw(shared, send_images=False, seed=5)
     assert answer.json()["images"] == [] and info(answer)["all_seeds"] == [5]
     draw(shared, override_settings={"samples_format": "webp"})
-    assert studio.seen[-1].parameters["output_format"] == "webp"
+    assert studio.last["output_format"] == "webp"
 
 
 @pytest.mark.parametrize("name", ["dall-e-3", "gpt-image-1", "models/tgi.safetensors", "dummy"])
@@ -119,7 +119,7 @@ def test_what_is_told_of_a_request_is_told_here_too(
     monkeypatch.setattr(image_request, "_warnings", lambda given: ["steps: has no effect"])
     said = info(draw(shared, batch_size=2))
     assert said["warnings"] == ["steps: has no effect"]
-    job = shared.client.get(f"/v1/jobs/{said['job_id']}").json()
+    job = shared.get(f"/v1/jobs/{said['job_id']}").json()
     assert job["images"][0]["warnings"] == said["warnings"]
 
 
@@ -163,7 +163,7 @@ def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask
     for invert in (0, 1):
         answer = inpaint(shared, encoded(mask), inpainting_mask_invert=invert, mask_blur=0)
         assert info(answer)["denoising_strength"] == 1
-        drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "mask")
+        drawn = handed_on(studio.worker, studio.last, "edit", "mask")
         expected = np.zeros((128, 128), np.uint8)
         expected[:, 64:] = 255
         assert np.array_equal(drawn, expected if invert else 255 - expected)
@@ -172,7 +172,7 @@ def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask
 def test_an_edge_of_a_mask_is_blurred(shared: Api, studio: Studio) -> None:
     """By four pixels where the request says nothing."""
     assert info(inpaint(shared, encoded(half())))["warnings"] == []
-    drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "mask")
+    drawn = handed_on(studio.worker, studio.last, "edit", "mask")
     between = (drawn > 0) & (drawn < 255)
     assert between.any() and not between[:, :50].any() and not between[:, 78:].any()
 
@@ -212,8 +212,8 @@ def test_a_transparent_source_is_on_white(shared: Api, studio: Studio) -> None:
     """And no mask of its own."""
     source = half("RGBA", white=(10, 20, 30, 255), black=(0, 0, 0, 0))
     assert info(shared.post("/sdapi/v1/img2img", prompt="a", steps=4, init_images=[encoded(source)]))["warnings"] == []
-    edit = studio.seen[-1].parameters["edit"]
-    drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "image")
+    edit = studio.last["edit"]
+    drawn = handed_on(studio.worker, studio.last, "edit", "image")
     assert "mask" not in edit and drawn[0, 0].tolist() == [10, 20, 30] and drawn[0, 127].tolist() == [255] * 3
 
 
@@ -233,7 +233,7 @@ def test_large_pictures_go_through(shared: Api, studio: Studio) -> None:
         alwayson_scripts={"ControlNet": {"args": [unit]}},
     )  # fmt: skip
     assert info(answer)["denoising_strength"] == 0.75 and len(answer.content) < 2**20
-    parameters = studio.seen[-1].parameters
+    parameters = studio.last
     resized = opened(source).resize((128, 128), Image.Resampling.LANCZOS)
     assert np.array_equal(handed_on(studio.worker, parameters, "edit", "image"), np.asarray(resized))
     (entry,) = parameters["image_prompts"]
@@ -248,7 +248,7 @@ def test_a_control_of_the_source(shared: Api, studio: Studio) -> None:
         alwayson_scripts={"controlnet": {"args": [unit]}},
     )  # fmt: skip
     assert info(answer)["warnings"] == []
-    (entry,) = studio.seen[-1].parameters["control"]
+    (entry,) = studio.last["control"]
     assert (entry["model"], entry["preprocessor"], entry["end"]) == ("edges", "canny", 0.5)
 
 
@@ -299,8 +299,8 @@ def test_many_at_once(shared: Api, studio: Studio) -> None:
 
 
 def test_the_paths_are_there_with_the_setting_only(shared: Api) -> None:
-    check_error(shared.client.get("/sdapi/v1/nothing"), 404, code="not_found")
-    assert "/sdapi/v1/txt2img" in shared.client.get("/openapi.json").json()["paths"]
+    check_error(shared.get("/sdapi/v1/nothing"), 404, code="not_found")
+    assert "/sdapi/v1/txt2img" in shared.get("/openapi.json").json()["paths"]
 
 
 def test_what_is_told_of_a_request_is_a_request(shared: Api, studio: Studio) -> None:
@@ -313,9 +313,9 @@ def test_what_is_told_of_a_request_is_a_request(shared: Api, studio: Studio) -> 
         for name in (*body.keys() - {"scheduler"}, "seed", "all_seeds", "cfg_scale", "width", "height"):
             assert then[name] == drawn[name], name
         assert all(" not read" in warning for warning in then["warnings"])  # what only `info` has
-    options = shared.client.get("/sdapi/v1/options").json()
+    options = shared.get("/sdapi/v1/options").json()
     assert shared.post("/sdapi/v1/options", **options).status_code == 200
-    assert shared.client.get("/sdapi/v1/options").json() == options
-    for model in shared.client.get("/sdapi/v1/sd-models").json():
+    assert shared.get("/sdapi/v1/options").json() == options
+    for model in shared.get("/sdapi/v1/sd-models").json():
         assert shared.post("/sdapi/v1/options", sd_model_checkpoint=model["title"]).status_code == 200
     assert shared.post("/sdapi/v1/options", **options).status_code == 200
