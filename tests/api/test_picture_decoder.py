@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from api.process_pool import CallTimeout, ProcessPool
+from api.process_pool import CallFailed, CallTimeout
 from api.service import Service
 from core.config import Settings
 from core.jobs.files import FileStore
@@ -78,20 +78,17 @@ def test_a_refused_request_decodes_nothing(shared: Api, calls: Counter[str], fie
     assert not calls
 
 
-def test_an_overloaded_machine_is_a_503_with_a_cause(shared: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [CallTimeout("late"), CallFailed("no process")])
+def test_an_overloaded_machine_is_a_503_with_a_cause(
+    shared: Api, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def late(*_: Any) -> Any:
-        raise CallTimeout("late")
+        raise error
 
     monkeypatch.setattr(service_of(shared).pictures._processes, "call", late)
     answer = order(shared, images=[inline()])
     check_error(answer, 503, code="decoder_overloaded")
     assert answer.headers["retry-after"] == "10"
-
-
-def test_a_decoder_that_does_not_start_is_a_503(shared: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = ProcessPool("api.no_such_module", memory_bytes=2**30, cpu_s=10, timeout_s=60.0)
-    monkeypatch.setattr(service_of(shared).pictures, "_processes", broken)
-    check_error(order(shared, images=[inline()]), 503, code="decoder_overloaded")
 
 
 def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(settings: Settings) -> None:

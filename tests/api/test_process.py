@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from api.app import create_app
-from core.config import Settings, SettingsError, read
+from core.config import Settings, SettingsError
 from core.jobs.record import JobState
 from tests.api.world import PATIENCE_S, SERVE, Worker, check_error, eventually, process
 
@@ -118,8 +118,3 @@ def test_settings_that_cannot_be_used(tmp_path: Path, name: str, value: str) -> 
     given = {"redis_url": "redis://127.0.0.1:1/0", "data_dir": tmp_path, name: value}
     with pytest.raises(SettingsError, match=f"DIPTYCH_{name.upper()}: "):
         create_app(Settings(**given))
-
-
-def test_an_address_without_a_scheme_is_refused_before_anything_starts() -> None:
-    with pytest.raises(SettingsError, match="redis-url: must begin with redis://"):
-        read(redis_url="here:6379")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from api.uploads import MAX_BYTES
-from tests.api.easel import Easel
 from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.world import Api, Worker, check_error
 
@@ -78,27 +77,6 @@ def test_a_deadline_is_checked_for_the_pictures_own_size(shared: Api, named: Any
     assert small.status_code == 202, small.text
     large = order(shared, images=[named(shared, as_file(pixels(128, 128)))], **fields)
     check_error(large, 400, "deadline_s", "deadline_hopeless")
-
-
-def test_a_job_of_a_chosen_id_is_made_once(shared: Api, worker: Worker) -> None:
-    def put(data: bytes, **more: Any) -> httpx2.Response:
-        fields = {"type": "edit", "prompt": "x", "images": [inline(data)], **more}
-        return shared.client.put("/v1/jobs/edit-of-mine", json=fields)
-
-    known = worker.ids()
-    assert [put(PNG).status_code for _ in range(3)] == [202] * 3
-    assert worker.ids() - known == {"edit-of-mine"}
-    check_error(put(as_file(pixels(seed=1))), 422, code="idempotency_conflict")
-    check_error(put(PNG, strength=0.3), 422, code="idempotency_conflict")
-    worker.work("edit-of-mine")
-
-
-def test_the_endpoint_takes_json_too(shared: Api, worker: Worker) -> None:
-    with Easel(worker) as easel:
-        answer = shared.post(EDITS, prompt="a hat", images=[inline(as_file(pixels(200, 100), "JPEG"), "jpeg")], n=2)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["size"] == "168x96" and len(answer.json()["data"]) == 2
-    assert easel.last["edit"]["strength"] == 0.8
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from api.guarded_http import Unreachable
 from api.webhook_sender import WebhookSender
 from api.webhooks import call
 from core.config import Settings
-from core.jobs.keyring import Keyring, webhook_secret
+from core.jobs.keyring import Keyring
 from tests.api.test_guarded_http import PRIVATE
 from tests.api.world import CARD, Api, Worker, changed, check_error, eventually, opened
 from tests.http_server import Handler, LocalServer
@@ -119,7 +119,3 @@ def test_no_redirect_is_followed() -> None:
 def test_private_addresses_are_refused_at_once(shared: Api, host: str) -> None:
     answer = shared.post("/v1/jobs", type="image", prompt="a cat", webhook_url=f"http://{host}/hook")
     check_error(answer, 400, "webhook_url", "webhook_private")
-
-
-def test_each_owner_has_a_secret() -> None:
-    assert webhook_secret(b"s" * 32, "a") != webhook_secret(b"s" * 32, "b") != webhook_secret(b"t" * 32, "b")

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -289,13 +288,6 @@ def test_a_client_that_leaves_cancels(shared: Api, studio: Studio) -> None:
         shared.client.post("/sdapi/v1/txt2img", json={"prompt": "a cat"}, timeout=0.5)
     (id,) = eventually(lambda: studio.worker.ids() - before)
     eventually(lambda: studio.worker.is_(id, JobState.CANCELLED))
-
-
-def test_many_at_once(shared: Api, studio: Studio) -> None:
-    """Each is answered with its own pictures."""
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda seed: info(draw(shared, seed=1000 * seed)), range(16)))
-    assert [said["seed"] for said in answers] == [1000 * seed for seed in range(16)]
 
 
 def test_the_paths_are_there_with_the_setting_only(shared: Api) -> None:
