@@ -30,6 +30,8 @@ from contract.image_request import ImageRequest
 from core.jobs.record import Claim
 from tests.api.browsing import PATIENCE_MS, ask, has, has_text, hides, mentions, shows, visit, watched
 from tests.api.easel import Easel
+from tests.api.test_edits import as_file
+from tests.api.test_edits import pixels as noise
 from tests.api.world import CARD, Api, Worker
 
 KEY = "dpt_a_key_that_must_not_leave"
@@ -63,9 +65,7 @@ class Drafter(Easel):
         if edit and edit.get("mask") and side == p["width"]:
             source, mask = (Image.open(io.BytesIO(self.worker.artifacts.get(edit[name]))) for name in ("image", "mask"))
             image = Image.composite(image, source.convert("RGB"), mask.convert("L"))
-        stream = io.BytesIO()
-        image.save(stream, "PNG")
-        return stream.getvalue()
+        return as_file(np.asarray(image))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,7 @@ def easel(shared: Api) -> Iterator[Drafter]:
 
 def picture(seed: int, width: int = 64, height: int = 64, kind: str = "PNG") -> bytes:
     """Noise, so that no two pixels are alike by chance."""
-    stream = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(stream, kind)
-    return stream.getvalue()
+    return as_file(noise(width, height, seed=seed), kind)
 
 
 def bring(page: Page, role: str, data: bytes, name: str = "image.png", kind: str = "image/png") -> Locator:
@@ -96,6 +93,12 @@ def drawn(page: Page, count: int = 1) -> bytes:
     """The bytes of the newest image, once there are so many."""
     expect(page.locator(".tile.done")).to_have_count(count)
     return stored(page.locator(".tile.done img").first)
+
+
+def draw(page: Page, prompt: str, count: int = 1) -> bytes:
+    """Ask for an image; its bytes, once there are so many."""
+    ask(page, prompt)
+    return drawn(page, count)
 
 
 def stored(image: Locator) -> bytes:
@@ -190,8 +193,7 @@ def test_outside_of_a_painted_mask_pixels_are_kept(page: Page, easel: Drafter) -
     page.click("#mask-clear")
     page.click("#mask-save")
     expect(item.get_by_role("button", name="Paint a mask")).to_be_visible()
-    ask(page, "a hat")
-    drawn(page, 3)
+    draw(page, "a hat", 3)
     assert "mask" not in easel.last["edit"] and easel.last["edit"]["strength"] == 0.8
 
 
@@ -284,8 +286,7 @@ def test_every_role_reaches_the_api(page: Page, shared: Api, easel: Drafter) -> 
 @pytest.mark.long
 def test_an_image_of_the_gallery_becomes_a_source(page: Page, shared: Api) -> None:
     page.fill("#seed", "9")
-    ask(page, "a cat")
-    first = drawn(page)
+    first = draw(page, "a cat")
     for role in ("source", "control", "prompt"):
         page.click(".tile.done .leaf >> nth=0")
         page.click(f"#use-{role}")
@@ -364,8 +365,7 @@ def test_what_the_api_does_not_take_is_reduced(page: Page, easel: Drafter) -> No
     photo.save(stream, "JPEG", exif=turned)
     item = bring(page, "source", stream.getvalue(), "photo.jpg", "image/jpeg")
     expect(item.locator("small")).to_have_text("2413 × 1737, reduced from 5000 × 3600")
-    ask(page, "a hat")
-    drawn(page)
+    draw(page, "a hat")
     source = pixels(easel.worker.artifacts.get(easel.last["edit"]["image"]))
     left, right = source[64, 10], source[64, 117]
     assert left[2] > 150 > left[0] and right[0] > 150 > right[2], "what was below is on the left"
@@ -544,8 +544,7 @@ def test_curl_sends_the_images(page: Page, tmp_path: Path) -> None:
     page.click("#mask-save")
     bring(page, "control", picture(13, 64, 64))
     page.fill("#seed", "11")
-    ask(page, "it's a hat")
-    expected = drawn(page)
+    expected = draw(page, "it's a hat")
     page.click("#form-curl")
     command = page.evaluate("navigator.clipboard.readText()")
     links = page.locator("#notice a")
@@ -561,11 +560,9 @@ def test_curl_sends_the_images(page: Page, tmp_path: Path) -> None:
 def test_all_are_downloaded_as_they_are(page: Page, tmp_path: Path) -> None:
     page.check("input[name=n][value='4']", force=True)
     page.fill("#seed", "21")
-    ask(page, "a cat: Katze/猫 ..")
-    drawn(page, 4)
+    draw(page, "a cat: Katze/猫 ..", 4)
     page.check("input[name=n][value='1']", force=True)
-    ask(page, "a cat: Katze/猫 ..")
-    drawn(page, 5)
+    draw(page, "a cat: Katze/猫 ..", 5)
     with page.expect_download() as download:
         page.click("#download-all")
     download.value.save_as(tmp_path / "all.zip")
@@ -667,8 +664,7 @@ def test_refused_and_flagged_images(page: Page, easel: Drafter, monkeypatch: pyt
     monkeypatch.setattr(easel, "refused", {0})
     monkeypatch.setattr(leases, "succeed", check)
     page.check("input[name=n][value='4']", force=True)
-    ask(page, "a cat")
-    drawn(page, 3)
+    draw(page, "a cat", 3)
     has_text(page, "#told", "3 images are done. 1 refused.")
     has_text(page, "#bar-title", "3 images")
     mentions(page, ".tile.failed", "refused by this service's checker")
@@ -697,15 +693,13 @@ def test_many_jobs_leave_connections(page: Page, easel: Drafter) -> None:
 
 def test_a_full_browser_is_told_of(page: Page) -> None:
     """The image is there as long as the page; what was kept can still be deleted."""
-    ask(page, "a cat")
-    drawn(page)
+    draw(page, "a cat")
     page.evaluate(  # as it is where a disk is full: the request succeeds, and its transaction does not
         "() => { const { put } = IDBObjectStore.prototype; IDBObjectStore.prototype.put = function (...given) {"
         " const request = put.apply(this, given); request.onsuccess = () => this.transaction.abort();"
         " return request; }; }"
     )
-    ask(page, "a dog")
-    drawn(page, 2)
+    draw(page, "a dog", 2)
     mentions(page, "#notice", "This browser has no room for more images")
     page.locator(".tile.done .leaf").last.click()
     page.click("#remove")

@@ -49,12 +49,8 @@ def pictured(kind: str) -> dict[str, Any]:
     ("path", "fields", "files"),
     [
         (DRAW, {}, {}),
-        (DRAW, pictured("control"), {}),
-        (DRAW, pictured("image_prompts"), {}),
         (DRAW, pictured("control") | pictured("image_prompts"), {}),
-        (EDIT, {"images": [inline(pixels())]}, {}),
         (EDIT, {"images": [inline(pixels())], "mask": inline(hole())} | pictured("control"), {}),
-        (EDIT, {}, {"image": as_file(pixels())}),
         (EDIT, {}, {"image": as_file(pixels()), "mask": as_file(hole())}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

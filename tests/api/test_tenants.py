@@ -28,8 +28,8 @@ from core.config import Settings
 from core.jobs.keyring import USUAL_SCOPES
 from tests.api import rivals, test_batches
 from tests.api.test_batches import ended, told
-from tests.api.test_text_batches import lines
-from tests.api.test_text_feeder import CARDS, Desk, Scribe, ask, content
+from tests.api.test_text_batches import begin, lines
+from tests.api.test_text_feeder import CARDS, Desk, Scribe, ask, contents
 from tests.api.test_webhooks import Receiver
 from tests.api.world import (
     BATCH,
@@ -101,14 +101,14 @@ def test_who_takes_the_id_of_a_line_harms_nobody(settings: Settings, scribe: Scr
     """A picture under the id that a line of text would have, as the id was once made."""
     settings = changed(settings, batch_texts=2)
     with tenants(settings) as (_, ann, bob, _):
-        worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcdef"))))
+        worst = begin(ann, CHAT, *ask(*"abcdef")).id
         for line in range(2, 6):
             id = "job_" + hashlib.sha256(f"{worst}/{line}".encode()).hexdigest()[:24]
             ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
             scribe.finish(scribe.take(id))
-        best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
+        best = begin(bob, CHAT, *ask(*"xyz")).id
         with writing(scribe):
-            assert [content(line) for line in told(bob, ended(bob, best).output_file_id)] == list("xyz")
+            assert contents(bob, best) == list("xyz")
             done = ended(ann, worst)
         assert done.request_counts.completed + done.request_counts.failed == 6
 
@@ -117,7 +117,7 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(settings: Se
     """Its owner erases it and has a picture drawn under its id."""
     settings = changed(settings, batch_texts=2)
     with tenants(settings) as (_, ann, bob, _):
-        worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcd"))))
+        worst = begin(ann, CHAT, *ask(*"abcd")).id
         eventually(lambda: len(scribe.texts()) == 2)
         taken = scribe.texts()[0][0]
         ann.delete(f"/jobs/{taken}", cast_to=object)
@@ -125,7 +125,7 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(settings: Se
             ann.put(f"/jobs/{taken}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
             picture = scribe.take(taken)
             scribe.finish(picture)
-        best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
+        best = begin(bob, CHAT, *ask(*"xyz")).id
         with writing(scribe):
             assert ended(bob, best).request_counts.completed == 3
             done = ended(ann, worst)
@@ -137,11 +137,11 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(settings: Se
 def test_an_answer_that_nobody_expected_ends_its_line_alone(settings: Settings, scribe: Scribe) -> None:
     """A worker that says it succeeded, and brings nothing."""
     with tenants(settings) as (_, ann, bob, _):
-        worst = begun(ann, handed_in(ann, lines(CHAT, *ask("a", "b"))))
+        worst = begin(ann, CHAT, *ask("a", "b")).id
         eventually(lambda: len(scribe.texts()) == 2)
         claim = scribe.take(scribe.next())
         assert scribe.store.leases.succeed(claim.id, claim.attempt, {})
-        best = begun(bob, handed_in(bob, lines(CHAT, *ask("x"))))
+        best = begin(bob, CHAT, *ask("x")).id
         with writing(scribe):
             assert ended(bob, best).request_counts.completed == 1
             done = ended(ann, worst)
@@ -166,7 +166,7 @@ def test_a_batch_that_there_is_is_worked_at(settings: Settings, scribe: Scribe) 
         client_of(http.base_url) as client,
         contextlib.suppress(openai.APIConnectionError),
     ):
-        begun(client, handed_in(client, lines(CHAT, *ask("a"))))
+        begin(client, CHAT, *ask("a"))
     made = {key.rpartition(":")[2] for key in scribe.redis.scan_iter("diptych:batch:*")}
     assert set(scribe.redis.zrange("diptych:batches", 0, -1)) == made
 
@@ -268,7 +268,7 @@ def test_a_pass_reads_the_lines_that_it_begins(
 
 def test_an_admin_sees_everybodys_batches(settings: Settings, scribe: Scribe) -> None:
     with tenants(settings) as (_, ann, bob, chief):
-        ids = [begun(one, handed_in(one, lines(CHAT, *ask("a")))) for one in (ann, bob, ann)]
+        ids = [begin(one, CHAT, *ask("a")).id for one in (ann, bob, ann)]
         scribe.redis.delete("diptych:every_batch", "diptych:every_batch_indexed")  # as of an older version
         assert sorted(batch.id for batch in chief.batches.list().data) == sorted(ids)
         page = chief.batches.list(limit=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 import json
@@ -27,7 +26,6 @@ from contract.errors import Invalid
 from core.artifacts import NoArtifact
 from core.config import Settings
 from core.jobs.batches import BatchRecord, BatchStore
-from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import WorkerCard
 from core.jobs.record import Claim, Job, JobDraft, JobState
 from deployment.redis import RedisServer
@@ -48,7 +46,6 @@ from tests.api.world import (
     settings_of,
     token_of,
 )  # fmt: skip
-from tests.core.jobs.books import kombu_queues
 
 CARDS = [CARD, dataclasses.replace(TEXT, limits=TextOffer(context=512), costs=TextCosts(token_s=0.01))]
 
@@ -61,15 +58,9 @@ class Scribe(Worker):
 
     def texts(self) -> list[tuple[str, int]]:
         """Jobs of texts that wait, by Celery's lists, and at which level; the next one first."""
-        found = []
-        for step in PRIORITY_STEPS:
-            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "text")]
-            for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
-                (id, *_), _, _ = json.loads(base64.b64decode(json.loads(raw)["body"]))
-                job = self.store.get(id)
-                if job is not None and job.state is JobState.QUEUED:  # its message may outlive it
-                    found.append((str(id), step))
-        return found
+        # A message may outlive its job.
+        queued = JobState.QUEUED
+        return [(id, step) for id, step in self.messages("text") if (job := self.store.get(id)) and job.state is queued]
 
     def next(self) -> str:
         return eventually(self.texts)[0][0]
@@ -83,6 +74,10 @@ class Scribe(Worker):
 
     def answer(self, id: str) -> None:
         self.write(self.take(id))
+
+    def answer_next(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.answer(self.next())
 
 
 @pytest.fixture
@@ -107,6 +102,11 @@ def content(line: dict[str, Any]) -> str:
     return str(line["response"]["body"]["choices"][0]["message"]["content"])
 
 
+def contents(client: openai.OpenAI, id: str) -> list[str]:
+    """What was answered to a batch's lines, once it has ended."""
+    return [content(line) for line in told(client, ended(client, id).output_file_id)]
+
+
 def test_shares_are_by_key_and_queue(settings: Settings, scribe: Scribe) -> None:
     """Texts wait for no pictures of the same key, and pictures for no texts."""
     with Api(changed(settings, batch_jobs=1, batch_texts=3)) as api, client_of(api.url) as client:
@@ -115,7 +115,7 @@ def test_shares_are_by_key_and_queue(settings: Settings, scribe: Scribe) -> None
         backlog = scribe.store.backlog
         eventually(lambda: (backlog("text").queued, backlog("image").queued) == (3, 1))
         for _ in range(8):
-            scribe.answer(scribe.next())
+            scribe.answer_next()
             assert backlog("text").queued <= 3 and backlog("image").queued == 1
         assert all(ended(client, batch.id).request_counts.completed == 4 for batch in (one, other))
         assert client.batches.retrieve(pictures.id).status == "in_progress"
@@ -126,9 +126,8 @@ def test_they_are_the_least_urgent_unless_they_say(settings: Settings, scribe: S
         batch = begin(client, CHAT, *ask("a", "b"), *ask("c", priority=1))
         eventually(lambda: len(scribe.texts()) == 3)
         assert [step for _, step in scribe.texts()] == [0, 9, 9]
-        for _ in range(3):
-            scribe.answer(scribe.next())
-        assert [content(line) for line in told(client, ended(client, batch.id).output_file_id)] == ["a", "b", "c"]
+        scribe.answer_next(3)
+        assert contents(client, batch.id) == ["a", "b", "c"]
 
 
 def test_they_wait_while_their_queue_is_full(settings: Settings, scribe: Scribe) -> None:
@@ -140,8 +139,8 @@ def test_they_wait_while_their_queue_is_full(settings: Settings, scribe: Scribe)
             scribe.next()
             assert scribe.store.backlog("text").queued <= 2
             assert done_of(client, batch.id) <= k
-            scribe.answer(scribe.next())
-        assert [content(line) for line in told(client, ended(client, batch.id).output_file_id)] == list("abcde")
+            scribe.answer_next()
+        assert contents(client, batch.id) == list("abcde")
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
@@ -149,7 +148,7 @@ def test_a_batch_that_ends_early(settings: Settings, scribe: Scribe, end: str) -
     with Api(changed(settings, batch_texts=3)) as api, client_of(api.url) as client:
         batch = begin(client, CHAT, *ask(*"abcde"))
         eventually(lambda: len(scribe.texts()) == 3)
-        scribe.answer(scribe.next())
+        scribe.answer_next()
         running = scribe.take(scribe.next())
         eventually(lambda: done_of(client, batch.id) == 1)
         if end == "cancelled":
@@ -160,7 +159,7 @@ def test_a_batch_that_ends_early(settings: Settings, scribe: Scribe, end: str) -
         assert done.status == end and getattr(done, f"{end}_at")
         assert (done.request_counts.completed, done.request_counts.failed) == (1, 0)
         assert scribe.is_(running.id, JobState.CANCELLED) and not scribe.texts()
-        assert [content(line) for line in told(client, done.output_file_id)] == ["a"]
+        assert contents(client, batch.id) == ["a"]
         left = told(client, done.error_file_id)
         assert [line["custom_id"] for line in left] == ["c1", "c2", "c3", "c4"]
         assert all(line["response"] is None and line["error"]["code"] == f"batch_{end}" for line in left)
@@ -189,7 +188,7 @@ def test_apis_and_workers_that_are_killed_lose_nothing(settings: Settings) -> No
                 other.answer(other.next())
             done = ended(client, batch.id)
             assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 40, 0)
-            assert [content(line) for line in told(client, done.output_file_id)] == texts
+            assert contents(client, batch.id) == texts
         assert not any(scribe.store.leases.succeed(claim.id, claim.attempt, {}) for claim in lost)
 
 
@@ -202,8 +201,7 @@ def test_scopes_and_quotas(settings: Settings, scribe: Scribe) -> None:
     tokens = [token_of(settings, name, [name, "files"], quota="1/day") for name in ("text", "images")]
     with Api(settings) as api, client_of(api.url, tokens[0]) as writes, client_of(api.url, tokens[1]) as draws:
         batch = begin(writes, CHAT, *ask(*"abc"))
-        for _ in range(3):
-            scribe.answer(scribe.next())
+        scribe.answer_next(3)
         assert ended(writes, batch.id).request_counts.completed == 3
         with pytest.raises(openai.PermissionDeniedError):
             begin(draws, CHAT, *ask("a"))

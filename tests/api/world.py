@@ -287,14 +287,14 @@ class Worker:
         """Of every job there is."""
         return {key.removeprefix("diptych:job:") for key in self.redis.scan_iter("diptych:job:*", count=1000)}
 
-    def messages(self) -> list[tuple[str, int]]:
-        """What Celery's lists of the image queue hold: job id and level, next first."""
+    def messages(self, modality: str = "image") -> list[tuple[str, int]]:
+        """What Celery's lists of a modality's queues hold: job id and level, next first."""
         found = []
         for step in PRIORITY_STEPS:
-            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "image")]
+            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, modality)]
             for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
                 message = json.loads(raw)
-                assert message["headers"]["task"] == "diptych.image"
+                assert message["headers"]["task"] == f"diptych.{modality}"
                 (args, _, _) = json.loads(base64.b64decode(message["body"]))
                 found.append((str(args[0]), step))
         return found

@@ -135,9 +135,12 @@ def handed_on(worker: Worker, parameters: dict[str, Any], *path: Any) -> np.ndar
     return np.asarray(Image.open(io.BytesIO(worker.artifacts.get(key))))
 
 
+def redraw(api: Api, **fields: Any) -> httpx2.Response:
+    return api.post("/sdapi/v1/img2img", **{"prompt": "a cat", "steps": 4, "init_images": [picture()], **fields})
+
+
 def inpaint(api: Api, mask: str, **fields: Any) -> httpx2.Response:
-    body = {"prompt": "a cat", "steps": 4, "init_images": [picture()], "mask": mask, "denoising_strength": 1}
-    return api.post("/sdapi/v1/img2img", **{**body, **fields})
+    return redraw(api, **{"mask": mask, "denoising_strength": 1, **fields})
 
 
 def half(mode: str = "L", size: tuple[int, int] = (128, 128), white: Any = 255, black: Any = 0) -> Image.Image:
@@ -196,9 +199,8 @@ def test_a_turn_takes_what_the_larger_of_its_sizes_does(
         return turn(tenant, cost)
 
     monkeypatch.setattr(pictures._turns, "turn", counted)
-    body = {"prompt": "a", "steps": 4, "width": 256, "height": 256, "init_images": [picture(*sides)]}
     mask = encoded(Image.new("L", mask_sides, 255))
-    assert shared.post("/sdapi/v1/img2img", **body, mask=mask).status_code == 200
+    assert redraw(shared, width=256, height=256, init_images=[picture(*sides)], mask=mask).status_code == 200
     source_cost, mask_cost = sorted(costs)[-2:]
     areas = sorted(max(256 * 256, width * height) for width, height in (sides, mask_sides))
     assert [source_cost // (12 * 2**10), mask_cost // (12 * 2**10)] >= [area // 2**10 for area in areas]
@@ -210,7 +212,7 @@ def test_a_turn_takes_what_the_larger_of_its_sizes_does(
 def test_a_transparent_source_is_on_white(shared: Api, studio: Studio) -> None:
     """And no mask of its own."""
     source = half("RGBA", white=(10, 20, 30, 255), black=(0, 0, 0, 0))
-    assert info(shared.post("/sdapi/v1/img2img", prompt="a", steps=4, init_images=[encoded(source)]))["warnings"] == []
+    assert info(redraw(shared, init_images=[encoded(source)]))["warnings"] == []
     edit = studio.last["edit"]
     drawn = handed_on(studio.worker, studio.last, "edit", "image")
     assert "mask" not in edit and drawn[0, 0].tolist() == [10, 20, 30] and drawn[0, 127].tolist() == [255] * 3
@@ -227,10 +229,8 @@ def test_large_pictures_go_through(shared: Api, studio: Studio) -> None:
     source, portrait = picture(1400, 1400), picture(1024, 1024, seed=1)
     assert len(source) > 5 * 2**20
     unit = {"model": "face", "image": "data:image/png;base64," + portrait, "weight": 0.6}
-    answer = shared.post(
-        "/sdapi/v1/img2img", prompt="a cat", steps=4, init_images=["data:image/png;base64," + source],
-        alwayson_scripts={"ControlNet": {"args": [unit]}},
-    )  # fmt: skip
+    scripts = {"ControlNet": {"args": [unit]}}
+    answer = redraw(shared, init_images=["data:image/png;base64," + source], alwayson_scripts=scripts)
     assert info(answer)["denoising_strength"] == 0.75 and len(answer.content) < 2**20
     parameters = studio.last
     resized = opened(source).resize((128, 128), Image.Resampling.LANCZOS)
@@ -242,10 +242,7 @@ def test_large_pictures_go_through(shared: Api, studio: Studio) -> None:
 
 def test_a_control_of_the_source(shared: Api, studio: Studio) -> None:
     unit = {"model": "edges [01234567]", "module": "canny", "guidance_end": 0.5}
-    answer = shared.post(
-        "/sdapi/v1/img2img", prompt="a cat", steps=4, init_images=[picture()],
-        alwayson_scripts={"controlnet": {"args": [unit]}},
-    )  # fmt: skip
+    answer = redraw(shared, alwayson_scripts={"controlnet": {"args": [unit]}})
     assert info(answer)["warnings"] == []
     (entry,) = studio.last["control"]
     assert (entry["model"], entry["preprocessor"], entry["end"]) == ("edges", "canny", 0.5)
@@ -270,8 +267,8 @@ def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
     broken = partial(shared.client.post, "/sdapi/v1/txt2img", content=b"{")
     sdapi_error(broken(), 415, "unsupported_media_type")
     sdapi_error(broken(headers={"Content-Type": "application/json"}), 400, "invalid_body")
-    sdapi_error(shared.post("/sdapi/v1/img2img", prompt="a"), 422, "init_images")
-    wrong = shared.post("/sdapi/v1/img2img", prompt="a", init_images=["https://example.com/a.png"])
+    sdapi_error(redraw(shared, init_images=None), 422, "init_images")
+    wrong = redraw(shared, init_images=["https://example.com/a.png"])
     assert "not fetched" in sdapi_error(wrong, 422, "init_images")
     sdapi_error(shared.post("/sdapi/v1/options", sd_model_checkpoint="none"), 422, "sd_model_checkpoint")
 
