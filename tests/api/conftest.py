@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -60,6 +61,13 @@ def alone(settings: Settings) -> Iterator[tuple[Api, Worker]]:
 def client(shared: Api) -> Iterator[openai.OpenAI]:
     with client_of(shared.url) as client:
         yield client
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for calls that wait."""
+    with ThreadPoolExecutor() as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from core.config import Settings
 from core.jobs.files import FileStore
 from tests.api.test_edits import PNG, as_file, hole, pixels
 from tests.api.test_references import inline, uploaded
-from tests.api.world import CARD, Api, bearer, check_error, opened, token_of
+from tests.api.world import CARD, Api, bearer, check_error, ok, opened, token_of
 from tests.faults.payloads import CARD_OF_NINE, nine_times
 
 EDITS = "/v1/images/edits"
@@ -61,12 +61,10 @@ def test_a_file_is_measured_when_it_is_handed_in_and_named_nine_times_decoded_by
 
 
 def test_a_picture_in_the_body_is_measured_once(shared: Api, calls: Counter[str]) -> None:
-    answer = order(shared, images=[inline(as_file(pixels()))], mask=inline(as_file(hole())))
-    assert answer.status_code == 202, answer.text
+    ok(order(shared, images=[inline(as_file(pixels()))], mask=inline(as_file(hole()))), 202)
     assert calls == {"measure": 2, "fit_picture": 1, "fit_mask": 1}
     calls.clear()
-    answer = order(shared, images=[inline(as_file(hole()))])
-    assert answer.status_code == 202, answer.text
+    ok(order(shared, images=[inline(as_file(hole()))]), 202)
     assert calls == {"measure": 1, "find_hole": 1, "fit_picture": 1, "fit_mask": 1}, "it is its own mask"
 
 

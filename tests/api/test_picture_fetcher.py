@@ -31,7 +31,7 @@ from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_guarded_http import resolving
 from tests.api.test_picture_decoder import service_of
 from tests.api.test_text_batches import begin
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, bearer, changed, check_error, opened, token_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, bearer, changed, check_error, ok, opened, token_of
 from tests.faults.payloads import CARD_OF_NINE
 from tests.http_server import Handler
 from tests.https_server import Certificate, SecureServer, make_certificate
@@ -184,11 +184,10 @@ def test_what_is_too_large_is_left(site: Site, path: str) -> None:
 
 def test_an_edit_takes_urls_wherever_it_takes_pictures(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
     image = by_url(site)
-    answer = shared.post(
+    ok(shared.post(
         EDITS, prompt="a hat", size="128x128", images=[image, image], mask=by_url(site, "/hole.png"),
         control=[{"model": "edges", "image": image}], image_prompts=[{"model": "base", "image": image}],
-    )  # fmt: skip
-    assert answer.status_code == 200, answer.text
+    ))  # fmt: skip
     claim = easel.seen[-1]
     source, mask = handed_on(worker, claim)
     assert np.array_equal(source, ARRAY) and mask is not None and mask.max() == 255

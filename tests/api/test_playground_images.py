@@ -32,7 +32,7 @@ from tests.api.browsing import PATIENCE_MS, ask, has, has_text, hides, mentions,
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file
 from tests.api.test_edits import pixels as noise
-from tests.api.world import CARD, Api, Worker
+from tests.api.world import CARD, Api, Worker, ok
 
 KEY = "dpt_a_key_that_must_not_leave"
 LORAS = ("ink", "oil", "sepia (v2)", *(f"style {k}" for k in range(9)))
@@ -124,8 +124,7 @@ def paint(page: Page, item: Locator) -> Locator:
 def edited(api: Api, files: dict[str, Any], **fields: str) -> bytes:
     """The first image of the API's own edit."""
     data = {"prompt": "a hat", "seed": "5", "response_format": "url", "steps": "20", **fields}
-    answer = api.client.post("/v1/images/edits", data=data, files=files)
-    assert answer.status_code == 200, answer.text
+    answer = ok(api.client.post("/v1/images/edits", data=data, files=files))
     return api.get(answer.json()["data"][0]["url"]).content
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from api.uploads import MAX_BYTES
 from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
-from tests.api.world import Api, Worker, check_error
+from tests.api.world import Api, Worker, check_error, ok
 
 EDITS = "/v1/images/edits"
 
@@ -22,8 +22,7 @@ def file(api: Api, data: bytes = PNG, purpose: str = "vision", name: str = "cat.
 
 
 def uploaded(api: Api, data: bytes = PNG, **more: str) -> dict[str, str]:
-    answer = file(api, data, **more)
-    assert answer.status_code == 200, answer.text
+    answer = ok(file(api, data, **more))
     return {"file_id": str(answer.json()["id"])}
 
 
@@ -41,11 +40,8 @@ def order(api: Api, **fields: Any) -> httpx2.Response:
 @pytest.mark.parametrize("named", [uploaded, lambda api, data=PNG: inline(data)], ids=["file", "data URL"])
 def test_an_edit_is_a_job(shared: Api, worker: Worker, named: Any) -> None:
     array = pixels(seed=3)
-    answer = order(
-        shared, images=[named(shared, as_file(array))], mask=named(shared, as_file(hole())), strength=0.5, seed=7, n=2
-    )
-    assert answer.status_code == 202, answer.text
-    id = answer.json()["id"]
+    fields = {"images": [named(shared, as_file(array))], "mask": named(shared, as_file(hole()))}
+    id = ok(order(shared, **fields, strength=0.5, seed=7, n=2), 202).json()["id"]
     claim = worker.take(id)
     assert claim.parameters["edit"]["strength"] == 0.5 and claim.parameters["seed"] == 7
     image, mask = handed_on(worker, claim)
@@ -73,8 +69,7 @@ def test_a_job_needs_the_file_no_longer_once_it_is_made(shared: Api, worker: Wor
 def test_a_deadline_is_checked_for_the_pictures_own_size(shared: Api, named: Any) -> None:
     """Not for the model's native size, which takes four times as long."""
     fields = {"deadline_s": 1.2, "steps": 20, "priority": 0}
-    small = order(shared, images=[named(shared, as_file(pixels(64, 64)))], **fields)
-    assert small.status_code == 202, small.text
+    ok(order(shared, images=[named(shared, as_file(pixels(64, 64)))], **fields), 202)
     large = order(shared, images=[named(shared, as_file(pixels(128, 128)))], **fields)
     check_error(large, 400, "deadline_s", "deadline_hopeless")
 

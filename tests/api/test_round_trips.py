@@ -26,7 +26,7 @@ from tests.api.easel import Easel
 from tests.api.test_conditions import KINDS, inline
 from tests.api.test_edits import as_file, hole, pixels
 from tests.api.test_openapi import numbers
-from tests.api.world import BATCH, CARD, TEXT, Api, Sent, Worker, eventually, parsed
+from tests.api.world import BATCH, CARD, TEXT, Api, Sent, Worker, eventually, ok, parsed
 
 OFFERED = replace(CARD, controls=KINDS["control"][1:], image_prompts=KINDS["image_prompts"][1:])
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
@@ -82,8 +82,7 @@ def test_a_jobs_request_is_taken_where_it_belongs(shared: Api, easel: Easel) -> 
     id = shared.order(**fields, guidance_interval=[0, 0.5], prompt_weighting="a1111", width=64, height=64)
     job = drawn_job(shared, id)
     request = job["request"]
-    again = shared.client.put("/v1/jobs/again", json=request)
-    assert again.status_code == 202, again.text
+    ok(shared.client.put("/v1/jobs/again", json=request), 202)
     drawn = shared.post(DRAW, **{name: value for name, value in request.items() if name != "type"}).json()
     assert drawn_job(shared, "again")["request"] == request
     assert [image["seed"] for image in drawn["data"]] == [image["seed"] for image in job["images"]]
@@ -96,11 +95,9 @@ def test_a_jobs_request_is_taken_where_it_belongs(shared: Api, easel: Easel) -> 
 def test_a_whole_number_is_one_however_it_is_written(shared: Api, easel: Easel, text: str, seed: int) -> None:
     """As in JSON Schema: peers whose numbers are floats write a fraction of 0. In JSON, in a form, and told again."""
     raw = f'{{"type": "image", "prompt": "a cat", "n": 2.0, "seed": {text}}}'
-    answer = shared.client.post("/v1/jobs", content=raw, headers={"content-type": "application/json"})
-    assert answer.status_code == 202, answer.text
+    answer = ok(shared.client.post("/v1/jobs", content=raw, headers={"content-type": "application/json"}), 202)
     fields = {"prompt": "a hat", "size": "128x128", "n": "2.0", "seed": text}
-    edited = shared.client.post(EDIT, data=fields, files={"image": as_file(pixels())})
-    assert edited.status_code == 200, edited.text
+    edited = ok(shared.client.post(EDIT, data=fields, files={"image": as_file(pixels())}))
     assert [image["seed"] for image in edited.json()["data"]] == [seed, seed + 1]
     job = drawn_job(shared, answer.json()["id"])
     assert job["request"]["seed"] == seed and job["request"]["n"] == 2

@@ -29,11 +29,10 @@ def test_an_id_of_ones_own(shared: Api, worker: Worker) -> None:
         check_error(shared.client.put(f"/v1/jobs/{wrong}", json=JOB), 400, "id")
 
 
-def test_a_request_that_is_repeated_draws_once(shared: Api, worker: Worker) -> None:
+def test_a_request_that_is_repeated_draws_once(shared: Api, worker: Worker, pool: ThreadPoolExecutor) -> None:
     key = {"Idempotency-Key": new_id()}
     before = worker.ids()
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: shared.client.post("/v1/jobs", json=JOB, headers=key), range(16)))
+    answers = list(pool.map(lambda _: shared.client.post("/v1/jobs", json=JOB, headers=key), range(16)))
     assert len({answer.json()["id"] for answer in answers}) == 1
     (id,) = worker.ids() - before
     assert worker.messages().count((id, 3)) == 1
@@ -45,32 +44,30 @@ def test_a_request_that_is_repeated_draws_once(shared: Api, worker: Worker) -> N
         )
 
 
-def test_who_waits_may_come_again(shared: Api, worker: Worker) -> None:
+def test_who_waits_may_come_again(shared: Api, worker: Worker, pool: ThreadPoolExecutor) -> None:
     """A client whose connection broke: its job goes on, and its second request gets the pictures of the first."""
     key = {"Idempotency-Key": new_id()}
     before = worker.ids()
     fields = {"prompt": "a cat", "response_format": "url"}
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(shared.client.post, "/v1/images/generations", json=fields, headers=key)
-        (id,) = eventually(lambda: worker.ids() - before)
-        second = pool.submit(shared.client.post, "/v1/images/generations", json=fields, headers=key)
-        time.sleep(0.1)
-        worker.work(id)
-        answers = [call.result(PATIENCE_S).json() for call in (first, second)]
+    first = pool.submit(shared.client.post, "/v1/images/generations", json=fields, headers=key)
+    (id,) = eventually(lambda: worker.ids() - before)
+    second = pool.submit(shared.client.post, "/v1/images/generations", json=fields, headers=key)
+    time.sleep(0.1)
+    worker.work(id)
+    answers = [call.result(PATIENCE_S).json() for call in (first, second)]
     assert answers[0] == answers[1] and answers[0]["job_id"] == id
     assert worker.ids() - before == {id}
 
 
-def test_waiting_for_the_end(shared: Api, worker: Worker) -> None:
+def test_waiting_for_the_end(shared: Api, worker: Worker, pool: ThreadPoolExecutor) -> None:
     id = shared.order()
     begun = time.monotonic()
     assert shared.get(f"/v1/jobs/{id}", params={"wait_s": 0.3}).json()["status"] == "queued"
     assert time.monotonic() - begun >= 0.3
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(shared.client.get, f"/v1/jobs/{id}", params={"wait_s": 60})
-        time.sleep(0.1)
-        worker.work(id)
-        assert waits.result(PATIENCE_S).json()["status"] == "succeeded"
+    waits = pool.submit(shared.client.get, f"/v1/jobs/{id}", params={"wait_s": 60})
+    time.sleep(0.1)
+    worker.work(id)
+    assert waits.result(PATIENCE_S).json()["status"] == "succeeded"
     assert shared.get(f"/v1/jobs/{id}?wait_s=60").json()["status"] == "succeeded"
     for wrong in ("60.1", "-1e-3", "nan", "0x1", "", "soon"):
         check_error(shared.get(f"/v1/jobs/{id}", params={"wait_s": wrong}), 400, "wait_s")

@@ -9,7 +9,7 @@ import pytest
 from core.config import Settings
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened
+from tests.api.world import CARD, Api, Worker, check_error, eventually, ok, opened
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 
@@ -30,11 +30,9 @@ def test_a_syntax_and_texts_of_each_encoder_reach_the_worker_at_every_door(
         "prompt": "a (red)1.3 fox", "negative_prompt": "fog", "prompt_weighting": syntax, "prompt_2": "(a:1.2)",
         "negative_prompt_2": "b", "clip_skip": 1,
     }  # fmt: skip
-    answer = shared.post(DRAW, **asked)
-    assert answer.status_code == 200, answer.text
+    ok(shared.post(DRAW, **asked))
     form = {**asked, "prompt_weighting": "true" if syntax is True else syntax, "clip_skip": "1"}
-    answer = shared.client.post(EDIT, data=form, files={"image": PNG})
-    assert answer.status_code == 200, answer.text
+    ok(shared.client.post(EDIT, data=form, files={"image": PNG}))
     job = shared.order(**asked)
     eventually(lambda: shared.job(job)["status"] == "succeeded")
     assert len(easel.seen) == 3

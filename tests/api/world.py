@@ -343,6 +343,12 @@ class Worker:
         return self.job(id).state is state
 
 
+def ok(answer: httpx2.Response, status: int = 200) -> httpx2.Response:
+    """The answer, which has this status."""
+    assert answer.status_code == status, answer.text
+    return answer
+
+
 def check_error(
     answer: httpx2.Response, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

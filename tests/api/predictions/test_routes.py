@@ -18,7 +18,7 @@ from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, ok, opened, settings_of
 
 INPUT: dict[str, Any] = {"prompt": "a cat", "width": 64, "height": 64, "num_inference_steps": 4, "seed": 7}
 ASYNC = {"Prefer": "respond-async"}
@@ -38,8 +38,7 @@ def image(url: str) -> Image.Image:
 
 @pytest.mark.parametrize("path", ["/predictions", "/predictions/of-mine"])
 def test_it_waits_and_answers_with_data_urls(shared: Api, easel: Easel, path: str) -> None:
-    answer = predict(shared, path)
-    assert answer.status_code == 200, answer.text
+    answer = ok(predict(shared, path))
     prediction = answer.json()
     assert (prediction["status"], prediction["error"]) == ("succeeded", None)
     assert [image(url).size for url in prediction["output"]] == [(64, 64)]
@@ -76,15 +75,14 @@ def test_an_id_has_one_filter_of_events(shared: Api) -> None:
     assert [status("start", "output"), status("output", "start"), status("start")] == [202, 202, 422]
 
 
-def test_what_ends_without_pictures(shared: Api, worker: Worker) -> None:
+def test_what_ends_without_pictures(shared: Api, worker: Worker, pool: ThreadPoolExecutor) -> None:
     """An answer that waited is a 200 all the same: the status says it."""
-    with ThreadPoolExecutor() as pool:
-        waiting = {id: pool.submit(predict, shared, f"/predictions/{id}") for id in ("fails", "cancelled", "late")}
-        claims = {id: eventually(lambda id=id: worker.store.leases.claim(id, worker.name)) for id in waiting}
-        worker.store.leases.fail("fails", claims["fails"].attempt, "a", "it broke")
-        shared.client.post("/predictions/cancelled/cancel")
-        worker.store.leases.expire("late", claims["late"].attempt)
-        answers = {id: answer.result() for id, answer in waiting.items()}
+    waiting = {id: pool.submit(predict, shared, f"/predictions/{id}") for id in ("fails", "cancelled", "late")}
+    claims = {id: eventually(lambda id=id: worker.store.leases.claim(id, worker.name)) for id in waiting}
+    worker.store.leases.fail("fails", claims["fails"].attempt, "a", "it broke")
+    shared.client.post("/predictions/cancelled/cancel")
+    worker.store.leases.expire("late", claims["late"].attempt)
+    answers = {id: answer.result() for id, answer in waiting.items()}
     assert {answer.status_code for answer in answers.values()} == {200}
     outcomes = {id: (answer.json()["status"], answer.json()["error"]) for id, answer in answers.items()}
     assert outcomes == {

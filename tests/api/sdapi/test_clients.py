@@ -14,7 +14,7 @@ import pytest
 
 from tests.api.sdapi.studio import Studio
 from tests.api.sdapi.test_generation import half, opened, picture
-from tests.api.world import Api
+from tests.api.world import Api, ok
 
 
 @pytest.fixture(autouse=True)
@@ -98,14 +98,12 @@ def test_webuiapi_reads_and_enlarges(webui: Any) -> None:
 
 
 def get(api: Api, path: str) -> Any:
-    answer = api.get(path)
-    assert answer.status_code == 200, answer.text
+    answer = ok(api.get(path))
     return answer.json()
 
 
 def post(api: Api, path: str, body: Any) -> Any:
-    answer = api.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = ok(api.client.post(path, json=body))
     return answer.json()
 
 

@@ -35,12 +35,6 @@ def world(settings: Settings) -> Iterator[tuple[Api, Worker, list[httpx2.Client]
         yield api, worker, [stack.enter_context(client) for client in clients]
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
 World = tuple[Api, Worker, list[httpx2.Client]]
 
 
