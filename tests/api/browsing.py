@@ -8,7 +8,7 @@ from playwright.sync_api import Page, expect
 
 from tests.api.world import Api
 
-PATIENCE_MS = 30_000.0
+PATIENCE_MS = 60_000.0
 expect.set_options(timeout=PATIENCE_MS)
 
 Text = str | re.Pattern[str] | list[str]

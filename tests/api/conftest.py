@@ -6,9 +6,11 @@ Also a real browser: Chromium from the PATH, or Playwright's own. Without either
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -86,6 +88,20 @@ def browser() -> Iterator[Browser]:
             pytest.skip("there is no Chromium (apt install chromium, or playwright install chromium)")
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def calls(shared: Api, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the calls of child processes that read pictures, by function."""
+    processes, counts = shared.server._service.pictures._processes, Counter[str]()
+    call = processes.call
+
+    def counted(function: str, *given: Any) -> Any:
+        counts[function] += 1
+        return call(function, *given)
+
+    monkeypatch.setattr(processes, "call", counted)
+    return counts
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 from collections.abc import Iterator
 
 import httpx2
@@ -12,6 +10,7 @@ import pytest
 
 from api import body
 from api.document import _HEAD
+from tests.api.test_protocol import connected, ended
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
 
 JOB = {"type": "image", "prompt": "a cat", "steps": 2}
@@ -148,37 +147,6 @@ def test_what_is_no_number(text: str) -> None:
     assert body.number(text) is None
 
 
-class Raw:
-    """A connection on which bytes are sent as they are."""
-
-    def __init__(self, api: Api) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", api.port), PATIENCE_S)
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def send(self, data: bytes) -> None:
-        self._socket.sendall(data)
-
-    def until(self, mark: bytes) -> bytes:
-        data = b""
-        while mark not in data:
-            data += self._more()
-        return data
-
-    def rest(self) -> bytes:
-        """Until the server closes."""
-        return b"".join(iter(self._more, b""))
-
-    def _more(self) -> bytes:
-        with contextlib.suppress(ConnectionResetError):
-            return self._socket.recv(65536)
-        return b""
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
     with caplog.at_level(logging.WARNING):
@@ -191,9 +159,9 @@ def test_a_chunk_that_is_none_in_the_first_packet(
     shared: Api, said: list[logging.LogRecord], start: str, host: str
 ) -> None:
     """The request is begun when it turns out to be none: it is answered once, and no traceback is logged."""
-    with Raw(shared) as raw:
-        raw.send(f"{start} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
-        answer = raw.rest()
+    with connected(shared) as client:
+        client.sendall(f"{start} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+        answer = ended(client)
     head, _, content = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"x-request-id: req_" in head and answer.count(b"HTTP/1.1 ") == 1
     assert b'"code": "invalid_http"' in content
@@ -202,19 +170,22 @@ def test_a_chunk_that_is_none_in_the_first_packet(
 
 
 def test_a_chunk_that_is_none_behind_the_answer(shared: Api, said: list[logging.LogRecord]) -> None:
-    with Raw(shared) as raw:
-        raw.send(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-        assert b"403" in raw.until(b"host_not_allowed")
-        raw.send(b"zz\r\n")
-        assert b"HTTP/1.1" not in raw.rest()
+    with connected(shared) as client:
+        client.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        answer = b""
+        while b"host_not_allowed" not in answer:
+            answer += client.recv(65536)
+        assert b"403" in answer
+        client.sendall(b"zz\r\n")
+        assert b"HTTP/1.1" not in ended(client)
     assert not [record for record in said if record.exc_info], "no traceback"
 
 
 def test_bytes_that_are_no_http(shared: Api) -> None:
     for data in (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET /\r\n\r\n", b"\x00" * 100 + b"\r\n\r\n"):
-        with Raw(shared) as raw:
-            raw.send(data)
-            answer = raw.rest()
+        with connected(shared) as client:
+            client.sendall(data)
+            answer = ended(client)
         assert answer.startswith(b"HTTP/1.1 400 ") and b"invalid_http" in answer
     assert shared.get("/healthz").status_code == 200
 

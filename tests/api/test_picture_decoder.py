@@ -27,20 +27,6 @@ def service_of(api: Api) -> Service:
     return service
 
 
-@pytest.fixture
-def calls(shared: Api, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls of child processes by function."""
-    processes, counts = service_of(shared).pictures._processes, Counter[str]()
-    call = processes.call
-
-    def counted(function: str, *given: Any) -> Any:
-        counts[function] += 1
-        return call(function, *given)
-
-    monkeypatch.setattr(processes, "call", counted)
-    return counts
-
-
 def order(api: Api, **fields: Any) -> httpx2.Response:
     return api.post("/v1/jobs", **{"type": "edit", "prompt": "x", "steps": 2, **fields})
 

@@ -7,22 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from core.config import Settings
 from deployment.redis import RedisServer
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
 from tests.core import refusals
 from tests.disks import small_disk
 
 
-@pytest.fixture
-def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
-    with opened(settings, CARD) as (api, worker):
-        yield api, worker
-
-
 @pytest.mark.parametrize("way", refusals.WAYS)
-def test_every_refusal_is_told_and_passes(world: tuple[Api, Worker], way: str) -> None:
-    api, worker = world
+def test_every_refusal_is_told_and_passes(alone: tuple[Api, Worker], way: str) -> None:
+    api, worker = alone
     hinder, reason = refusals.WAYS[way]
     waiting = api.order()
     with hinder(worker.redis):

@@ -431,17 +431,11 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, most: int, 
     prompts = [stage.plain(stage.small(), text) for text in texts]
     for prompt in (texts, [list(tokens) for tokens in prompts]):
         ask: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": most, "temperature": 0}
-        if stream:
-            parts: list[Any] = [None, None]
-            for chunk in client.completions.create(**ask, logprobs=2, echo=True, stream=True):
-                for choice in chunk.choices:
-                    if choice.text or choice.logprobs:
-                        assert parts[choice.index] is None, "whole, at the end"
-                        parts[choice.index] = choice
-        else:
-            parts = client.completions.create(**ask, logprobs=2, echo=True).choices
+        made: Any = client.completions.create(**ask, logprobs=2, echo=True, stream=stream)
+        told = [choice for part in (made if stream else [made]) for choice in part.choices if choice.text]
+        told.sort(key=lambda choice: choice.index)  # whole, at the end
         plain = client.completions.create(**{**ask, "max_tokens": most or 1}).choices
-        for tokens, text, one, other in zip(prompts, texts, parts, plain, strict=True):
+        for tokens, text, one, other in zip(prompts, texts, told, plain, strict=True):
             assert one.text == text + (other.text if most else "")
             found = one.logprobs
             count = len(tokens)
