@@ -432,7 +432,9 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, most: int, 
     for prompt in (texts, [list(tokens) for tokens in prompts]):
         ask: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": most, "temperature": 0}
         made: Any = client.completions.create(**ask, logprobs=2, echo=True, stream=stream)
-        told = [choice for part in (made if stream else [made]) for choice in part.choices if choice.text]
+        told = [
+            choice for part in (made if stream else [made]) for choice in part.choices if choice.text or choice.logprobs
+        ]
         told.sort(key=lambda choice: choice.index)  # whole, at the end
         plain = client.completions.create(**{**ask, "max_tokens": most or 1}).choices
         for tokens, text, one, other in zip(prompts, texts, told, plain, strict=True):
