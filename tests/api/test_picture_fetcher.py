@@ -208,11 +208,6 @@ def test_a_job_run_again_and_a_repeated_request_fetch_nothing(shared: Api, worke
     worker.work(again)
 
 
-def test_a_batchs_line_may_name_a_url(client: openai.OpenAI, easel: Easel, worker: Worker, site: Site) -> None:
-    ended(client, begin(client, EDITS, {"prompt": "x", "images": [by_url(site)]}).id)
-    assert np.array_equal(handed_on(worker, easel.seen[-1])[0], ARRAY) and site.seen == {"/a.png": 1}
-
-
 @pytest.mark.parametrize(
     ("path", "status", "code", "said"),
     [("/gone", 400, "fetch_failed", "it answered 404"), ("/bomb.png", 400, None, "wider or higher"),
@@ -278,6 +273,7 @@ def test_a_batch_pauses_while_others_hold_the_memory(
     small = {"prompt": "x", "images": [by_url(site)]}
     done = ended(client, begin(client, EDITS, small, {**small, "mask": by_url(site, "/chunked")}, small).id)
     assert (done.request_counts.completed, done.request_counts.failed, len(pauses)) == (2, 1, 2)
+    assert np.array_equal(handed_on(easel.worker, easel.seen[-1])[0], ARRAY)
 
 
 def test_of_equal_urls_the_first_field_is_named(shared: Api, site: Site) -> None:

@@ -184,11 +184,6 @@ def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisSe
         assert api.get("/v1/models/org/none").status_code == 404
 
 
-def test_texts_are_no_predictions(shared: Api) -> None:
-    assert shared.get("/predictions/none").json()["status"] == 404
-    assert shared.client.post("/v1/predictions/none/cancel").json()["title"] == "Not found"
-
-
 def test_links_where_they_begin_with_https(redis_server: RedisServer, folder: Path) -> None:
     settings = settings_of(redis_server.url, folder, public_url="https://pictures.example/here")
     with opened(settings, CARD) as (api, worker), Easel(worker):

@@ -73,11 +73,6 @@ def test_pictures_seeds_and_texts(shared: Api, studio: Studio) -> None:
     assert (echoed["seed"], echoed["sampler_name"]) == (41, "Euler a")
 
 
-def test_a_random_seed_survives_javascript(shared: Api, studio: Studio) -> None:
-    seeds = {info(draw(shared, seed=seed))["seed"] for seed in (-1, -1, None)}
-    assert len(seeds) == 3 and max(seeds) < 2**32
-
-
 def test_the_web_uis_name_of_a_sampler_is_taken_at_our_endpoint_too(shared: Api, studio: Studio) -> None:
     for name in ("sampler_name", "scheduler"):
         assert shared.post("/v1/images/generations", prompt="a", steps=2, **{name: "Euler a"}).status_code == 200
@@ -238,14 +233,6 @@ def test_large_pictures_go_through(shared: Api, studio: Studio) -> None:
     (entry,) = parameters["image_prompts"]
     assert (entry["model"], entry["strength"]) == ("face", 0.6)
     assert handed_on(studio.worker, entry, "image").shape == (768, 768, 3)
-
-
-def test_a_control_of_the_source(shared: Api, studio: Studio) -> None:
-    unit = {"model": "edges [01234567]", "module": "canny", "guidance_end": 0.5}
-    answer = redraw(shared, alwayson_scripts={"controlnet": {"args": [unit]}})
-    assert info(answer)["warnings"] == []
-    (entry,) = studio.last["control"]
-    assert (entry["model"], entry["preprocessor"], entry["end"]) == ("edges", "canny", 0.5)
 
 
 def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
