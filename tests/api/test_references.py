@@ -94,7 +94,9 @@ ZEROS = "file-" + "0" * 24
         ({"images": inline()}, 400, "images", None),
         ({"images": [{"image_url": "http://127.0.0.1/x.png"}]}, 400, "images.image_url", "invalid_value"),
         ({"images": [inline(b"hello")]}, 400, "images", "invalid_value"),
+        ({"images": [{"image_url": "data:image/png;base64,AAAAA"}]}, 400, "images.image_url", "invalid_value"),
         ({"images": [inline(bomb(20_000, 20_000))]}, 400, "images", "invalid_value"),
+        ({"images": [inline(PNG[:-500])]}, 400, "images", "invalid_value"),
         ({"mask": inline(as_file(hole(64, 64)))}, 400, "mask", "invalid_value"),
         ({"mask": inline()}, 400, "mask", "invalid_value"),
         ({"mask": {}}, 400, "mask", "invalid_value"),
@@ -105,7 +107,7 @@ ZEROS = "file-" + "0" * 24
         ({"type": "image"}, 400, "images", "unknown_parameter"),
         ({"type": "text"}, 400, "type", "invalid_value"),
     ],
-    ids=range(22),
+    ids=range(24),
 )
 def test_what_is_wrong_is_refused_by_name(
     shared: Api, worker: Worker, fields: dict[str, Any], status: int, param: str, code: str | None
