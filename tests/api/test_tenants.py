@@ -94,6 +94,14 @@ def writing(scribe: Scribe) -> Iterator[None]:
             written.result()
 
 
+def ended_beside(scribe: Scribe, ann: openai.OpenAI, bob: openai.OpenAI, worst: str) -> Any:
+    """Ann's batch once it has ended, beside one of bob's, which is answered whole."""
+    best = begin(bob, CHAT, *ask(*"xyz")).id
+    with writing(scribe):
+        assert contents(bob, best) == list("xyz")
+        return ended(ann, worst)
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
@@ -106,48 +114,28 @@ def test_who_takes_the_id_of_a_line_harms_nobody(settings: Settings, scribe: Scr
             id = "job_" + hashlib.sha256(f"{worst}/{line}".encode()).hexdigest()[:24]
             ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
             scribe.finish(scribe.take(id))
-        best = begin(bob, CHAT, *ask(*"xyz")).id
-        with writing(scribe):
-            assert contents(bob, best) == list("xyz")
-            done = ended(ann, worst)
+        done = ended_beside(scribe, ann, bob, worst)
         assert done.request_counts.completed + done.request_counts.failed == 6
 
 
-def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(settings: Settings, scribe: Scribe) -> None:
-    """Its owner erases it and has a picture drawn under its id."""
-    settings = changed(settings, batch_texts=2)
-    with tenants(settings) as (_, ann, bob, _):
+@pytest.mark.parametrize("code", ["job_lost", "internal_error"])
+def test_a_line_that_goes_wrong_ends_alone(settings: Settings, scribe: Scribe, code: str) -> None:
+    """Its owner erases its job and has a picture drawn under its id; or a worker says it succeeded, with nothing."""
+    with tenants(changed(settings, batch_texts=2)) as (_, ann, bob, _):
         worst = begin(ann, CHAT, *ask(*"abcd")).id
         eventually(lambda: len(scribe.texts()) == 2)
-        taken = scribe.texts()[0][0]
-        ann.delete(f"/jobs/{taken}", cast_to=object)
-        with contextlib.suppress(openai.APIStatusError):  # while it is still going
-            ann.put(f"/jobs/{taken}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
-            picture = scribe.take(taken)
-            scribe.finish(picture)
-        best = begin(bob, CHAT, *ask(*"xyz")).id
-        with writing(scribe):
-            assert ended(bob, best).request_counts.completed == 3
-            done = ended(ann, worst)
+        id = scribe.next()
+        if code == "job_lost":
+            ann.delete(f"/jobs/{id}", cast_to=object)
+            with contextlib.suppress(openai.APIStatusError):  # while it is still going
+                ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
+                scribe.finish(scribe.take(id))
+        else:
+            assert scribe.store.leases.succeed(id, scribe.take(id).attempt, {})
+        done = ended_beside(scribe, ann, bob, worst)
         assert (done.request_counts.completed, done.request_counts.failed) == (3, 1)
-        (lost,) = told(ann, done.error_file_id)
-        assert lost["response"]["body"]["error"]["code"] == "job_lost"
-
-
-def test_an_answer_that_nobody_expected_ends_its_line_alone(settings: Settings, scribe: Scribe) -> None:
-    """A worker that says it succeeded, and brings nothing."""
-    with tenants(settings) as (_, ann, bob, _):
-        worst = begin(ann, CHAT, *ask("a", "b")).id
-        eventually(lambda: len(scribe.texts()) == 2)
-        claim = scribe.take(scribe.next())
-        assert scribe.store.leases.succeed(claim.id, claim.attempt, {})
-        best = begin(bob, CHAT, *ask("x")).id
-        with writing(scribe):
-            assert ended(bob, best).request_counts.completed == 1
-            done = ended(ann, worst)
-        assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
-        (wrong,) = told(ann, done.error_file_id)
-        assert wrong["response"]["body"]["error"]["code"] == "internal_error"
+        (line,) = told(ann, done.error_file_id)
+        assert line["response"]["body"]["error"]["code"] == code
 
 
 # Dies where a batch was put into the list of those that are worked at, if that is a step of its own.
