@@ -62,11 +62,6 @@ def test_openais_client_chats(client: openai.OpenAI) -> None:
     assert made.object == "chat.completion" and made.id.startswith("chatcmpl-") and made.model == MODEL
     assert [choice.index for choice in made.choices] == [0, 1, 2]
     assert made.usage is not None and made.usage.completion_tokens <= 30
-    prompt = stage.small().tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a cat"}],
-        add_generation_prompt=True, return_dict=False,
-    )  # fmt: skip
-    assert made.usage.prompt_tokens == len(prompt)
     for choice in made.choices:
         assert choice.finish_reason in ("stop", "length") and choice.message.role == "assistant"
         assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -124,8 +119,6 @@ def test_beams_are_choices_best_first(client: openai.OpenAI, writer: TextWorker)
     totals = [choice.model_extra["cumulative_logprob"] for choice in made.choices if choice.model_extra]
     assert totals == [text.cumulative_logprob for text in texts]
     assert totals[0] >= totals[1] and totals[2] >= totals[3]
-    assert made.choices[0].logprobs is not None and made.choices[0].logprobs.token_logprobs is not None
-    assert sum(made.choices[0].logprobs.token_logprobs) == pytest.approx(totals[0], abs=1e-4)
     assert made.usage is not None and made.usage.completion_tokens == sum(len(text.tokens) for text in texts)
     body = {**BEAMS, "n": 3, "response_format": {"type": "text"}}
     chat = client.chat.completions.create(model=MODEL, messages=ASK["messages"], extra_body=body)
