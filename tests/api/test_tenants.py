@@ -170,7 +170,7 @@ def test_a_batch_is_looked_at_while_others_are_answered(settings: Settings, scri
             eventually(lambda: heartbeat.answers)
             before = heartbeat.answers
             begun(client, file)
-            assert heartbeat.answers - before >= 10
+            assert heartbeat.answers - before >= 4, "others wait for it"
 
 
 def test_the_pictures_of_a_batch_are_never_all_in_memory(settings: Settings) -> None:
