@@ -74,6 +74,18 @@ def test_a_deadline_is_checked_for_the_pictures_own_size(shared: Api, named: Any
     check_error(large, 400, "deadline_s", "deadline_hopeless")
 
 
+def test_a_job_of_a_chosen_id_is_made_once(shared: Api, worker: Worker) -> None:
+    def put(data: bytes = PNG, **more: Any) -> httpx2.Response:
+        fields = {"type": "edit", "prompt": "x", "images": [inline(data)], **more}
+        return shared.client.put("/v1/jobs/edit-of-mine", json=fields)
+
+    known = worker.ids()
+    assert [put().status_code for _ in range(3)] == [202] * 3 and worker.ids() - known == {"edit-of-mine"}
+    for other in (put(as_file(pixels(seed=1))), put(strength=0.3)):
+        check_error(other, 422, code="idempotency_conflict")
+    worker.work("edit-of-mine")
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 ZEROS = "file-" + "0" * 24
