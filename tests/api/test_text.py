@@ -267,7 +267,11 @@ CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.content", None),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, None),
     ({"messages": [{"role": "user", "content": "a\x00b"}]}, None, None),
-    ({"messages": [{"role": "user", "content": "word " * 200}]}, "messages", "context_length_exceeded"),
+    (
+        {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": None},
+        "messages",
+        "context_length_exceeded",
+    ),
     ({"temperature": "1"}, "temperature", "invalid_type"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", None),
     ({"functions": [{"name": "a"}]}, "functions", "unsupported_parameter"),
