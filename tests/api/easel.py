@@ -9,7 +9,7 @@ import base64
 import io
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from PIL import Image
 
@@ -31,6 +31,11 @@ class Easel:
         self.seen: list[Claim] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="easel")
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The parameters of the newest job."""
+        return self.seen[-1].parameters
 
     def __enter__(self) -> Self:
         self._thread.start()

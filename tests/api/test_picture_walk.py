@@ -6,18 +6,18 @@ import io
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from api.picture_walk import MAX_ANCILLARY, MAX_CHUNKS, MAX_SCANS, MAX_SIDE, InvalidPicture, walk
+from tests.api.test_edits import as_file, pixels
 
 
 def picture(form: str, size: tuple[int, int] = (64, 64), **options: object) -> bytes:
-    stream = io.BytesIO()
-    Image.effect_noise(size, 50).convert("RGB").save(stream, form, **options)
-    return stream.getvalue()
+    return as_file(pixels(*size), form, **options)
 
 
 def png_chunk(kind: bytes, data: bytes = b"") -> bytes:
@@ -59,10 +59,8 @@ def test_what_encoders_write_passes(form: str, options: dict[str, object]) -> No
 def test_a_side_is_bounded_as_the_area_is(size: tuple[int, int], form: str) -> None:
     if form == "WEBP" and max(size) > 16_383:
         pytest.skip("WebP has no such sizes")
-    stream = io.BytesIO()
-    Image.new("RGB", size).save(stream, form)
     with pytest.raises(InvalidPicture, match=rf"^is wider or higher than {MAX_SIDE} pixels"):
-        walk(stream.getvalue())
+        walk(as_file(np.zeros((*size, 3), np.uint8), form))
 
 
 @pytest.mark.parametrize(

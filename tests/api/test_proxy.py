@@ -11,32 +11,26 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from deployment.redis import RedisServer, free_port
+from deployment.redis import free_port
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, answers, eventually, opened, settings_of
+from tests.api.world import PATIENCE_S, Api, answers, eventually
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 NAME = "pictures.example.org"
+SETTINGS = {"public_url": f"https://{NAME}"}
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="there is no nginx (apt install nginx-light)")
 
 
 @pytest.fixture(scope="module")
-def served(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Worker]]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), public_url=f"https://{NAME}")
-    with opened(settings, CARD) as (api, worker):
-        yield api, worker
-
-
-@pytest.fixture(scope="module")
-def client(served: tuple[Api, Worker], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+def client(shared: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     """A client of nginx with the page's server, without TLS and on other ports."""
     folder, port = tmp_path_factory.mktemp("nginx"), free_port()
     (server,) = re.findall(r"^    server \{\n.*?^    \}\n", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     server = re.sub(r"ssl_certificate.*", "", server).replace("listen 443 ssl", f"listen 127.0.0.1:{port}")
-    server = server.replace("http://127.0.0.1:8000", served[0].url)
+    server = server.replace("http://127.0.0.1:8000", shared.url)
     paths = "".join(
         f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -55,12 +49,6 @@ def client(served: tuple[Api, Worker], tmp_path_factory: pytest.TempPathFactory)
     finally:
         process.terminate()
         process.wait()
-
-
-@pytest.fixture
-def easel(served: tuple[Api, Worker]) -> Iterator[Easel]:
-    with Easel(served[1]) as easel:
-        yield easel
 
 
 def test_events_come_when_they_happen(client: httpx2.Client, easel: Easel) -> None:

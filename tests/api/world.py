@@ -14,12 +14,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
+import openai
+import pytest
 import redis
 
 from api import files
@@ -31,6 +33,7 @@ from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import WorkerCard
 from core.jobs.files import File
+from core.jobs.keyring import USUAL_SCOPES, Keyring
 from core.jobs.record import Claim, Job, JobState, ProgressReport
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -39,6 +42,7 @@ from tests.forks import API, Fork, forker
 
 T = TypeVar("T")
 
+BATCH = {"purpose": "batch"}  # the form of a file for a batch
 PATIENCE_S = 60.0  # for what surely comes, on a machine that may stall
 
 CARD = ImageCard(
@@ -67,6 +71,26 @@ TEXT = TextCard(
 
 def settings_of(url: str, folder: Path, **more: Any) -> Settings:
     return Settings(redis_url=url, data_dir=folder, **more)
+
+
+def changed(settings: Settings, **fields: Any) -> Settings:
+    """The settings with these fields, and else the defaults."""
+    return settings_of(settings.redis_url, settings.data_dir, **fields)
+
+
+def token_of(settings: Settings, name: str = "me", scopes: Sequence[str] = USUAL_SCOPES, **limits: Any) -> str:
+    """The token of a new API key."""
+    with closing(Keyring.of(settings)) as keyring:
+        return keyring.add(name, scopes, **limits)[1]
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def client_of(url: str | httpx2.URL, token: str = "none") -> openai.OpenAI:
+    """OpenAI's own client."""
+    return openai.OpenAI(base_url=f"{str(url).rstrip('/')}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
 
 
 def eventually(ask: Callable[[], T], what: str = "it never came") -> T:
@@ -114,6 +138,15 @@ def answers(client: httpx2.Client) -> bool:
         return False
 
 
+def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Clients of S3 talk to this address."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "secret")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        patch.setenv(name, "us-east-1")
+    patch.setenv("AWS_ENDPOINT_URL", endpoint)
+
+
 def kept(service: Service, data: bytes) -> File:
     """A file of a batch, past the API."""
     return files.keep_spool(service, "", "x.jsonl", "batch", Spool.of(io.BytesIO(data)))
@@ -147,6 +180,18 @@ class Api:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._socket.close()
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.get(path, **options)
+
+    def head(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.head(path, **options)
+
+    def delete(self, path: str) -> httpx2.Response:
+        return self.client.delete(path)
+
+    def models(self) -> list[dict[str, Any]]:
+        return list(self.get("/v1/models").json()["data"])
 
     def post(self, path: str, **fields: Any) -> httpx2.Response:
         return self.client.post(path, json=fields)
@@ -242,14 +287,14 @@ class Worker:
         """Of every job there is."""
         return {key.removeprefix("diptych:job:") for key in self.redis.scan_iter("diptych:job:*", count=1000)}
 
-    def messages(self) -> list[tuple[str, int]]:
-        """What Celery's lists of the image queue hold: job id and level, next first."""
+    def messages(self, modality: str = "image") -> list[tuple[str, int]]:
+        """What Celery's lists of a modality's queues hold: job id and level, next first."""
         found = []
         for step in PRIORITY_STEPS:
-            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "image")]
+            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, modality)]
             for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
                 message = json.loads(raw)
-                assert message["headers"]["task"] == "diptych.image"
+                assert message["headers"]["task"] == f"diptych.{modality}"
                 (args, _, _) = json.loads(base64.b64decode(message["body"]))
                 found.append((str(args[0]), step))
         return found
@@ -268,13 +313,13 @@ class Worker:
         data = {"steps_done": done, "steps": n * steps, "image": 0, "images_done": 0}
         assert self.store.leases.report([ProgressReport(claim.id, claim.attempt, data)]).stale == set()
 
-    def finish(self, claim: Claim) -> list[bytes]:
-        """End it well; returns its pictures."""
-        pictures = [b"\x89PNG of " + f"{claim.id} {k}".encode() for k in range(claim.parameters["n"])]
+    def finish(self, claim: Claim, *given: bytes) -> list[bytes]:
+        """End it well, with these pictures or others; returns them."""
+        pictures = [*given] or [b"\x89PNG of " + f"{claim.id} {k}".encode() for k in range(claim.parameters["n"])]
         images = [
             {
                 "key": self.artifacts.put(picture, "image/png"),
-                "seed": (claim.parameters["seed"] + k) % 2**63,
+                "seed": (claim.parameters.get("seed", 0) + k) % 2**63,
                 "width": claim.parameters["width"],
                 "height": claim.parameters["height"],
                 "media_type": "image/png",
@@ -296,6 +341,12 @@ class Worker:
 
     def is_(self, id: str, state: JobState) -> bool:
         return self.job(id).state is state
+
+
+def ok(answer: httpx2.Response, status: int = 200) -> httpx2.Response:
+    """The answer, which has this status."""
+    assert answer.status_code == status, answer.text
+    return answer
 
 
 def check_error(

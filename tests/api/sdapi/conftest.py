@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -23,20 +21,6 @@ def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
         other.announce(card=flow)
         with opened(settings, CARD) as (api, _):
             yield api
-
-
-@pytest.fixture
-def calls(shared: Api, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls of child processes that read pictures, by function."""
-    processes, counts = shared.server._service.pictures._processes, Counter[str]()
-    call = processes.call
-
-    def counted(function: str, *given: Any) -> Any:
-        counts[function] += 1
-        return call(function, *given)
-
-    monkeypatch.setattr(processes, "call", counted)
-    return counts
 
 
 @pytest.fixture
