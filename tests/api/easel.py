@@ -8,14 +8,28 @@ from __future__ import annotations
 import base64
 import io
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from PIL import Image
 
 from contract.content import as_recorded
 from core.jobs.record import Claim, ProgressReport
-from tests.api.world import Worker
+from tests.api.world import Worker, eventually
+
+T = TypeVar("T")
+
+
+def asked(worker: Worker, call: Callable[..., T], *arguments: Any, **fields: Any) -> tuple[str, Future[T]]:
+    """The id of the job that a call makes, and what the call returns once the job has ended."""
+    known = worker.ids()
+    pool = ThreadPoolExecutor(1)
+    answer = pool.submit(call, *arguments, **fields)
+    pool.shutdown(wait=False)
+    (id,) = eventually(lambda: worker.ids() - known)
+    return id, answer
 
 
 class Easel:
