@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai import OpenAI
 from PIL import Image
 
 from api import admission
@@ -28,6 +27,7 @@ from contract.upscale import Upscale
 from core.jobs.record import Claim, Job, JobState
 from core.pictures import fitted
 from tests.api.easel import Easel
+from tests.api.fixtures import openai_of
 from tests.api.test_edits import as_file, pixels
 from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
@@ -55,20 +55,6 @@ def handed_on(worker: Worker, claim: Claim, field: str) -> list[np.ndarray]:
     found = [Image.open(io.BytesIO(worker.artifacts.get(one["image"]))) for one in claim.parameters[field]]
     assert all((image.format, image.mode) == ("PNG", "RGB") for image in found)
     return [np.asarray(image) for image in found]
-
-
-def batch_of(api: Api, *bodies: dict[str, Any]) -> dict[str, Any]:
-    """A batch of these bodies, once it is completed."""
-    lines = [{"custom_id": f"c{k}", "method": "POST", "url": DRAW, "body": body} for k, body in enumerate(bodies)]
-    data = "\n".join(map(json.dumps, lines)).encode()
-    file = api.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
-    id = api.post("/v1/batches", input_file_id=file, endpoint=DRAW, completion_window="24h").json()["id"]
-
-    def completed() -> Any:
-        batch = api.client.get(f"/v1/batches/{id}").json()
-        return batch if batch["status"] == "completed" else None
-
-    return dict(eventually(completed))
 
 
 def test_models_say_which_there_are(shared: Api) -> None:
@@ -140,38 +126,27 @@ def test_a_form_hands_on_its_files(shared: Api, easel: Easel, worker: Worker, fi
 
 @pytest.mark.parametrize("field", KINDS)
 def test_pictures_that_are_refused_name_the_field(shared: Api, field: str) -> None:
-    _, model, _ = KINDS[field]
-    image = inline(pixels())
-    good = {"model": model, "image": image}
-    for entries, part in (
-        ([{"model": model}], ".image"),
-        ([{"model": "depth", "image": image}], ".model"),
-        ([{"model": "../x", "image": image}], ".model"),
-        ([{**good, "strength": 11}], ".strength"),
-        ([{**good, "strength": "much"}], ".strength"),
-        ([{**good, "start": 0.6, "end": 0.5}], ".end"),
-        ([{**good, "colour": 1}], ".colour"),
-        ([{**good, "image": {}}], ".image"),
-        ([{**good, "image": {"image_url": "http://example.com/a.png"}}], ".image.image_url"),
-        ([{**good, "image": {"image_url": "https://127.0.0.1/a.png"}}], ".image.image_url"),
-        ([{**good, "image": {"image_url": "data:image/png;base64,AAAA"}}], ".image"),
-        ([good] * 5, ""),
-        (model, ""),
-    ):
-        check_error(shared.client.post(DRAW, json=body(**{field: entries})), 400, field + part)
-
-
-def test_what_controls_and_image_prompts_refuse_alone(shared: Api) -> None:
-    good = {"model": "edges", "image": inline(pixels())}
-    for more, part in (({"preprocessor": "pose"}, "preprocessor"), ({"preprocessor": "depth"}, "preprocessor")):
-        check_error(shared.client.post(DRAW, json=body(control=[{**good, **more}])), 400, f"control.{part}")
-    prompt = {"model": "base", "image": inline(pixels()), "mode": 1}
-    check_error(shared.client.post(DRAW, json=body(image_prompts=[prompt])), 400, "image_prompts.mode")
-    wide = {"model": "edges", "image": inline(pixels(128, 64)), "fit": "exact"}
-    refused = shared.client.post(DRAW, json=body(control=[wide]))
-    check_error(refused, 400, "control.image", "mismatched_size")
-    assert "128x64" in refused.json()["error"]["message"]
-    check_error(shared.client.post(DRAW, json=body(control=[{**wide, "fit": "zoom"}])), 400, "control.fit")
+    model = KINDS[field][1]
+    good = {"model": model, "image": inline(pixels())}
+    wide = {"image": inline(pixels(128, 64)), "fit": "exact"}
+    entries: list[tuple[dict[str, Any], str, str | None]] = [
+        ({"model": "depth"}, "model", None),
+        ({"end": 0.0}, "end", None),
+        ({"strength": "much"}, "strength", "invalid_type"),
+        ({"image": None}, "image", None),
+        ({"image": {}}, "image", None),
+        ({"image": {"image_url": "http://example.com/a.png"}}, "image.image_url", None),
+        ({"image": {"image_url": "https://127.0.0.1/a.png"}}, "image.image_url", None),
+        ({"image": {"image_url": "data:image/png;base64,AAAA"}}, "image", None),
+        *([({**wide, "fit": "zoom"}, "fit", None), (wide, "image", "mismatched_size")] if field == "control" else ()),
+        ({"preprocessor": "pose"}, "preprocessor", None if field == "control" else "unknown_parameter"),
+        ({"preprocessor": "depth"}, "preprocessor", None),
+        ({"mode": -1}, "mode", None),
+    ]
+    for wrong, part, code in entries:
+        check_error(shared.post(DRAW, **body(**{field: [{**good, **wrong}]})), 400, f"{field}.{part}", code)
+    for value in ([good] * 5, model):
+        check_error(shared.post(DRAW, **body(**{field: value})), 400, field)
 
 
 @pytest.mark.parametrize(
@@ -183,32 +158,20 @@ def test_a_photo_of_another_shape_is_fitted(
     shared: Api, easel: Easel, worker: Worker, fit: dict[str, str], edit_fit: dict[str, str], expected: Any
 ) -> None:
     """A control as it says, or else as an edit's source."""
-    photo = pixels(1024, 768, seed=2)
-    entry = {"model": "edges", "image": inline(photo[:192, :256]), **fit}
-    if edit_fit:
-        answer = shared.client.post(EDIT, json=body(control=[entry], images=[inline(photo[:192, :256])], **edit_fit))
-    else:
-        answer = shared.client.post(DRAW, json=body(control=[entry]))
+    photo = pixels(256, 192, seed=2)
+    asked = body(control=[{"model": "edges", "image": inline(photo), **fit}])
+    path = EDIT if edit_fit else DRAW
+    answer = shared.post(path, **asked, **({"images": [inline(photo)], **edit_fit} if edit_fit else {}))
     assert answer.status_code == 200, answer.text
     (control,) = handed_on(worker, easel.seen[-1], "control")
-    assert np.array_equal(control, fitted(Image.fromarray(photo[:192, :256]), (128, 128), expected))
-
-
-@pytest.mark.parametrize("field", KINDS)
-def test_a_picture_of_16_bits_is_read_as_its_twin(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
-    ramp = np.tile(np.linspace(0, 65535, 128).astype(np.uint16), (128, 1))
-    for array in (ramp, (ramp >> 8).astype(np.uint8)):
-        entry = {"model": KINDS[field][1], "image": inline(array)}
-        assert shared.client.post(DRAW, json=body(**{field: [entry]})).status_code == 200
-    (deep,), (twin,) = (handed_on(worker, claim, field) for claim in easel.seen[-2:])
-    assert np.array_equal(deep, twin) and 126 < deep.mean() < 129
+    assert np.array_equal(control, fitted(Image.fromarray(photo), (128, 128), expected))
 
 
 def test_an_edits_further_images_are_image_prompts(shared: Api, easel: Easel, worker: Worker) -> None:
     arrays = [pixels(seed=n) for n in range(4)]
     named = [{"model": "plus", "strength": 0.5, "image": inline(arrays[3])}]
     entries = [{"model": "plus", "strength": 0.5}, {"model": "base"}, {"model": "base"}]
-    with OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0) as client:
+    with openai_of(shared) as client:
         client.images.edit(image=[as_file(array) for array in arrays[:3]], prompt="a hat", size="128x128")  # type: ignore[call-overload]
     claims = [easel.seen[-1]]
     for asked in (
@@ -250,13 +213,9 @@ def test_more_further_images_than_there_is_room_for_are_refused(
 def test_a_repeated_request_is_one_job_and_another_picture_is_another_request(
     shared: Api, easel: Easel, field: str
 ) -> None:
-    first, again, other = (
-        shared.client.post(
-            DRAW, json=body(**{field: [{"model": KINDS[field][1], "image": inline(pixels(seed=n))}]}),
-            headers={"Idempotency-Key": f"once-{field}"},
-        )
-        for n in (1, 1, 2)
-    )  # fmt: skip
+    key = {"Idempotency-Key": f"once-{field}"}
+    asked = [body(**{field: [{"model": KINDS[field][1], "image": inline(pixels(seed=n))}]}) for n in (1, 1, 2)]
+    first, again, other = (shared.client.post(DRAW, json=one, headers=key) for one in asked)
     assert first.json()["job_id"] == again.json()["job_id"]
     check_error(other, 422)
 
@@ -296,8 +255,7 @@ def test_the_work_of_a_job_counts_its_pictures() -> None:
         *(
             ({"lora": lora}, "lora", "")
             for lora in (
-                "gone", "ink,gone:0.5", "ink:", "ink:loud", "ink:nan", "ink:1e99", "ink,ink", "../ink", "/ink",
-                "ink.safetensors", " ", ",".join(["ink"] * 4000), 1, ["ink"], {"name": "ink"},
+                "ink,gone:0.5", "ink:loud", "ink,ink", "../ink", " ", ",".join(["ink"] * 4000), 1, {"name": "ink"},
             )
         ),
     ],
@@ -328,18 +286,8 @@ def test_who_asks_for_a_lora_gets_it_at_every_door(shared: Api, easel: Easel) ->
     job = shared.order(**asked)
     eventually(lambda: shared.job(job)["status"] == "succeeded")
     assert [claim.parameters["lora"] for claim in easel.seen] == [text] * 3
-    for nothing in ({}, {"lora": None}, {"lora": ""}):
-        assert shared.post(DRAW, prompt="a fox", **nothing).status_code == 200
-        assert "lora" not in easel.seen[-1].parameters
-
-
-def test_a_batch_may_ask_for_loras_line_by_line(shared: Api, easel: Easel) -> None:
-    given: list[dict[str, Any]] = [{"lora": "ink"}, {}, {"lora": "gone"}, {"lora": "Detail Tweaker XL (v2):2"}]
-    batch = batch_of(shared, *({"prompt": "a fox"} | one for one in given))
-    assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
-    refused = json.loads(shared.client.get(f"/v1/files/{batch['error_file_id']}/content").text)
-    assert refused["custom_id"] == "c2" and refused["response"]["body"]["error"]["param"] == "lora"
-    assert sorted(claim.parameters.get("lora", "") for claim in easel.seen) == ["", "Detail Tweaker XL (v2):2", "ink"]
+    assert shared.post(DRAW, prompt="a fox", lora="").status_code == 200
+    assert "lora" not in easel.seen[-1].parameters
 
 
 def test_upscaling_counts_as_the_work_that_was_measured() -> None:
@@ -349,7 +297,6 @@ def test_upscaling_counts_as_the_work_that_was_measured() -> None:
     plain, enlarged = draft(), draft(upscale=Upscale(model="x4", scale=2))
     assert enlarged.work_ms - plain.work_ms == round(100_000 * 128 * 128 / 1e6)
     assert ImageJob.read(enlarged.parameters).picture.upscale == Upscale(model="x4", scale=2)
-    assert "upscale" not in plain.parameters
 
 
 def test_the_size_of_an_answer_is_the_pictures_own() -> None:
@@ -361,13 +308,14 @@ def test_the_size_of_an_answer_is_the_pictures_own() -> None:
 
 
 def test_an_edit_is_refined_but_for_a_soft_mask() -> None:
-    for fields, masked in (({"strength": 0.5}, False), ({}, True)):
-        asked = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, **fields})
-        job = asked.complete(OFFERED.offer, (64, 64), masked=masked)
+    def complete(masked: bool, **fields: Any) -> ImageJob:
+        request = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, **fields})
+        return request.complete(OFFERED.offer, (64, 64), masked=masked)
+
+    for job in (complete(False, strength=0.5), complete(True)):
         assert job.picture.refiner == Refining(model="xl-refiner") and job.picture.edit is not None
-    soft = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, "soft_mask": True})
     with pytest.raises(Invalid, match="refiner: is not supported together with soft_mask"):
-        soft.complete(OFFERED.offer, (64, 64), masked=True)
+        complete(True, soft_mask=True)
 
 
 def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
@@ -375,16 +323,13 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
     parameters = admission.image_draft(fields, OFFERED).parameters
     assert parameters["refiner"] == {"model": "xl-refiner", "from": 0.7}
     assert ImageJob.read(parameters).picture.refiner == Refining(model="xl-refiner", **{"from": 0.7})
-    assert "refiner" not in admission.image_draft(ImageRequest(prompt="a fox"), OFFERED).parameters
 
 
 # -- at the end: another API on the same Redis, which begins anew ------------------------------------------------------
 
 
-@pytest.mark.quick("int8")
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_model_without_any_says_so(precision: str, redis_url: str, folder: Path) -> None:
-    with opened(settings_of(redis_url, folder), replace(CARD, precision=precision)) as (api, worker):
+def test_a_model_without_any_says_so(redis_url: str, folder: Path) -> None:
+    with opened(settings_of(redis_url, folder), replace(CARD, precision="int8")) as (api, worker):
         for field, value, param, said in (
             ("lora", "ink", "lora", "its worker has no DIPTYCH_LORA_DIR"),
             ("upscale", {"model": "x4"}, "upscale.model", "it has none"),
