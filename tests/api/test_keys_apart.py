@@ -5,60 +5,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import io
 import json
 from collections.abc import Iterator
-from contextlib import closing
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from PIL import Image
 
-from core.config import Settings
-from core.jobs.keyring import Keyring
 from core.jobs.record import JobDraft
 from deployment.redis import RedisServer
-from tests.api.test_access import JOB, Guarded
+from tests.api.test_access import JOB, Client, Guarded, guarding
+from tests.api.test_edits import PNG
 from tests.api.test_webhooks import Receiver
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import Worker, check_error, eventually, settings_of
 
 
 @pytest.fixture(scope="module")
-def settings(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)
+def guarded(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded, Worker]]:
+    with guarding(settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)) as guarded:
+        yield guarded
 
 
-@pytest.fixture(scope="module")
-def guarded(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
-    with closing(Keyring.of(settings)) as keyring, Worker(settings) as worker:
-        keyring.add("the first")
-        worker.announce()
-        with Api(settings) as api:
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
-            doors = Guarded(api, keyring)
-            yield doors, worker
-            for client in doors.clients:
-                client.close()
-
-
-def key_id(client: httpx2.Client) -> str:
-    return str(client.key_id)  # type: ignore[attr-defined]
-
-
-def png() -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGBA", (64, 64)).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def failed(worker: Worker, owner: httpx2.Client, modality: str) -> str:
-    """The id of an owner's job that failed."""
-    id = f"failed-{modality}-{key_id(owner)}"
-    worker.store.create(JobDraft(id, modality, "emoji-xl", {"n": 1, "width": 64, "height": 64}, owner=key_id(owner)))
+def fail(worker: Worker, id: str) -> None:
     assert worker.store.leases.fail(id, worker.take(id).attempt, "engine_error", "it broke")
-    return id
 
 
 @pytest.mark.parametrize(("modality", "right", "wrong"), [("image", "images", "text"), ("text", "text", "images")])
@@ -68,7 +37,9 @@ def test_a_job_is_tried_again_with_its_scope(
     """It belonged to a key that may no longer make such jobs."""
     doors, worker = guarded
     owner = doors.key(wrong, "files")
-    id = failed(worker, owner, modality)
+    id = f"failed-{modality}"
+    worker.store.create(JobDraft(id, modality, "emoji-xl", {"n": 1, "width": 64, "height": 64}, owner=owner.key_id))
+    fail(worker, id)
     before = worker.ids()
     check_error(owner.post(f"/v1/jobs/{id}/requeue"), 403, code="insufficient_scope")
     check_error(doors.key(right).post(f"/v1/jobs/{id}/requeue"), 404, code="job_not_found")
@@ -79,10 +50,10 @@ def test_a_job_that_an_admin_tries_again_stays_its_owners(guarded: tuple[Guarded
     doors, worker = guarded
     owner, admin = doors.key(rate="9/hour"), doors.key("admin", rate="9/hour")
     id = owner.post("/v1/jobs", json=JOB).json()["id"]
-    assert worker.store.leases.fail(id, worker.take(id).attempt, "engine_error", "it broke")
+    fail(worker, id)
     again = admin.post(f"/v1/jobs/{id}/requeue")
     assert again.status_code == 202 and again.headers["x-ratelimit-remaining-requests"] == "8"
-    assert worker.job(again.json()["id"]).owner == key_id(owner)
+    assert worker.job(again.json()["id"]).owner == owner.key_id
     assert owner.get(f"/v1/jobs/{again.json()['id']}").status_code == 200
     assert owner.post("/v1/jobs", json=JOB).headers["x-ratelimit-remaining-requests"] == "7"
 
@@ -91,8 +62,8 @@ def test_webhooks_are_signed_with_their_owners_secret(guarded: tuple[Guarded, Wo
     """And not with another's, nor with that of nobody's jobs."""
     doors, worker = guarded
     keys = [doors.key() for _ in range(2)]
-    secrets = [base64.b64decode(doors.keyring.webhook_secret(owner).removeprefix("whsec_")) for owner in
-               ("", *map(key_id, keys))]  # fmt: skip
+    owners = ["", *(key.key_id for key in keys)]
+    secrets = [base64.b64decode(doors.keyring.webhook_secret(id).removeprefix("whsec_")) for id in owners]
     assert len(set(secrets)) == 3
     for k, client in enumerate(keys, start=1):
         with Receiver() as receiver:
@@ -125,7 +96,7 @@ def test_an_idempotency_key_is_its_owners(guarded: tuple[Guarded, Worker], path:
             eventually(lambda before=before: len(worker.ids() - before) == 1, "each makes its own")
             ids += worker.ids() - before
     assert len(set(ids)) == 2
-    assert [worker.job(id).owner for id in ids] == list(map(key_id, keys))
+    assert [worker.job(id).owner for id in ids] == [key.key_id for key in keys]
 
 
 def test_a_link_to_a_picture_beyond_the_last_is_not_signed(guarded: tuple[Guarded, Worker]) -> None:
@@ -148,21 +119,17 @@ def test_a_request_reads_its_owners_files_alone(guarded: tuple[Guarded, Worker],
     """In whichever field it names another's: that one does not exist for it, and nothing is made."""
     doors, worker = guarded
     owner, other, admin = doors.key("images", "files"), doors.key("images", "files"), doors.key("admin")
-    picture = {"file": ("a.png", png(), "image/png")}
-    mine, theirs = (
-        {"file_id": client.post("/v1/files", data={"purpose": "vision"}, files=picture).json()["id"]}
-        for client in (other, owner)
-    )
-    fields: dict[str, Any] = {"type": "edit", "prompt": "a cat", "images": [mine]}
-    if field == "images":
-        fields[field] = [theirs]
-    else:
-        fields[field] = theirs
+
+    def uploaded(client: Client) -> dict[str, str]:
+        picture = {"file": ("a.png", PNG, "image/png")}
+        return {"file_id": client.post("/v1/files", data={"purpose": "vision"}, files=picture).json()["id"]}
+
+    mine, theirs = uploaded(other), uploaded(owner)
+    fields = {"prompt": "a cat", "images": [mine]} | {field: [theirs] if field == "images" else theirs}
+    job = {"type": "edit", **fields}
     before = worker.ids()
-    for path in ("/v1/jobs", "/v1/images/edits"):
-        named = fields if path == "/v1/jobs" else {name: fields[name] for name in fields if name != "type"}
-        check_error(other.post(path, json=named), 404, code="file_not_found")
+    for answer in (other.post("/v1/jobs", json=job), other.post("/v1/images/edits", json=fields)):
+        check_error(answer, 404, code="file_not_found")
     assert worker.ids() == before
     if field == "images":
-        assert admin.post("/v1/jobs", json={**fields, "images": [theirs]}).status_code == 202
-        assert owner.post("/v1/jobs", json={**fields, "images": [theirs]}).status_code == 202
+        assert [client.post("/v1/jobs", json=job).status_code for client in (admin, owner)] == [202, 202]
