@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +22,36 @@ from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, kept, opened, settings_of
+from tests.api.fixtures import openai_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, kept, opened, settings_of
 
 URL = "/v1/images/generations"
 
 
-def lines(*bodies: dict[str, Any]) -> bytes:
-    asked = [{"custom_id": f"c{k}", "method": "POST", "url": URL, "body": body} for k, body in enumerate(bodies)]
+def lines(*bodies: dict[str, Any], url: str = URL) -> bytes:
+    asked = [{"custom_id": f"c{k}", "method": "POST", "url": url, "body": body} for k, body in enumerate(bodies)]
     return b"\n".join(json.dumps(line).encode() for line in asked)
 
 
 @pytest.fixture
 def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
-    settings = settings_of(redis_url, folder, batch_jobs=3)
-    with Worker(settings) as worker:
-        worker.announce()
-        with Api(settings) as api, openai.OpenAI(
-            base_url=f"{api.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S
-        ) as client:  # fmt: skip
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
-            yield api, worker, client
+    with opened(settings_of(redis_url, folder, batch_jobs=3), CARD) as (api, worker), openai_of(api) as client:
+        yield api, worker, client
 
 
-def begin(client: openai.OpenAI, data: bytes, **more: Any) -> Any:
+def begin(client: openai.OpenAI, data: bytes, url: Any = URL, **more: Any) -> Any:
     file = client.files.create(file=("asked.jsonl", data), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint=URL, completion_window="24h", **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h", **more)
+
+
+def raw(data: bytes) -> Iterator[RawLine]:
+    return (RawLine(line, 0) for line in data.split(b"\n") if line.strip())
 
 
 def ended(client: openai.OpenAI, id: str) -> Any:
     return eventually(
         lambda: (found := client.batches.retrieve(id)).status not in ("in_progress", "cancelling") and found
     )
-
-
-def checked(data: bytes) -> batch_lines.CheckedFile:
-    return batch_lines.check((RawLine(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL)
 
 
 def told(client: openai.OpenAI, file: str | None) -> list[dict[str, Any]]:
@@ -80,19 +74,13 @@ def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
         done = ended(client, batch.id)
     assert done.status == "completed" and done.completed_at and not done.failed_at
     assert (done.request_counts.completed, done.request_counts.failed) == (7, 1)
-    well = told(client, done.output_file_id)
-    assert [line["custom_id"] for line in well] == [f"c{k}" for k in (0, 1, 3, 4, 5, 6, 7)]
-    assert len(easel.seen) == 7 and [claim.parameters["seed"] for claim in easel.seen] == [0, 1, 3, 4, 5, 6, 7]
-    for line in well:
-        response = line["response"]
-        assert response["status_code"] == 200 and line["error"] is None
-        assert response["body"]["data"][0]["seed"] == int(line["custom_id"][1:])
-    bodies = {line["custom_id"]: line["response"]["body"] for line in well}
-    assert len(bodies["c6"]["data"]) == 2
-    link = api.client.get(bodies["c0"]["data"][0]["url"])
-    assert link.status_code == 200
-    inside = base64.b64decode(bodies["c5"]["data"][0]["b64_json"])
-    assert inside.startswith(b"\x89PNG") and "url" not in bodies["c5"]["data"][0]
+    well, order = told(client, done.output_file_id), [0, 1, 3, 4, 5, 6, 7]
+    assert [claim.parameters["seed"] for claim in easel.seen] == order
+    assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in well)
+    images = {line["custom_id"]: line["response"]["body"]["data"] for line in well}
+    assert [(name, data[0]["seed"]) for name, data in images.items()] == [(f"c{k}", k) for k in order]
+    assert len(images["c6"]) == 2 and api.client.get(images["c0"][0]["url"]).status_code == 200
+    assert base64.b64decode(images["c5"][0]["b64_json"]).startswith(b"\x89PNG") and "url" not in images["c5"][0]
     (ill,) = told(client, done.error_file_id)
     assert ill["custom_id"] == "c2" and ill["response"]["status_code"] == 400
     assert ill["response"]["body"]["error"]["param"] == "prompt"
@@ -166,42 +154,31 @@ def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, ope
 def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> None:
     """Another takes over in mid-work, and the first does not know: jobs, counts and files are those of one."""
     settings = settings_of(redis_url, folder, batch_jobs=4)
-    with Worker(settings) as worker:
-        worker.announce()
-        service = Service(settings)
-        try:
-            card = worker.registry.models()
-            service.cards.now = dataclasses.replace(service.cards.now, models=tuple(card))
-            file = kept(service, lines(*[{"prompt": "a cat", "steps": 2}] * 6))
-            batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
-            one, other = BatchFeeder(service), BatchFeeder(service)
-            for _ in range(3):
-                stale = service.batches.progress([batch.id])
-                one.work()
-                other._store = Stale(redis_url, stale)  # it acts on what it read before
-                other.work()
-                other._store.close()
-                for id, _ in worker.messages_left():
-                    worker.work(id)
+    service = Service(settings)
+    parts = (service.batches, service.files, service.rates, service.keyring, service.registry, service.store)
+    with Worker(settings) as worker, ExitStack() as opened_parts:
+        for part in (*parts, service.queue):
+            opened_parts.callback(part.close)
+        service.cards.now = dataclasses.replace(service.cards.now, models=(CARD,))
+        file = kept(service, lines(*[{"prompt": "a cat", "steps": 2}] * 6))
+        batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
+        one, other = BatchFeeder(service), BatchFeeder(service)
+        for _ in range(3):
+            stale = service.batches.progress([batch.id])
             one.work()
-            one.work()
-            found = service.batches.batch(batch.id)
-            assert found is not None and (found.status, found.completed, found.failed) == ("completed", 6, 0)
-            assert len(worker.ids()) == 6
-            outputs = [made for made in service.files.files("").items if made.purpose == "batch_output"]
-            assert found.output_file in {made.id for made in outputs}
-            assert len(service.artifacts.get(outputs[0].key).splitlines()) == 6
-        finally:
-            for part in (
-                service.batches,
-                service.files,
-                service.rates,
-                service.keyring,
-                service.registry,
-                service.store,
-            ):
-                part.close()
-            service.queue.close()
+            other._store = Stale(redis_url, stale)  # it acts on what it read before
+            other.work()
+            other._store.close()
+            for id, _ in worker.messages_left():
+                worker.work(id)
+        one.work()
+        one.work()
+        found = service.batches.batch(batch.id)
+        assert found is not None and (found.status, found.completed, found.failed) == ("completed", 6, 0)
+        assert len(worker.ids()) == 6
+        outputs = [made for made in service.files.files("").items if made.purpose == "batch_output"]
+        assert found.output_file in {made.id for made in outputs}
+        assert len(service.artifacts.get(outputs[0].key).splitlines()) == 6
 
 
 class Stale(BatchStore):
@@ -229,7 +206,7 @@ class Stale(BatchStore):
     ],
 )
 def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int | None) -> None:
-    found = checked(data)
+    found = batch_lines.check(raw(data), URL)
     assert found.errors and (found.errors[0]["param"], found.errors[0]["line"]) == (param, line)
     assert not line or found.lines == line - 1
 
@@ -237,24 +214,19 @@ def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int |
 def test_a_long_text_is_no_number_of_values() -> None:
     """Commas inside of it are not counted; values are, as those of every body."""
     made = lines({"prompt": "a, [b], {c}" * 200_000})
-    assert len(made) > body.MAX_BYTES and not checked(made).errors
-    (error,) = checked(lines({"prompt": [1] * body.MAX_TOKENS})).errors
+    assert len(made) > body.MAX_BYTES and not batch_lines.check(raw(made), URL).errors
+    (error,) = batch_lines.check(raw(lines({"prompt": [1] * body.MAX_TOKENS})), URL).errors
     assert error["code"] == "invalid_body" and f"more than {body.MAX_TOKENS} values" in error["message"]
 
 
 def test_as_many_lines_as_are_allowed() -> None:
     made = lines(*[{"prompt": "a"}] * batch_lines.MOST_LINES)
-    found = checked(made + b"\n")
-    assert found.lines == 10_000 and not found.errors
-    assert checked(made + b"\n" + made).errors[0]["line"] is None
-
-
-def test_looking_at_a_long_file_leaves_the_interpreter_to_others_again_and_again() -> None:
     rests: list[float] = []
-    data = lines(*[{"prompt": "a"}] * 2000)
-    batch_lines.check((RawLine(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL, rests.append)
-    assert len(rests) >= len(data) / 8192
+    found = batch_lines.check(raw(made + b"\n"), URL, rests.append)
+    assert found.lines == 10_000 and not found.errors
+    assert len(rests) >= len(made) / 8192, "the interpreter is left to others again and again"
     assert all(0 <= rest <= 0.05 for rest in rests)
+    assert batch_lines.check(raw(made + b"\n" + made), URL).errors[0]["line"] is None
 
 
 def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,34 +256,30 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
 
 def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    keyring = Keyring.of(settings)
-    tokens = [keyring.add(name, ["images", "files"], quota="5/day")[1] for name in ("ann", "bob")]
-    keyring.close()
-    with opened(settings) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
-        ann, bob = (
-            openai.OpenAI(base_url=f"{api.url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
-            for token in tokens
-        )
-        with ann, bob:
-            batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
-            for call in (
-                lambda: bob.batches.retrieve(batch.id), lambda: bob.batches.cancel(batch.id),
-                lambda: bob.files.content(batch.input_file_id), lambda: bob.files.delete(batch.input_file_id),
-                lambda: bob.batches.create(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h"),  # type: ignore[arg-type]
-            ):  # fmt: skip
-                with pytest.raises(openai.NotFoundError):
-                    call()
-            assert not bob.batches.list().data and not bob.files.list().data
-            with pytest.raises(openai.RateLimitError):
-                begin(ann, lines({"prompt": "a cat", "n": 2}))
-            with Easel(worker) as easel:
-                done = ended(ann, batch.id)
-            (line,) = told(ann, done.output_file_id)
-            url = line["response"]["body"]["data"][3]["url"]
-            assert "signature=" in url and api.client.get(url).status_code == 200, "links outlive the hour"
-            (job,) = (claim.id for claim in easel.seen)
-            assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
+    with closing(Keyring.of(settings)) as keyring:
+        tokens = [keyring.add(name, ["images", "files"], quota="5/day")[1] for name in ("ann", "bob")]
+    with ExitStack() as stack:
+        api, worker = stack.enter_context(opened(settings, CARD))
+        ann, bob = (stack.enter_context(openai_of(api, token)) for token in tokens)
+        batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
+        for call in (
+            lambda: bob.batches.retrieve(batch.id),
+            lambda: bob.batches.cancel(batch.id),
+            lambda: bob.files.content(batch.input_file_id),
+            lambda: bob.files.delete(batch.input_file_id),
+            lambda: bob.batches.create(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h"),  # type: ignore[arg-type]
+        ):
             with pytest.raises(openai.NotFoundError):
-                bob.get(f"/jobs/{job}", cast_to=dict)
+                call()
+        assert not bob.batches.list().data and not bob.files.list().data
+        with pytest.raises(openai.RateLimitError):
+            begin(ann, lines({"prompt": "a cat", "n": 2}))
+        with Easel(worker) as easel:
+            done = ended(ann, batch.id)
+        (line,) = told(ann, done.output_file_id)
+        url = line["response"]["body"]["data"][3]["url"]
+        assert "signature=" in url and api.client.get(url).status_code == 200, "links outlive the hour"
+        (job,) = (claim.id for claim in easel.seen)
+        assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
+        with pytest.raises(openai.NotFoundError):
+            bob.get(f"/jobs/{job}", cast_to=dict)
