@@ -9,28 +9,49 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from playwright.sync_api import Browser, Error, sync_playwright
 
+from core.config import Settings
 from deployment.redis import RedisServer
 from tests.api.fixtures import easel
-from tests.api.world import CARD, Api, Worker, opened, settings_of
+from tests.api.world import CARD, Api, Worker, client_of, opened, settings_of
 from tests.servers import redis_server, redis_url
 
 __all__ = ["easel", "redis_server", "redis_url"]
 
 
 @pytest.fixture(scope="module")
-def shared(
+def module_settings(
     request: pytest.FixtureRequest, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Api]:
+) -> Settings:
+    """Settings of an API of the module, with its `SETTINGS`."""
+    given = {"max_queued": 1_000_000, **getattr(request.module, "SETTINGS", {})}
+    return settings_of(redis_server.url, tmp_path_factory.mktemp("data"), **given)
+
+
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, module_settings: Settings) -> Iterator[Api]:
     """One API with a ready worker, of the module's `OFFERED` or else `CARD`. Never flushed.
 
     For tests of a module that leave each other alone.
     """
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with opened(settings, getattr(request.module, "OFFERED", CARD)) as (api, _):
+    with opened(module_settings, getattr(request.module, "OFFERED", CARD)) as (api, _):
         yield api
+
+
+@pytest.fixture
+def alone(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
+    """An API of the test's own over an empty Redis, and its worker, which is ready."""
+    with opened(settings_of(redis_url, folder), CARD) as world:
+        yield world
+
+
+@pytest.fixture
+def client(shared: Api) -> Iterator[openai.OpenAI]:
+    with client_of(shared.url) as client:
+        yield client
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
+import openai
 import redis
 
 from api import files
@@ -31,6 +32,7 @@ from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import WorkerCard
 from core.jobs.files import File
+from core.jobs.keyring import USUAL_SCOPES, Keyring
 from core.jobs.record import Claim, Job, JobState, ProgressReport
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -39,6 +41,7 @@ from tests.forks import API, Fork, forker
 
 T = TypeVar("T")
 
+BATCH = {"purpose": "batch"}  # the form of a file for a batch
 PATIENCE_S = 60.0  # for what surely comes, on a machine that may stall
 
 CARD = ImageCard(
@@ -67,6 +70,21 @@ TEXT = TextCard(
 
 def settings_of(url: str, folder: Path, **more: Any) -> Settings:
     return Settings(redis_url=url, data_dir=folder, **more)
+
+
+def token_of(settings: Settings, name: str = "me", scopes: Sequence[str] = USUAL_SCOPES, **limits: Any) -> str:
+    """The token of a new API key."""
+    with closing(Keyring.of(settings)) as keyring:
+        return keyring.add(name, scopes, **limits)[1]
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def client_of(url: str | httpx2.URL, token: str = "none") -> openai.OpenAI:
+    """OpenAI's own client."""
+    return openai.OpenAI(base_url=f"{str(url).rstrip('/')}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
 
 
 def eventually(ask: Callable[[], T], what: str = "it never came") -> T:
@@ -268,13 +286,13 @@ class Worker:
         data = {"steps_done": done, "steps": n * steps, "image": 0, "images_done": 0}
         assert self.store.leases.report([ProgressReport(claim.id, claim.attempt, data)]).stale == set()
 
-    def finish(self, claim: Claim) -> list[bytes]:
-        """End it well; returns its pictures."""
-        pictures = [b"\x89PNG of " + f"{claim.id} {k}".encode() for k in range(claim.parameters["n"])]
+    def finish(self, claim: Claim, *given: bytes) -> list[bytes]:
+        """End it well, with these pictures or others; returns them."""
+        pictures = [*given] or [b"\x89PNG of " + f"{claim.id} {k}".encode() for k in range(claim.parameters["n"])]
         images = [
             {
                 "key": self.artifacts.put(picture, "image/png"),
-                "seed": (claim.parameters["seed"] + k) % 2**63,
+                "seed": (claim.parameters.get("seed", 0) + k) % 2**63,
                 "width": claim.parameters["width"],
                 "height": claim.parameters["height"],
                 "media_type": "image/png",
