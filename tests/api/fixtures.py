@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from openai import OpenAI
 
 from contract.card import ImageCard
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, opened, settings_of
-
-
-def openai_of(api: Api, key: str = "none") -> OpenAI:
-    """OpenAI's own client of this API."""
-    return OpenAI(base_url=f"{api.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+from tests.api.world import CARD, Api, Worker, opened, settings_of
 
 
 @pytest.fixture(scope="module")

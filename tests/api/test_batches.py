@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ from api.batch_line_handler import BatchLineHandler, Result
 from api.batch_lines import RawLine
 from api.service import Service
 from core.jobs.batches import BatchStore
-from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.fixtures import openai_of
-from tests.api.world import CARD, Api, Worker, check_error, eventually, kept, opened, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, client_of, eventually, kept, opened, settings_of, token_of
 
 URL = "/v1/images/generations"
 
@@ -35,7 +33,7 @@ def lines(*bodies: dict[str, Any], url: str = URL) -> bytes:
 
 @pytest.fixture
 def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
-    with opened(settings_of(redis_url, folder, batch_jobs=3), CARD) as (api, worker), openai_of(api) as client:
+    with opened(settings_of(redis_url, folder, batch_jobs=3), CARD) as (api, worker), client_of(api.url) as client:
         yield api, worker, client
 
 
@@ -256,11 +254,10 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
 
 def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with closing(Keyring.of(settings)) as keyring:
-        tokens = [keyring.add(name, ["images", "files"], quota="5/day")[1] for name in ("ann", "bob")]
+    tokens = [token_of(settings, name, quota="5/day") for name in ("ann", "bob")]
     with ExitStack() as stack:
         api, worker = stack.enter_context(opened(settings, CARD))
-        ann, bob = (stack.enter_context(openai_of(api, token)) for token in tokens)
+        ann, bob = (stack.enter_context(client_of(api.url, token)) for token in tokens)
         batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
         for call in (
             lambda: bob.batches.retrieve(batch.id),

@@ -27,9 +27,8 @@ from contract.upscale import Upscale
 from core.jobs.record import Claim, Job, JobState
 from core.pictures import fitted
 from tests.api.easel import Easel
-from tests.api.fixtures import openai_of
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, client_of, eventually, opened, settings_of
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 KINDS = {"control": ("control_image", "edges", "pose"), "image_prompts": ("image_prompt", "base", "plus")}
@@ -171,7 +170,7 @@ def test_an_edits_further_images_are_image_prompts(shared: Api, easel: Easel, wo
     arrays = [pixels(seed=n) for n in range(4)]
     named = [{"model": "plus", "strength": 0.5, "image": inline(arrays[3])}]
     entries = [{"model": "plus", "strength": 0.5}, {"model": "base"}, {"model": "base"}]
-    with openai_of(shared) as client:
+    with client_of(shared.url) as client:
         client.images.edit(image=[as_file(array) for array in arrays[:3]], prompt="a hat", size="128x128")  # type: ignore[call-overload]
     claims = [easel.seen[-1]]
     for asked in (

@@ -10,33 +10,35 @@ import numpy as np
 from core.jobs.record import JobState
 from tests.api import test_batches
 from tests.api.easel import Easel
-from tests.api.fixtures import openai_of
 from tests.api.test_batches import ended, told
 from tests.api.test_edits import EDITS, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_expand import TEXT, expand, served
 from tests.api.test_references import ZEROS, inline, uploaded
-from tests.api.world import CARD, Api, eventually, opened, settings_of
+from tests.api.world import CARD, Api, Worker, client_of, eventually, opened, settings_of
 
 
 def begin(api: Api, *bodies: dict[str, Any]) -> str:
     """The id of a batch of these edits."""
-    with openai_of(api) as client:
+    with client_of(api.url) as client:
         return str(test_batches.begin(client, test_batches.lines(*bodies, url=EDITS), EDITS).id)
 
 
 def end(api: Api, id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The responses to the lines of a batch that ends, well and ill."""
-    with openai_of(api) as client:
+    with client_of(api.url) as client:
         batch = ended(client, id)
         files = (batch.output_file_id, batch.error_file_id)
-        well, ill = ({line["custom_id"]: line["response"] for line in told(client, file)} if file else {} for file in files)
+        well, ill = (
+            {line["custom_id"]: line["response"] for line in told(client, file)} if file else {} for file in files
+        )
     assert batch.status == "completed" and batch.endpoint == EDITS
     assert (batch.request_counts.completed, batch.request_counts.failed) == (len(well), len(ill))
     return well, ill
 
 
-def test_a_batch_edits_line_by_line(redis_url: str, folder: Path) -> None:
-    with opened(settings_of(redis_url, folder), CARD) as (api, worker), Easel(worker) as easel:
+def test_a_batch_edits_line_by_line(alone: tuple[Api, Worker]) -> None:
+    api, worker = alone
+    with Easel(worker) as easel:
         arrays = [pixels(seed=k) for k in range(3)]
         names = [uploaded(api, as_file(array)) for array in arrays]
         lines = uploaded(api, b"{}", purpose="batch")

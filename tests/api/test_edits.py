@@ -7,7 +7,6 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -23,17 +22,10 @@ from contract.image import ImageJob
 from core.jobs.record import Claim
 from core.pictures import fitted
 from tests.api.easel import Easel, asked
-from tests.api.fixtures import openai_of
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
 from tests.faults.payloads import chunk
 
 EDITS = "/v1/images/edits"
-
-
-@pytest.fixture
-def client(shared: Api) -> Iterator[OpenAI]:
-    with openai_of(shared) as client:
-        yield client
 
 
 def pixels(width: int = 128, height: int = 128, channels: int = 3, seed: int = 0) -> np.ndarray:
