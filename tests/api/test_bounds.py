@@ -135,18 +135,13 @@ CHAT, JOBS = "/v1/chat/completions", "/v1/jobs"
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": [{}] * 999}, "messages.role", "must be given"),
     (CHAT, {"messages": [HELLO] * 1001}, "messages", "has 1001 entries, at most 1000 are allowed"),
-    (CHAT, {"messages": [{**HELLO, "content": [{}] * 1001}]}, "messages.content.type", "must be given"),
     (CHAT, {"metadata": {f"{k}": 1 for k in range(17)}}, "metadata", "has 17 entries, at most 16 are allowed"),
     (CHAT, {"stop": ["a" * 257]}, "stop", "has 257 characters, at most 256 are allowed"),
     (CHAT, {f"x{k}": 1 for k in range(99)}, "x0", "is not known"),
-    (JOBS, {"control": [{"model": "a"}] * 5}, "control", "at most 4 are allowed"),
     (JOBS, {"control": [{}] * 9999}, "control.model", "must be given"),
     (JOBS, {"control": [{f"x{k}": 1 for k in range(99)}]}, "control.x0", "is not known"),
     (JOBS, {"image_prompts": [{"model": "a"}] * 5}, "image_prompts", "at most 4"),
-    (JOBS, {"prompt": "a" * 10_001}, "prompt", "has 10001 characters, at most 10000"),
-    (JOBS, {"user": "a" * 10_001}, "user", "at most 10000 are allowed"),
     (JOBS, {"webhook_url": "http://a.example/" + "x" * 2048}, "webhook_url", "at most 2048 are allowed"),
-    (JOBS, {"model": "a" * 257}, "model", "has 257 characters, at most 256"),
 ]
 
 

@@ -14,7 +14,7 @@ from tests.api.test_batches import ended, told
 from tests.api.test_edits import EDITS, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_expand import TEXT, expand, served
 from tests.api.test_references import ZEROS, inline, uploaded
-from tests.api.world import CARD, Api, Worker, client_of, eventually, opened, settings_of
+from tests.api.world import CARD, Api, Worker, client_of
 
 
 def begin(api: Api, *bodies: dict[str, Any]) -> str:
@@ -61,20 +61,6 @@ def test_a_batch_edits_line_by_line(alone: tuple[Api, Worker]) -> None:
         assert [claim.parameters["prompt"] for claim in easel.seen] == ["one", "two", "three"]
         assert [claim.parameters["edit"]["strength"] for claim in easel.seen] == [0.8, 1.0, 0.5]
         assert all(np.array_equal(handed_on(worker, claim)[0], arrays[k]) for k, claim in enumerate(easel.seen))
-
-
-def test_a_batch_of_edits_waits_for_room(redis_url: str, folder: Path) -> None:
-    """Its lines are looked at again and again meanwhile, and each is a job once, with all that it begins with."""
-    with opened(settings_of(redis_url, folder, max_queued=2, batch_jobs=8), CARD) as (api, worker):
-        first = {api.order() for _ in range(2)}
-        id = begin(api, *({"prompt": f"{k}", "images": [inline(as_file(pixels(seed=k)))]} for k in range(4)))
-        eventually(lambda: worker.redis.zcard("diptych:kept") >= 1)
-        assert worker.ids() == first
-        with Easel(worker) as easel:
-            assert len(end(api, id)[0]) == 4
-        edits = [claim for claim in easel.seen if "edit" in claim.parameters]
-        assert [claim.parameters["prompt"] for claim in edits] == ["0", "1", "2", "3"]
-        assert all(np.array_equal(handed_on(worker, claim)[0], pixels(seed=k)) for k, claim in enumerate(edits))
 
 
 def test_an_edit_may_have_its_prompt_expanded_at_every_door(redis_url: str, folder: Path) -> None:

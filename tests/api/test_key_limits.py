@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +12,16 @@ from typing import Any
 
 import httpx2
 import pytest
-from PIL import Image
 
 from api.key_limits import KeyLimits
 from core.jobs.keyring import ApiKey, Keyring
 from core.jobs.rates import RateLimitCost, RateLimiter
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
+from tests.api.test_batches import URL, lines
+from tests.api.test_edits import PNG
 from tests.api.test_text_feeder import CARDS, Scribe
-from tests.api.world import CARD, PATIENCE_S, SERVE, Api, check_error, eventually, process, settings_of
+from tests.api.world import BATCH, CARD, PATIENCE_S, SERVE, Api, bearer, check_error, eventually, process, settings_of
 
 JOBS, CHAT = "/v1/jobs", "/v1/chat/completions"
 OTHER = replace(CARD, name="emoji-z")
@@ -48,8 +47,7 @@ class Fleet:
         """A client of the first API with a new key."""
         key, token = self.keyring.add("someone", ("images", "text", "files"), **limits)
         self.id = key.id
-        headers = {"Authorization": f"Bearer {token}"}
-        client = httpx2.Client(base_url=self.api.url, timeout=PATIENCE_S, headers=headers, verify=False)
+        client = httpx2.Client(base_url=self.api.url, timeout=PATIENCE_S, headers=bearer(token), verify=False)
         return self.clients.enter_context(client)
 
     def take(self, limit: str, unit: str, model: str = "", n: int = 1) -> None:
@@ -86,19 +84,17 @@ def fleet(services: Fleet) -> Iterator[Fleet]:
         yield services
 
 
-def png() -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (128, 128)).save(stream, "PNG")
-    return stream.getvalue()
+def order(client: httpx2.Client, **fields: Any) -> httpx2.Response:
+    return client.post(JOBS, json={**IMAGE, **fields})
 
 
 def everywhere(client: httpx2.Client, model: str, alias: str) -> dict[str, httpx2.Response]:
     """The answers of all endpoints that draw, each asked for this model."""
     form = {"prompt": "a cat", "model": alias}
     return {
-        "jobs": client.post(JOBS, json={**IMAGE, "model": model}),
+        "jobs": order(client, model=model),
         "images": client.post("/v1/images/generations", json={"prompt": "a cat", "model": alias}),
-        "edits": client.post("/v1/images/edits", data=form, files={"image": png()}),
+        "edits": client.post("/v1/images/edits", data=form, files={"image": PNG}),
         "sdapi": client.post(
             "/sdapi/v1/txt2img", json={"prompt": "a cat", "override_settings": {"sd_model_checkpoint": alias}}
         ),
@@ -117,7 +113,7 @@ def message(answer: httpx2.Response) -> str:
 def test_a_models_rate_holds_at_every_endpoint_under_every_name(fleet: Fleet) -> None:
     client = fleet.key(rate="emoji-z=3/hour", quota="emoji-lm=1/day")
     for left, model in ((2, "emoji-z"), (1, "gpt-image-1")):
-        answer = client.post(JOBS, json={**IMAGE, "model": model})
+        answer = order(client, model=model)
         assert answer.status_code == 202 and answer.json()["model"] == "emoji-z"
         assert answer.headers["x-ratelimit-remaining-requests"] == str(left), "what leaves the least is told"
         assert answer.headers["x-ratelimit-limit-requests"] == "3"
@@ -126,8 +122,8 @@ def test_a_models_rate_holds_at_every_endpoint_under_every_name(fleet: Fleet) ->
         assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 120, (name, answer.text)
         assert "limit of 3/hour requests of emoji-z is reached" in message(answer), name
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-    check_error(client.post(JOBS, json={**IMAGE, "model": "emoji-z"}), 429, "model", "rate_limit_exceeded")
-    answer = client.post(JOBS, json=IMAGE)
+    check_error(order(client, model="emoji-z"), 429, "model", "rate_limit_exceeded")
+    answer = order(client)
     assert answer.status_code == 202 and answer.json()["model"] == "emoji-xl"
     assert answer.headers["x-ratelimit-limit-requests"] == "100000", "the service's own holds for all"
     assert len(fleet.jobs(client)) == 3
@@ -135,20 +131,20 @@ def test_a_models_rate_holds_at_every_endpoint_under_every_name(fleet: Fleet) ->
 
 def test_images_over_a_models_quota_cost_nothing_of_the_keys_own(fleet: Fleet) -> None:
     client = fleet.key(quota="10/day, emoji-z=3/day")
-    answer = client.post(JOBS, json={**IMAGE, "model": "emoji-z", "n": 2})
+    answer = order(client, model="emoji-z", n=2)
     assert (answer.status_code, answer.headers["x-ratelimit-remaining-pictures"]) == (202, "1")
     refused = [
-        client.post(JOBS, json={**IMAGE, "model": "emoji-z", "n": 2}),
-        client.post("/v1/images/edits", data={"prompt": "a", "model": "emoji-z", "n": "2"}, files={"image": png()}),
+        order(client, model="emoji-z", n=2),
+        client.post("/v1/images/edits", data={"prompt": "a", "model": "emoji-z", "n": "2"}, files={"image": PNG}),
         client.post(f"{JOBS}/{answer.json()['id']}/cancel") and client.post(f"{JOBS}/{answer.json()['id']}/requeue"),
     ]
     for each in refused:
         error = check_error(each, 429, "model", "quota_exceeded")
         assert error["message"] == "This key's limit of 3/day pictures of emoji-z is reached."
         assert each.headers["x-should-retry"] == "false", "the first of them fades a day later"
-    answer = client.post(JOBS, json={**IMAGE, "n": 8})
+    answer = order(client, n=8)
     assert (answer.status_code, answer.headers["x-ratelimit-remaining-pictures"]) == (202, "0")
-    check_error(client.post(JOBS, json=IMAGE), 429, code="quota_exceeded")
+    check_error(order(client), 429, code="quota_exceeded")
 
 
 def test_tokens_of_texts_are_limited_by_what_they_may_take(fleet: Fleet) -> None:
@@ -180,12 +176,12 @@ def test_tokens_of_texts_are_limited_by_what_they_may_take(fleet: Fleet) -> None
 
 def test_jobs_at_once_are_exact_across_processes_and_return_however_they_end(fleet: Fleet) -> None:
     client = fleet.key(jobs="9, emoji-z=5", running="2", quota="101/day")
-    token = str(client.headers["authorization"])
+    second = {"Authorization": str(client.headers["authorization"])}
 
     def create(k: int, model: str = "emoji-z") -> httpx2.Response:
         if k % 2:
-            return client.post(JOBS, json={**IMAGE, "model": model})
-        return fleet.second.post(JOBS, json={**IMAGE, "model": model}, headers={"Authorization": token})
+            return order(client, model=model)
+        return fleet.second.post(JOBS, json={**IMAGE, "model": model}, headers=second)
 
     with ThreadPoolExecutor(8) as crowd:
         answers = list(crowd.map(create, range(24)))
@@ -194,13 +190,12 @@ def test_jobs_at_once_are_exact_across_processes_and_return_however_they_end(fle
     for answer in answers:
         if answer.status_code != 202:
             error = check_error(answer, 429, "model", "too_many_jobs")
-            said = "This key's limit of 5 jobs at once of emoji-z is reached; try again later."
-            assert error["message"] == said
+            assert error["message"] == "This key's limit of 5 jobs at once of emoji-z is reached; try again later."
             assert 1 <= int(answer.headers["retry-after"]) <= 120
     with ThreadPoolExecutor(8) as crowd:
         codes = Counter(answer.status_code for answer in crowd.map(lambda k: create(k, "emoji-xl"), range(12)))
     assert codes == {202: 4, 429: 8}, "nine in all"
-    edit = client.post("/v1/images/edits", data={"prompt": "a cat", "n": "5"}, files={"image": png()})
+    edit = client.post("/v1/images/edits", data={"prompt": "a cat", "n": "5"}, files={"image": PNG})
     check_error(edit, 429, code="too_many_jobs")
     assert "x-ratelimit-remaining-requests" in edit.headers and "x-ratelimit-remaining-pictures" not in edit.headers
     fleet.take("101/day", "pictures", n=91)  # the edit cost none
@@ -218,12 +213,9 @@ def test_lines_of_batches_wait_for_a_models_limits(fleet: Fleet) -> None:
     models = ["emoji-xl", "emoji-z", "gpt-image-1", *["emoji-z"] * 4]
 
     def begin(models: list[str]) -> httpx2.Response:
-        url = "/v1/images/generations"
-        bodies = [{"prompt": "a cat", "steps": 2, "model": model} for model in models]
-        lines = [{"custom_id": f"c{k}", "method": "POST", "url": url, "body": body} for k, body in enumerate(bodies)]
-        data = "\n".join(map(json.dumps, lines))
-        file = client.post("/v1/files", files={"file": ("x.jsonl", data.encode())}, data={"purpose": "batch"})
-        fields = {"input_file_id": file.json()["id"], "endpoint": url, "completion_window": "24h"}
+        data = lines(*({"prompt": "a cat", "steps": 2, "model": model} for model in models))
+        file = client.post("/v1/files", files={"file": ("x.jsonl", data)}, data=BATCH).json()
+        fields = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
         return client.post("/v1/batches", json=fields)
 
     batch = begin(models)
@@ -234,7 +226,7 @@ def test_lines_of_batches_wait_for_a_models_limits(fleet: Fleet) -> None:
         return [job["id"] for job in fleet.jobs(client) if job["status"] == "queued"]
 
     eventually(lambda: len(queued()) == 2)
-    assert client.post(JOBS, json={**IMAGE, "model": "emoji-z"}).status_code == 429, "the quota; counts as a request"
+    assert order(client, model="emoji-z").status_code == 429, "the quota; counts as a request"
     for k in range(3):
         (id, *_) = eventually(lambda k=k: len(fleet.jobs(client)) >= k + 1 and queued())
         fleet.worker.work(id)
@@ -262,7 +254,7 @@ def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
     assert listed["gpt-image-1"]["key_limits"] == {"jobs": "4", "running": "2"}
     assert listed["emoji-lm"]["key_limits"] == {"tokens": "2000/day", "running": "50%"}
     assert [each["title"] for each in client.get("/sdapi/v1/sd-models").json()] == ["emoji-z"]
-    assert client.post(JOBS, json=IMAGE).json()["model"] == "emoji-z", "the first that it may use"
+    assert order(client).json()["model"] == "emoji-z", "the first that it may use"
     for path in ("/v1/models/{}", "/v1/models/x/{}", "/v2/models/{}/ready", "/v1/models/x/{}/versions"):
         hidden, unknown = (client.get(path.format(name)) for name in ("emoji-xl", "nobody's"))
         assert (hidden.status_code, hidden.content) == (unknown.status_code, unknown.content)
@@ -271,11 +263,9 @@ def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
     for name, answer in hidden_model.items():
         assert (answer.status_code, answer.content) == (unknown_model[name].status_code, unknown_model[name].content)
         assert answer.status_code in (400, 404, 422), (name, answer.text)
-    check_error(client.post(JOBS, json={**IMAGE, "model": "emoji-xl"}), 404, "model", "model_not_found")
-    for fields in ({**IMAGE, "model": "emoji-z"}, {**IMAGE, "model": "gpt-image-1"}):
-        assert client.post(JOBS, json=fields).status_code == 202
+    check_error(order(client, model="emoji-xl"), 404, "model", "model_not_found")
+    assert [order(client, model=model).status_code for model in ("emoji-z", "gpt-image-1")] == [202, 202]
     own = fleet.key(models="emoji-xl")
-    assert "cascades" in own.get("/v1/models/emoji-xl").json()["diptych"]
     assert own.get("/v1/models/emoji-xl").json()["diptych"]["cascades"] == {}
     cascade = {**IMAGE, "model": "emoji-xl", "cascade": {"draft": "emoji-z"}}
     check_error(own.post(JOBS, json=cascade), 400, "cascade.draft")
@@ -285,7 +275,7 @@ def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
     assert error["message"] == "model: this key may use none of this kind; see GET /v1/models"
     everything = fleet.key()
     assert [everything.post(JOBS, json=body).status_code for body in (cascade, expanded)] == [202, 202]
-    job = everything.post(JOBS, json=IMAGE).json()
+    job = order(everything).json()
     assert (job["model"], everything.post(f"{JOBS}/{job['id']}/cancel").status_code) == ("emoji-xl", 200)
 
 
