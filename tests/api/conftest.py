@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
-from playwright.sync_api import Browser, Error, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, sync_playwright
 
 from core.config import Settings
 from deployment.redis import RedisServer
+from tests.api.browsing import PATIENCE_MS, visit, watched
+from tests.api.easel import Easel
 from tests.api.fixtures import easel
 from tests.api.world import CARD, Api, Worker, client_of, opened, settings_of
 from tests.servers import redis_server, redis_url
@@ -42,9 +45,15 @@ def shared(request: pytest.FixtureRequest, module_settings: Settings) -> Iterato
 
 
 @pytest.fixture
-def alone(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
+def settings(redis_url: str, folder: Path) -> Settings:
+    """Settings of an API of the test's own, over an empty Redis."""
+    return settings_of(redis_url, folder)
+
+
+@pytest.fixture
+def alone(settings: Settings) -> Iterator[tuple[Api, Worker]]:
     """An API of the test's own over an empty Redis, and its worker, which is ready."""
-    with opened(settings_of(redis_url, folder), CARD) as world:
+    with opened(settings, CARD) as world:
         yield world
 
 
@@ -52,6 +61,13 @@ def alone(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
 def client(shared: Api) -> Iterator[openai.OpenAI]:
     with client_of(shared.url) as client:
         yield client
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for calls that wait."""
+    with ThreadPoolExecutor() as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -77,3 +93,41 @@ def worker(shared: Api) -> Iterator[Worker]:
     """A second worker of `shared`, to be played by the test."""
     with Worker(shared.settings) as worker:
         yield worker
+
+
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(PATIENCE_MS)
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    context.route("**/favicon.ico", lambda route: route.fulfill(status=204))  # of the API's own answers
+    yield context
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def tab(context: BrowserContext) -> tuple[Page, list[str]]:
+    """The page of all tests, and what goes wrong on it: each new one would be a process of the browser's."""
+    page = context.new_page()
+    return page, watched(page)
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest, tab: tuple[Page, list[str]], shared: Api, easel: Easel) -> Iterator[Page]:
+    """The page with nothing kept but the module's `KEY`. It says nothing on its console."""
+    easel.step_s, easel.failing = 0.0, False
+    easel.go.set()
+    page, wrong = tab
+    page.goto(f"{shared.url}/healthz")  # of the same origin, without a script that would write meanwhile
+    page.evaluate(
+        "async (key) => { localStorage.clear(); sessionStorage.clear(); if (key) localStorage.setItem('diptych.key',"
+        " key); await new Promise((done) => { const gone = indexedDB.deleteDatabase('diptych');"
+        " gone.onsuccess = gone.onerror = done; }); }",
+        getattr(request.module, "KEY", None),
+    )
+    wrong.clear()
+    visit(page, shared)
+    yield page
+    seen = [*wrong]
+    page.goto("about:blank")  # where no script goes on
+    assert not seen

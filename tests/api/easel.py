@@ -67,6 +67,11 @@ class Easel:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="easel")
 
+    @property
+    def last(self) -> dict[str, Any]:
+        """The parameters of the newest job."""
+        return self.seen[-1].parameters
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

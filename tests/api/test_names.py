@@ -7,30 +7,26 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
 from api.cards import ModelNames, RegistrySnapshot
 from contract.card import ImageCard
+from core.config import Settings
 from tests.api.easel import Easel
+from tests.api.test_batches import begin, ended, lines, told
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, PATIENCE_S, TEXT, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, changed, check_error, eventually, opened
 
 TURBO = replace(CARD, name="emoji-xl-turbo")
 ALIASES = "dall-e-3=emoji-xl-turbo,cats=emoji-xl,gpt-4o=emoji-lm,gone=nowhere"
 
 
-def client_of(api: Api) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{api.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
-
-
 @contextmanager
-def serving(redis_url: str, folder: Path, *cards: Any, **settings: Any) -> Iterator[tuple[Api, Easel]]:
-    with opened(settings_of(redis_url, folder, **settings), cards[0]) as (api, worker), Worker(api.settings) as other:
+def serving(settings: Settings, *cards: Any) -> Iterator[tuple[Api, Easel]]:
+    with opened(settings, cards[0]) as (api, worker), Worker(api.settings) as other:
         other.name = "worker-2"
         for card in cards[1:]:
             other.announce(card=card)
@@ -41,7 +37,7 @@ def serving(redis_url: str, folder: Path, *cards: Any, **settings: Any) -> Itera
 
 
 def names(api: Api) -> list[str]:
-    return [model["id"] for model in api.client.get("/v1/models").json()["data"]]
+    return [model["id"] for model in api.models()]
 
 
 def said(answer: Any) -> list[str]:
@@ -49,30 +45,29 @@ def said(answer: Any) -> list[str]:
     return list(answer.data[0].model_extra["warnings"])
 
 
-def test_an_unmodified_openai_client_draws_with_its_own_names(shared: Api, easel: Easel) -> None:
+def test_an_unmodified_openai_client_draws_with_its_own_names(shared: Api, client: openai.OpenAI, easel: Easel) -> None:
     """As LibreChat, n8n and Open WebUI ask, in each way in which pictures are asked for."""
     served = "is served by emoji-xl"
-    with client_of(shared) as client:
-        drawn = client.images.generate(
-            model="gpt-image-2.5-flare", prompt="a cat", size="1536x1024", quality="high", background="auto", n=2
-        )
-        assert easel.seen[-1].model == "emoji-xl" and len(drawn.data or []) == 2
-        assert drawn.model_extra is not None and drawn.model_extra["model"] == "emoji-xl" and drawn.size == "168x96"
-        assert said(drawn) == [
-            f"model: gpt-image-2.5-flare {served}",
-            "size: 1536x1024 is not offered by emoji-xl; the nearest is 168x96",
-            "quality: has no effect; steps and plan decide",
-        ]
-        edited = client.images.edit(
-            model="gpt-image-1", image=("cat.png", as_file(pixels())), prompt="a hat", size="1024x1024",
-            input_fidelity="high", quality="auto",
-        )  # fmt: skip
-        assert [warning.split(":")[0] for warning in said(edited)] == ["model", "size", "input_fidelity"]
-        assert edited.size == "128x128"
-        events = list(client.images.generate(model="dall-e-3", prompt="a cat", style="vivid", stream=True))
-        assert events[-1].type == "image_generation.completed" and base64.b64decode(events[-1].b64_json)
-        assert events[-1].model_extra is not None and events[-1].model_extra["warnings"][0].endswith(served)
-        assert client.models.retrieve("chatgpt-image-latest").model_extra["diptych"]["alias_of"] == "emoji-xl"  # type: ignore[index]
+    drawn = client.images.generate(
+        model="gpt-image-2.5-flare", prompt="a cat", size="1536x1024", quality="high", background="auto", n=2
+    )
+    assert easel.seen[-1].model == "emoji-xl" and len(drawn.data or []) == 2
+    assert drawn.model_extra is not None and drawn.model_extra["model"] == "emoji-xl" and drawn.size == "168x96"
+    assert said(drawn) == [
+        f"model: gpt-image-2.5-flare {served}",
+        "size: 1536x1024 is not offered by emoji-xl; the nearest is 168x96",
+        "quality: has no effect; steps and plan decide",
+    ]
+    edited = client.images.edit(
+        model="gpt-image-1", image=("cat.png", as_file(pixels())), prompt="a hat", size="1024x1024",
+        input_fidelity="high", quality="auto",
+    )  # fmt: skip
+    assert [warning.split(":")[0] for warning in said(edited)] == ["model", "size", "input_fidelity"]
+    assert edited.size == "128x128"
+    events = list(client.images.generate(model="dall-e-3", prompt="a cat", style="vivid", stream=True))
+    assert events[-1].type == "image_generation.completed" and base64.b64decode(events[-1].b64_json)
+    assert events[-1].model_extra is not None and events[-1].model_extra["warnings"][0].endswith(served)
+    assert client.models.retrieve("chatgpt-image-latest").model_extra["diptych"]["alias_of"] == "emoji-xl"  # type: ignore[index]
     id = shared.order(model="gpt-image-1-mini")
     job = eventually(lambda: (one := shared.job(id))["status"] == "succeeded" and one)
     assert job["model"] == "emoji-xl" == job["request"]["model"] and served in job["images"][0]["warnings"][0]
@@ -81,53 +76,46 @@ def test_an_unmodified_openai_client_draws_with_its_own_names(shared: Api, easel
     check_error(shared.draw(model="emoji-xl", size="1024x1024"), 400, "size")  # who names the model is told
 
 
-def test_a_batch_takes_the_names_too(shared: Api, easel: Easel) -> None:
-    bodies = [{"prompt": "a cat", "model": "dall-e-3", "size": "1024x1792"}, {"prompt": "a cat", "model": "other"}]
-    lines = [{"custom_id": f"{k}", "method": "POST", "url": "/v1/images/generations", "body": body}
-             for k, body in enumerate(bodies)]  # fmt: skip
-    with client_of(shared) as client:
-        file = client.files.create(file=("x.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h"
-        )  # fmt: skip
-        done = eventually(lambda: (one := client.batches.retrieve(batch.id)).completed_at and one)
-        answer = json.loads(client.files.content(done.output_file_id or "").text)["response"]["body"]
+def test_a_batch_takes_the_names_too(client: openai.OpenAI, easel: Easel) -> None:
+    batch = begin(
+        client, lines({"prompt": "a", "model": "dall-e-3", "size": "1024x1792"}, {"prompt": "a", "model": "other"})
+    )
+    done = ended(client, batch.id)
+    answer = told(client, done.output_file_id)[0]["response"]["body"]
     assert answer["model"] == "emoji-xl" and answer["size"] == "96x168"
     assert [warning.split(":")[0] for warning in answer["data"][0]["warnings"]] == ["model", "size"]
-    assert done.request_counts is not None and done.request_counts.failed == 1
+    assert done.request_counts.failed == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/emoji-xl/", "/v1/jobs/", "/v1/files//"])
 def test_a_slash_at_the_end_changes_nothing(shared: Api, path: str) -> None:
-    def get(path: str) -> httpx2.Response:
-        return shared.client.get(path)
-
-    assert get(path).status_code == 200 and get(path).json() == get(path.rstrip("/")).json()
+    with_slash, without = (shared.get(each) for each in (path, path.rstrip("/")))
+    assert with_slash.status_code == 200 and with_slash.json() == without.json()
 
 
 def test_a_post_with_a_slash_at_the_end_is_taken(shared: Api, easel: Easel) -> None:
     assert shared.post("/v1/images/generations/", prompt="a cat", steps=1).status_code == 200
-    check_error(shared.client.get("/v1/nothing/"), 404, code="not_found")
+    check_error(shared.get("/v1/nothing/"), 404, code="not_found")
 
 
-def test_aliases_name_models_of_every_kind(redis_url: str, folder: Path) -> None:
-    with serving(redis_url, folder, CARD, TURBO, TEXT, model_aliases=ALIASES) as (api, easel):
+def test_aliases_name_models_of_every_kind(settings: Settings) -> None:
+    with serving(changed(settings, model_aliases=ALIASES), CARD, TURBO, TEXT) as (api, easel):
         assert names(api) == ["emoji-lm", "emoji-xl", "emoji-xl-turbo", "dall-e-3", "cats", "gpt-4o"]
-        entry = api.client.get("/v1/models/cats").json()
+        entry = api.get("/v1/models/cats").json()
         assert entry["id"] == "cats" and entry["diptych"]["alias_of"] == "emoji-xl" and entry["diptych"]["live"]
-        ready = {name: api.client.get(f"/v2/models/{name}/ready").status_code for name in ("cats", "gone")}
+        ready = {name: api.get(f"/v2/models/{name}/ready").status_code for name in ("cats", "gone")}
         assert ready == {"cats": 200, "gone": 404}
         for name, model in {"dall-e-3": "emoji-xl-turbo", "cats": "emoji-xl", "emoji-xl": "emoji-xl"}.items():
             assert api.draw(model=name, steps=1).json()["model"] == model == easel.seen[-1].model
         for name in ("cats", "dall-e-3"):
-            listed = api.client.get("/v1/jobs", params={"model": name}).json()["data"]
+            listed = api.get("/v1/jobs", params={"model": name}).json()["data"]
             assert listed and {job["model"] for job in listed} == {"emoji-xl" if name == "cats" else "emoji-xl-turbo"}
         error = check_error(api.draw(model="gpt-4o"), 400, "model", "wrong_modality")
         assert "/v1/chat/completions" in error["message"]
         assert "nowhere, which no worker" in check_error(api.draw(model="gone"), 404, "model")["message"]
         # With two models a name of OpenAI's that is no alias stands for none.
         assert "DIPTYCH_MODEL_ALIASES" in check_error(api.draw(model="gpt-image-1"), 404, "model")["message"]
-        check_error(api.client.delete("/v1/models/cats"), 404, "model")
+        check_error(api.delete("/v1/models/cats"), 404, "model")
 
 
 def test_which_model_openais_names_stand_for() -> None:
@@ -145,8 +133,8 @@ def test_which_model_openais_names_stand_for() -> None:
     assert served("on", live, own) == "gpt-image-1", "a model's own name goes first"
 
 
-def test_a_name_of_openais_keeps_its_model_while_that_restarts(redis_url: str, folder: Path) -> None:
-    with serving(redis_url, folder, CARD) as (api, easel), Worker(api.settings) as other:
+def test_a_name_of_openais_keeps_its_model_while_that_restarts(settings: Settings) -> None:
+    with serving(settings, CARD) as (api, easel), Worker(api.settings) as other:
         registry = easel.worker.registry
         other.name = "worker-2"
         other.announce(card=TURBO)
@@ -174,8 +162,8 @@ def test_a_chosen_name_is_a_models_own_or_an_alias() -> None:
         assert snapshot.declared(name, ImageCard) is None
 
 
-def test_unknown_fields_are_warnings_where_that_is_set(redis_url: str, folder: Path) -> None:
-    with serving(redis_url, folder, CARD, unknown_fields="warn") as (api, _):
+def test_unknown_fields_are_warnings_where_that_is_set(settings: Settings) -> None:
+    with serving(changed(settings, unknown_fields="warn"), CARD) as (api, _):
         fields = {"prompt": "a hat", "steps": 1, "tiling": True, "deepcache": {"interval": 2, "mode": 1}}
         told = ["deepcache.mode: is not known, and ignored", "tiling: is not known, and ignored"]
         id = api.order(**fields)

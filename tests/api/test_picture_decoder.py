@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import httpx2
 import pytest
 
-from api.process_pool import CallTimeout, ProcessPool
+from api.process_pool import CallFailed, CallTimeout
 from api.service import Service
+from core.config import Settings
 from core.jobs.files import FileStore
-from core.jobs.keyring import Keyring
-from deployment.redis import RedisServer
 from tests.api.test_edits import PNG, as_file, hole, pixels
 from tests.api.test_references import inline, uploaded
-from tests.api.world import Api, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, Api, bearer, check_error, ok, opened, token_of
 from tests.faults.payloads import CARD_OF_NINE, nine_times
 
 EDITS = "/v1/images/edits"
-
-
-@pytest.fixture(scope="module")
-def drawn(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with opened(settings, CARD_OF_NINE) as (api, _):
-        yield api
+OFFERED = CARD_OF_NINE
 
 
 def service_of(api: Api) -> Service:
@@ -36,9 +28,9 @@ def service_of(api: Api) -> Service:
 
 
 @pytest.fixture
-def calls(drawn: Api, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(shared: Api, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the calls of child processes by function."""
-    processes, counts = service_of(drawn).pictures._processes, Counter[str]()
+    processes, counts = service_of(shared).pictures._processes, Counter[str]()
     call = processes.call
 
     def counted(function: str, *given: Any) -> Any:
@@ -54,68 +46,57 @@ def order(api: Api, **fields: Any) -> httpx2.Response:
 
 
 def test_a_file_is_measured_when_it_is_handed_in_and_named_nine_times_decoded_by_size(
-    drawn: Api, calls: Counter[str]
+    shared: Api, calls: Counter[str]
 ) -> None:
-    file = uploaded(drawn, as_file(pixels(200, 120)))
+    file = uploaded(shared, as_file(pixels(200, 120)))
     assert calls == {"measure": 1}
-    store = FileStore(drawn.settings.redis_url)
-    record = store.file(file["file_id"])
-    store.close()
+    with closing(FileStore(shared.settings.redis_url)) as store:
+        record = store.file(file["file_id"])
     assert record is not None and record.picture_size == (200, 120)
     calls.clear()
-    assert order(drawn, **nine_times(file["file_id"])).status_code == 202
+    assert order(shared, **nine_times(file["file_id"])).status_code == 202
     assert calls == {"measure": 1, "fit_picture": 2}, (
         "whether it may be transparent; at the job's size for image and controls, and at the image prompts' own"
     )
 
 
-def test_a_picture_in_the_body_is_measured_once(drawn: Api, calls: Counter[str]) -> None:
-    answer = order(drawn, images=[inline(as_file(pixels()))], mask=inline(as_file(hole())))
-    assert answer.status_code == 202, answer.text
+def test_a_picture_in_the_body_is_measured_once(shared: Api, calls: Counter[str]) -> None:
+    ok(order(shared, images=[inline(as_file(pixels()))], mask=inline(as_file(hole()))), 202)
     assert calls == {"measure": 2, "fit_picture": 1, "fit_mask": 1}
     calls.clear()
-    answer = order(drawn, images=[inline(as_file(hole()))])
-    assert answer.status_code == 202, answer.text
+    ok(order(shared, images=[inline(as_file(hole()))]), 202)
     assert calls == {"measure": 1, "find_hole": 1, "fit_picture": 1, "fit_mask": 1}, "it is its own mask"
 
 
 @pytest.mark.parametrize("fields", [{"steps": 100_000}, {"scheduler": "none"}, {"model": "no-such"}, {"n": 99}])
-def test_a_refused_request_decodes_nothing(drawn: Api, calls: Counter[str], fields: dict[str, Any]) -> None:
-    assert order(drawn, images=[inline()], **fields).status_code in (400, 404)
+def test_a_refused_request_decodes_nothing(shared: Api, calls: Counter[str], fields: dict[str, Any]) -> None:
+    assert order(shared, images=[inline()], **fields).status_code in (400, 404)
     data = {"prompt": "x", **{name: str(value) for name, value in fields.items()}}
-    assert drawn.client.post(EDITS, data=data, files={"image": PNG}).status_code in (400, 404)
+    assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code in (400, 404)
     assert not calls
 
 
-def test_an_overloaded_machine_is_a_503_with_a_cause(drawn: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [CallTimeout("late"), CallFailed("no process")])
+def test_an_overloaded_machine_is_a_503_with_a_cause(
+    shared: Api, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def late(*_: Any) -> Any:
-        raise CallTimeout("late")
+        raise error
 
-    monkeypatch.setattr(service_of(drawn).pictures._processes, "call", late)
-    answer = order(drawn, images=[inline()])
+    monkeypatch.setattr(service_of(shared).pictures._processes, "call", late)
+    answer = order(shared, images=[inline()])
     check_error(answer, 503, code="decoder_overloaded")
     assert answer.headers["retry-after"] == "10"
 
 
-def test_a_decoder_that_does_not_start_is_a_503(drawn: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = ProcessPool("api.no_such_module", memory_bytes=2**30, cpu_s=10, timeout_s=60.0)
-    monkeypatch.setattr(service_of(drawn).pictures, "_processes", broken)
-    check_error(order(drawn, images=[inline()]), 503, code="decoder_overloaded")
-
-
-def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(redis_url: str, folder: Path) -> None:
+def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(settings: Settings) -> None:
     """The rate limit comes before any look at a picture."""
-    settings = settings_of(redis_url, folder)
-    keyring = Keyring.of(settings)
-    rate, quota = (keyring.add(name, ["images"], **{name: "1/day"})[1] for name in ("rate", "quota"))
-    keyring.close()
-    with opened(settings) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+    rate, quota = (token_of(settings, name, ["images"], **{name: "1/day"}) for name in ("rate", "quota"))
+    with opened(settings, CARD) as (api, _):
 
         def edit(token: str, image: bytes, **more: Any) -> httpx2.Response:
             fields = {"type": "edit", "prompt": "x", "images": [inline(image)], **more}
-            return api.client.post("/v1/jobs", json=fields, headers={"Authorization": f"Bearer {token}"})
+            return api.client.post("/v1/jobs", json=fields, headers=bearer(token))
 
         for refused in (edit(quota, b"no picture"), edit(quota, PNG, mask=inline(as_file(hole(8, 8))))):
             check_error(refused, 400)

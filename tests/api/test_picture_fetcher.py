@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
+import openai
 import pytest
 
 from api import batch_feeder, guarded_http, picture_fetcher
@@ -25,23 +23,45 @@ from api.held_bytes import HeldBytes
 from api.picture_fetcher import PictureFetcher, fetch
 from api.picture_urls import picture_of
 from api.uploads import MAX_BYTES, PictureUploads, Upload
+from core.config import Settings
 from core.jobs.batches import BatchRecord
-from core.jobs.keyring import Keyring
-from deployment.redis import RedisServer
 from tests.api.easel import Easel
+from tests.api.test_batches import ended
 from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_guarded_http import resolving
 from tests.api.test_picture_decoder import service_of
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.test_text_batches import begin
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, bearer, changed, check_error, ok, opened, token_of
+from tests.faults.payloads import CARD_OF_NINE
 from tests.http_server import Handler
 from tests.https_server import Certificate, SecureServer, make_certificate
 
 EDITS, DRAW = "/v1/images/edits", "/v1/images/generations"
 ARRAY = pixels(seed=8)
-OFFERED = replace(CARD, controls=("edges",), image_prompts=("base",))
+OFFERED = CARD_OF_NINE
+SETTINGS = {"fetch_images": "private"}
 PICTURES = {
     "/a.png": as_file(ARRAY), "/hole.png": as_file(hole()), "/bomb.png": bomb(20_000, 20_000), "/page": b"<html>",
     "/empty": b"", "/large": PNG + bytes(MAX_BYTES), "/turned.jpg": as_file(pixels(40, 20), "JPEG"),
+}  # fmt: skip
+
+
+OK, CHUNKED, GONE = (
+    b"HTTP/1.1 200 OK\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 404 x\r\nContent-Length: 0\r\n\r\n",
+)
+WRITTEN: dict[str, list[bytes]] = {
+    "/chunked": [OK, CHUNKED, *(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in
+                                (PICTURES["/a.png"][:1000], PICTURES["/a.png"][1000:], b""))],
+    "/short-large": [OK, b"Content-Length: 3000001\r\n\r\n", bytes(3_000_000)],
+    "/short": [OK, b"Content-Length: 9999\r\n\r\nabc"],
+    "/endless": [OK, b"\r\n", *[bytes(2**16)] * (MAX_BYTES // 2**16 + 2)],
+    "/crumbs": [OK, CHUNKED, *[b"1\r\nx\r\n" * 2**14] * (MAX_BYTES // 2**14), b"0\r\n\r\n"],
+    "/dribble": [OK, b"Content-Length: 50000\r\n\r\n", *[b"x"] * 50_000],
+    "/continue": [b"HTTP/1.1 100 x\r\n\r\n", *[b"HTTP/1.1 100 Continue\r\n\r\n" * 1000] * 100, GONE],
+    "/trailers": [OK, CHUNKED, b"0\r\n", *[b"a: b\r\n" * 1000] * 100, GONE],
+    "/nonsense": [b"220 smtp.example ESMTP\r\n"],
 }  # fmt: skip
 
 
@@ -67,45 +87,16 @@ class Site(SecureServer):
                     self.answer(int(self.path[-3:]), PNG)
                 elif self.path == "/zipped":
                     self.answer(200, PNG, {"Content-Encoding": "gzip"})
-                elif self.path == "/chunked":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-                    for piece in (PICTURES["/a.png"][:1000], PICTURES["/a.png"][1000:], b""):
-                        self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-                elif self.path == "/short-large":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3000001\r\n\r\n" + bytes(3_000_000))
-                    self.close_connection = True
-                elif self.path == "/short":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\nabc")
-                    self.close_connection = True
-                elif self.path == "/endless":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
-                    for _ in range(MAX_BYTES // 2**16 + 2):
-                        self.wfile.write(bytes(2**16))
-                elif self.path == "/crumbs":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-                    for _ in range(MAX_BYTES // 2**14):
-                        self.wfile.write(b"1\r\nx\r\n" * 2**14)
-                    self.wfile.write(b"0\r\n\r\n")
-                elif self.path == "/dribble":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n")
-                    for _ in range(50_000):
-                        self.wfile.write(b"x")
-                elif self.path in ("/continue", "/trailers"):
-                    status = 100 if self.path == "/continue" else 200
-                    self.wfile.write(f"HTTP/1.1 {status} x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-                    repeated = b"HTTP/1.1 100 Continue\r\n\r\n" if status == 100 else b"a: b\r\n"
-                    self.wfile.write(b"" if status == 100 else b"0\r\n")
-                    for _ in range(100):
-                        self.wfile.write(repeated * 1000)
-                    self.wfile.write(b"HTTP/1.1 404 x\r\nContent-Length: 0\r\n\r\n")
                 elif self.path == "/hangs":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\nabc")
+                    self.wfile.write(OK + b"Content-Length: 999\r\n\r\nabc")
                     site.seen["hangs"] += 1
                     with contextlib.suppress(OSError):
                         self.rfile.read(1)
                     site.seen["left"] += 1
-                elif self.path == "/nonsense":
-                    self.wfile.write(b"220 smtp.example ESMTP\r\n")
+                elif self.path in WRITTEN:
+                    for piece in WRITTEN[self.path]:
+                        self.wfile.write(piece)
+                    self.close_connection = True
                 else:
                     known = PICTURES.get(self.path)
                     self.answer(404 if known is None else 200, known or b"")
@@ -123,15 +114,6 @@ def site(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(guarded_http, "_tls", lambda: certificate.trusting)
     with Site(certificate) as site:
         yield site
-
-
-@pytest.fixture(scope="module")
-def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(
-        redis_server.url, tmp_path_factory.mktemp("data"), fetch_images="private", max_queued=1_000_000
-    )
-    with opened(settings, OFFERED) as (api, _):
-        yield api
 
 
 def by_url(site: Site, path: str = "/a.png") -> dict[str, str]:
@@ -202,11 +184,10 @@ def test_what_is_too_large_is_left(site: Site, path: str) -> None:
 
 def test_an_edit_takes_urls_wherever_it_takes_pictures(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
     image = by_url(site)
-    answer = shared.post(
+    ok(shared.post(
         EDITS, prompt="a hat", size="128x128", images=[image, image], mask=by_url(site, "/hole.png"),
         control=[{"model": "edges", "image": image}], image_prompts=[{"model": "base", "image": image}],
-    )  # fmt: skip
-    assert answer.status_code == 200, answer.text
+    ))  # fmt: skip
     claim = easel.seen[-1]
     source, mask = handed_on(worker, claim)
     assert np.array_equal(source, ARRAY) and mask is not None and mask.max() == 255
@@ -227,19 +208,8 @@ def test_a_job_run_again_and_a_repeated_request_fetch_nothing(shared: Api, worke
     worker.work(again)
 
 
-def batch_of(api: Api, *bodies: dict[str, Any]) -> Any:
-    """A batch of these edits, which is completed."""
-    lines = [{"custom_id": f"{k}", "method": "POST", "url": EDITS, "body": body} for k, body in enumerate(bodies)]
-    data = "\n".join(map(json.dumps, lines)).encode()
-    file = api.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
-    id = api.post("/v1/batches", input_file_id=file, endpoint=EDITS, completion_window="24h").json()["id"]
-    look = lambda: api.client.get(f"/v1/batches/{id}").json()  # noqa: E731
-    eventually(lambda: look()["status"] == "completed")
-    return look()
-
-
-def test_a_batchs_line_may_name_a_url(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
-    batch_of(shared, {"prompt": "x", "images": [by_url(site)]})
+def test_a_batchs_line_may_name_a_url(client: openai.OpenAI, easel: Easel, worker: Worker, site: Site) -> None:
+    ended(client, begin(client, EDITS, {"prompt": "x", "images": [by_url(site)]}).id)
     assert np.array_equal(handed_on(worker, easel.seen[-1])[0], ARRAY) and site.seen == {"/a.png": 1}
 
 
@@ -263,18 +233,10 @@ def test_what_a_url_leads_to_is_refused_by_field(
     assert worker.ids() == known and service_of(shared).fetcher._held.count == 0
 
 
-@pytest.mark.parametrize(
-    ("url", "param", "said"),
-    [("http://a.example/a.png", "images.image_url", "https://"), ("ftp://a.example", "images.image_url", ""),
-     ("https://", "images.image_url", "name a host"), ("https://a.example:22/a.png", "images.image_url", "port 443"),
-     ("https://user:word@a.example/a.png", "images.image_url", "no user"),
-     ("https://a b.example/", "images.image_url", "spaces"),
-     ("https://a.example/" + "x" * 9000, "images.image_url", "8192"), ("a.png", "images.image_url", "data: URL")],
-)  # fmt: skip
-def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, url: str, param: str, said: str) -> None:
-    answer = shared.post(EDITS, prompt="x", images=[{"image_url": url}])
-    check_error(answer, 400, param)
-    assert said in answer.json()["error"]["message"]
+@pytest.mark.parametrize(("host", "said"), [("a.example:22", "port 443"), ("user:word@a.example", "no user")])
+def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, host: str, said: str) -> None:
+    answer = shared.post(EDITS, prompt="x", images=[{"image_url": f"https://{host}/a.png"}])
+    assert said in check_error(answer, 400, "images.image_url")["message"]
 
 
 def test_memory_that_others_hold_is_a_503_and_too_many_pictures_are_a_413(
@@ -296,7 +258,7 @@ def test_memory_that_others_hold_is_a_503_and_too_many_pictures_are_a_413(
 
 
 def test_a_batch_pauses_while_others_hold_the_memory(
-    shared: Api, easel: Easel, site: Site, monkeypatch: pytest.MonkeyPatch
+    shared: Api, client: openai.OpenAI, easel: Easel, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a line that never fits is refused: the next one is drawn."""
     share = HeldBytes(len(PICTURES["/a.png"]) + 10)
@@ -314,8 +276,8 @@ def test_a_batch_pauses_while_others_hold_the_memory(
     monkeypatch.setattr(BatchFeeder, "_failed", paused)
     share.claim(11)
     small = {"prompt": "x", "images": [by_url(site)]}
-    batch = batch_of(shared, small, {**small, "mask": by_url(site, "/chunked")}, small)
-    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1} and len(pauses) == 2
+    done = ended(client, begin(client, EDITS, small, {**small, "mask": by_url(site, "/chunked")}, small).id)
+    assert (done.request_counts.completed, done.request_counts.failed, len(pauses)) == (2, 1, 2)
 
 
 def test_of_equal_urls_the_first_field_is_named(shared: Api, site: Site) -> None:
@@ -387,18 +349,14 @@ def test_fetched_bytes_are_freed_with_the_context(site: Site, end: str) -> None:
         gc.enable()
 
 
-def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: Site) -> None:
-    settings = settings_of(redis_url, folder, fetch_images="private")
-    keyring = Keyring.of(settings)
-    token = keyring.add("a", ["images"], quota="1/day")[1]
-    keyring.close()
-    with opened(settings) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+def test_rate_and_quota_come_before_a_fetch(settings: Settings, site: Site) -> None:
+    settings = changed(settings, fetch_images="private")
+    headers = bearer(token_of(settings, "a", ["images"], quota="1/day"))
+    with opened(settings, CARD) as (api, _):
 
         def edit(**more: Any) -> httpx2.Response:
             fields = {"type": "edit", "prompt": "x", "images": [by_url(site)], **more}
-            return api.client.post("/v1/jobs", json=fields, headers={"Authorization": f"Bearer {token}"})
+            return api.client.post("/v1/jobs", json=fields, headers=headers)
 
         check_error(edit(steps=100_000), 400, "steps")
         assert not site.seen
@@ -408,10 +366,8 @@ def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: 
 
 
 @pytest.mark.parametrize(("setting", "code"), [("off", "fetch_off"), ("public", "fetch_private")])
-def test_the_setting_says_what_is_fetched(redis_url: str, folder: Path, site: Site, setting: str, code: str) -> None:
-    with opened(settings_of(redis_url, folder, fetch_images=setting)) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+def test_the_setting_says_what_is_fetched(settings: Settings, site: Site, setting: str, code: str) -> None:
+    with opened(changed(settings, fetch_images=setting), CARD) as (api, _):
         for url in (site.url + "/a.png", "https://localhost/x"):
             check_error(api.post(EDITS, prompt="x", images=[{"image_url": url}]), 400, "images.image_url", code)
     assert not site.seen

@@ -52,6 +52,7 @@ def test_a_data_url_is_read_however_it_is_written(
         ("http://a.example/a.png", "other addresses are not fetched"),
         ("ftp://a.example/a.png", "other addresses are not fetched"),
         ("https:///a.png", "must name a host"),
+        ("https://a b.example/", "spaces"),
         ("https://a.example/" + "x" * MAX_URL, f"at most {MAX_URL}"),
     ],
 )

@@ -12,11 +12,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from api.playground import _FILES
+from tests.api.browsing import PATIENCE_MS, ask, focuses, has, has_text, hides, mentions, shows, watched
 from tests.api.easel import Easel
 from tests.api.world import Api, Worker
-
-PATIENCE_MS = 30_000.0
-expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -25,120 +23,66 @@ def easel(shared: Api) -> Iterator[Easel]:
         yield easel
 
 
-@pytest.fixture
-def page(browser: Browser, shared: Api, easel: Easel) -> Iterator[Page]:
-    """The page as somebody sees it for the first time. It may say nothing wrong on its console."""
-    easel.step_s, easel.failing = 0.0, False
-    easel.go.set()
-    context = browser.new_context(viewport={"width": 1280, "height": 820}, reduced_motion="reduce")
-    context.set_default_timeout(PATIENCE_MS)
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
-    page.goto(shared.url)
-    expect(page.locator("#state")).to_have_attribute("data-is", "ready")
-    expect(page.locator("#scheduler")).to_have_value("euler")  # from the model's card, which comes after that
-    yield page
-    assert not wrong
-    context.close()
-
-
-def ask(page: Page, prompt: str) -> None:
-    page.fill("#prompt", prompt)
-    page.press("#prompt", "Enter")
-
-
-def test_it_begins_calmly(page: Page) -> None:
-    expect(page.locator("#prompt")).to_be_focused()
-    expect(page.locator("#empty")).to_be_visible()
-    expect(page.locator("#bar, #tabs, #key")).to_have_count(3)
-    for hidden in ("#bar", "#tabs", "#key", "#error", "#chat"):
-        expect(page.locator(hidden)).to_be_hidden()
+def test_a_first_visit(page: Page, easel: Easel) -> None:
+    """It begins calmly; images come step by step, and stay."""
+    focuses(page, "#prompt")
+    shows(page, "#empty")
+    hides(page, "#bar", "#tabs", "#key", "#error", "#chat")
+    has(page, 3, "#bar, #tabs, #key")
     assert page.locator("#size option").all_text_contents() == ["64 × 64", "96 × 168", "128 × 128", "168 × 96"]
     assert page.input_value("#size") == "128x128" and page.input_value("#scheduler") == "euler"
-
-
-def test_a_picture_comes_step_by_step_and_stays(page: Page, easel: Easel) -> None:
     easel.step_s = 0.05
     page.check("input[name=n][value='2']", force=True)
     ask(page, "a red heart")
     tiles = page.locator(".tile")
-    expect(tiles).to_have_count(2)
     for k in range(2):
         expect(tiles.nth(k).locator("img.look")).to_be_visible()
     expect(tiles.first.locator(".progress")).to_contain_text(re.compile(r"step \d+ of 20|finishing"))
-    expect(page.locator(".tile.done")).to_have_count(2)
-    claim = easel.seen[-1]
-    assert claim.parameters["preview_every"] == 2 and claim.parameters["n"] == 2
-    expect(page.locator("#told")).to_have_text("2 images are done.")
+    has(page, 2, ".tile.done")
+    assert easel.last["preview_every"] == easel.last["n"] == 2
+    has_text(page, "#told", "2 images are done.")
     page.reload()
-    expect(page.locator(".tile.done")).to_have_count(2)
+    has(page, 2, ".tile.done")
     assert all(page.locator(".tile.done img").nth(k).evaluate("image => image.naturalWidth") for k in range(2))
 
 
-@pytest.mark.long
-def test_the_same_again_and_another(page: Page, easel: Easel) -> None:
-    page.fill("#seed", "77")
-    ask(page, "a blue whale")
-    expect(page.locator(".tile.done")).to_have_count(1)
-    page.click(".tile.done .leaf")
-    box = page.locator("#lightbox")
-    expect(box).to_contain_text("a blue whale")
-    expect(box.locator("dd").first).to_have_text("77")
-    page.click("#again")
-    expect(page.locator(".tile.done")).to_have_count(2)
-    first, second = (claim.parameters for claim in easel.seen[-2:])
-    assert second.pop("deepcache") == "off" and first == second, "down to the last field, and what was the worker's"
-    page.click(".tile.done .leaf >> nth=0")
-    page.keyboard.press("v")
-    expect(page.locator(".tile.done")).to_have_count(3)
-    assert easel.seen[-1].parameters["seed"] != 77 and easel.seen[-1].parameters["prompt"] == "a blue whale"
-
-
-def test_the_queue_is_told_and_left(page: Page, easel: Easel, shared: Api) -> None:
+def test_the_queue_is_told_found_again_and_left(page: Page, easel: Easel, shared: Api) -> None:
     easel.go.clear()
     ahead = shared.order(priority=0)
-    ask(page, "a cactus")
-    words = page.locator(".tile .progress")
-    expect(words).to_contain_text(re.compile(r"1 ahead, (a moment|about \d+ s)"))
-    page.focus(".tile .leaf")
-    page.keyboard.press("Escape")
-    expect(page.locator(".tile")).to_have_count(0)
-    expect(page.locator("#empty")).to_be_visible()
-    with Worker(shared.settings) as worker:
-        cancelled = [id for id in worker.ids() if worker.job(id).parameters["prompt"] == "a cactus"]
-        assert [worker.job(id).state.value for id in cancelled] == ["cancelled"]
-        worker.store.cancel(ahead)
-
-
-def test_what_is_under_way_is_found_again(page: Page, easel: Easel) -> None:
-    easel.go.clear()
     ask(page, "a sunflower")
-    expect(page.locator(".tile.waits")).to_have_count(1)
+    mentions(page, ".tile .progress", re.compile(r"1 ahead, (a moment|about \d+ s)"))
     page.reload()
-    expect(page.locator(".tile.waits")).to_contain_text("a sunflower")
+    mentions(page, ".tile.waits", "a sunflower")
+    ask(page, "a cactus")
+    has(page, 2, ".tile")
+    page.locator(".tile", has_text="a cactus").locator(".leaf").focus()
+    page.keyboard.press("Escape")
+    has(page, 1, ".tile")
+    with Worker(shared.settings) as worker:
+        jobs = [worker.job(id) for id in worker.ids()]
+        assert [job.state for job in jobs if job.parameters["prompt"] == "a cactus"] == ["cancelled"]
+        worker.store.cancel(ahead)
     easel.go.set()
-    expect(page.locator(".tile.done")).to_have_count(1)
+    has(page, 1, ".tile.done")
 
 
 def test_errors_are_told_where_they_belong(page: Page, easel: Easel) -> None:
     page.press("#prompt", "Enter")
-    expect(page.locator("#error")).to_have_text("Enter a prompt first.")
+    has_text(page, "#error", "Enter a prompt first.")
     page.fill("#seed", "many")
     ask(page, "a cat")
-    expect(page.locator("#error")).to_contain_text("A seed is a whole number")
+    mentions(page, "#error", "A seed is a whole number")
     expect(page.locator("#seed")).to_have_class("wrong")
     page.fill("#seed", "")
-    page.fill("#prompt", "x" * 10_001)
+    page.fill("#prompt", "😀" * 10_001)
     page.click("#draw")
-    expect(page.locator("#error")).to_contain_text("Prompt: has 10001 characters")
+    mentions(page, ".prompt-field #error", "Prompt: has 10001 characters; the model reads at most 10000")
     easel.failing = True
     ask(page, "a cat")
-    expect(page.locator("#error")).to_be_hidden()
-    expect(page.locator(".tile.failed")).to_contain_text("the engine failed at this job")
+    hides(page, "#error")
+    mentions(page, ".tile.failed", "the engine failed at this job")
     page.click(".tile.failed .stop")
-    expect(page.locator(".tile")).to_have_count(0)
+    has(page, 0, ".tile")
 
 
 @pytest.mark.long
@@ -151,7 +95,7 @@ def test_side_by_side(page: Page, easel: Easel) -> None:
     page.check("input[name=n][value='4']", force=True)
     page.fill("#seed", "71")
     ask(page, "a rocket")
-    expect(page.locator(".side .tile.done")).to_have_count(8)
+    has(page, 8, ".side .tile.done")
     one, other = (claim.parameters for claim in easel.seen[-2:])
     assert one["seed"] == other["seed"] and {one.get("deepcache"), other.get("deepcache")} == {"off", "auto"}
     plain, cached = "fp32", "fp32 + DeepCache"
@@ -166,42 +110,53 @@ def test_side_by_side(page: Page, easel: Easel) -> None:
             head, beside = heads[k % 2], boxes_at[k - k % 2]
             assert box and head and beside and box["x"] == head["x"] and box["y"] == beside["y"]
         page.reload()
-        expect(page.locator(".side .tile.done")).to_have_count(8)
+        has(page, 8, ".side .tile.done")
     page.locator(".side .leaf").nth(2).focus()
     page.keyboard.press("ArrowDown")
     expect(page.locator(".side .leaf").nth(4)).to_be_focused()
     page.keyboard.press("Enter")
-    expect(page.locator("#box-facts")).to_contain_text(re.compile(r"Job took\d+\.\d s for 4 images"))
+    mentions(page, "#box-facts", re.compile(r"Job took\d+\.\d s for 4 images"))
     page.keyboard.press("Delete")
-    expect(page.locator("#box-facts")).to_contain_text("fp32 + DeepCache")
+    mentions(page, "#box-facts", "fp32 + DeepCache")
     page.keyboard.press("Delete")
-    expect(page.locator(".side-seed")).to_have_text(["seed 71", "seed 72", "seed 74"])
+    has_text(page, ".side-seed", ["seed 71", "seed 72", "seed 74"])
 
 
 @pytest.mark.long
-def test_by_keyboard_alone(page: Page) -> None:
-    for prompt in ("one", "two", "three"):
-        ask(page, prompt)
-        expect(page.locator(".tile.done .caption b").first).to_have_text(prompt)
+def test_by_keyboard_alone(page: Page, easel: Easel) -> None:
+    """The gallery, its images at large, the same again and another."""
+    page.fill("#seed", "77")
+    for k, prompt in enumerate(("one", "two", "three")):
+        ask(page, prompt, done=k + 1)
     page.keyboard.press("Escape")
     page.keyboard.press("?")
-    expect(page.locator("#help-dialog")).to_be_visible()
+    shows(page, "#help-dialog")
     page.keyboard.press("Escape")
     page.keyboard.press("/")
-    expect(page.locator("#prompt")).to_be_focused()
+    focuses(page, "#prompt")
     page.focus(".tile .leaf >> nth=0")
     page.keyboard.press("ArrowRight")
     expect(page.locator(".leaf").nth(1)).to_be_focused()
     page.keyboard.press("Enter")
-    expect(page.locator("#box-title")).to_have_text("two")
+    has_text(page, "#box-title", "two")
     page.keyboard.press("ArrowRight")
-    expect(page.locator("#box-title")).to_have_text("one")
+    has_text(page, "#box-title", "one")
+    expect(page.locator("#lightbox dd").first).to_have_text("77")
     page.keyboard.press("Delete")
-    expect(page.locator("#box-title")).to_have_text("two")
+    has_text(page, "#box-title", "two")
     page.keyboard.press("Escape")
-    expect(page.locator("#lightbox")).to_be_hidden()
+    hides(page, "#lightbox")
     expect(page.locator(".leaf").nth(1)).to_be_focused()
-    expect(page.locator(".tile")).to_have_count(2)
+    has(page, 2, ".tile")
+    page.keyboard.press("Enter")
+    page.click("#again")
+    has(page, 3, ".tile.done")
+    again, first = easel.last, easel.seen[-3].parameters
+    assert again.pop("deepcache") == "off" and again == first, "down to the last field, and what was the worker's"
+    page.click(".tile.done .leaf >> nth=0")
+    page.keyboard.press("v")
+    has(page, 4, ".tile.done")
+    assert easel.last["seed"] != 77 and easel.last["prompt"] == "two"
 
 
 @pytest.mark.long
@@ -223,8 +178,7 @@ def test_light_and_dark(page: Page) -> None:
 @pytest.mark.long
 def test_everything_can_be_named(page: Page) -> None:
     """What has a role has a name; what is a field has a label; nothing is wider than a telephone."""
-    ask(page, "a cat")
-    expect(page.locator(".tile.done")).to_have_count(1)
+    ask(page, "a cat", done=1)
     page.click("#more summary")
     for node in page.locator("button:visible, input:visible, select:visible, textarea:visible, a:visible").all():
         name = node.evaluate(
@@ -239,13 +193,13 @@ def test_nothing_comes_from_elsewhere(shared: Api) -> None:
     for name, data in _FILES.items():
         if "swagger-ui" not in name:  # whose texts name many; what it asks for is looked at in a browser, below
             assert not re.search(r"(?<!xmlns=\")https?://", data.decode()), name
-        answer = shared.client.get("/" if name == "index.html" else f"/web/{name}")
+        answer = shared.get("/" if name == "index.html" else f"/web/{name}")
         assert answer.status_code == 200 and answer.content == data
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-        again = shared.client.get(answer.url.path, headers={"If-None-Match": answer.headers["etag"]})
+        again = shared.get(answer.url.path, headers={"If-None-Match": answer.headers["etag"]})
         assert again.status_code == 304 and again.content == b""
     for path in ("/web/", "/web/app.py", "/web/..%2fapp.py", "/web/%2e%2e%2fapp.py"):
-        assert shared.client.get(path).status_code == 404
+        assert shared.get(path).status_code == 404
 
 
 def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, shared: Api) -> None:
@@ -256,15 +210,13 @@ def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, sh
     context.on("request", lambda request: asked.append(request.url))
     context.route(lambda url: not url.startswith((shared.url, "data:")), lambda route: route.abort())
     page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    wrong = watched(page)
     answer = page.goto(f"{shared.url}/docs")
     assert answer is not None
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy and "unsafe" not in policy
     expect(page.locator(".opblock")).to_have_count(
-        sum(len(path) for path in shared.client.get("/openapi.json").json()["paths"].values())
+        sum(len(path) for path in shared.get("/openapi.json").json()["paths"].values())
     )
     block = page.locator(".opblock-get", has=page.locator('[data-path="/v1/models"]'))
     block.locator(".opblock-summary").click()
@@ -274,5 +226,5 @@ def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, sh
     assert page.locator(".opblock-summary-method").first.evaluate("n => getComputedStyle(n).fontWeight") == "700"
     assert {url for url in asked if not url.startswith(("data:", "blob:"))} >= {f"{shared.url}/openapi.json"}
     assert [url for url in asked if not url.startswith((shared.url, "data:"))] == [] and wrong == []
-    assert shared.client.get("/redoc").status_code == 404
+    assert shared.get("/redoc").status_code == 404
     context.close()

@@ -12,16 +12,15 @@ import httpx2
 import pytest
 
 from api.app import create_app
-from core.config import Settings, SettingsError, read
+from core.config import Settings, SettingsError
 from core.jobs.record import JobState
-from tests.api.world import PATIENCE_S, SERVE, Worker, check_error, eventually, process, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Worker, check_error, eventually, process
 
 # Dies when the job is made, and nobody has been told.
 DIES = "import os; from api import jobs; jobs.job_object = lambda *_: os.kill(os.getpid(), 9); " + SERVE
 
 
-def test_killed_between_the_record_and_the_answer(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_killed_between_the_record_and_the_answer(settings: Settings) -> None:
     with Worker(settings) as worker:
         worker.announce()
         with process(DIES, settings) as (child, client):
@@ -34,8 +33,7 @@ def test_killed_between_the_record_and_the_answer(redis_url: str, folder: Path) 
         worker.work(id)
 
 
-def test_stops_when_it_is_told_to(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_stops_when_it_is_told_to(settings: Settings) -> None:
     with Worker(settings) as worker, ThreadPoolExecutor(1) as pool:
         worker.announce()
         with process(SERVE, settings) as (child, client):
@@ -57,11 +55,9 @@ HANGS = (
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/jobs/x"), ("POST", "/v1/jobs/x/cancel")])
-def test_a_request_that_does_not_end_in_time_is_answered_503(
-    redis_url: str, folder: Path, method: str, path: str
-) -> None:
+def test_a_request_that_does_not_end_in_time_is_answered_503(settings: Settings, method: str, path: str) -> None:
     """It was a 500 in plain text, with a traceback in the log."""
-    with process(HANGS, settings_of(redis_url, folder)) as (child, client), ThreadPoolExecutor(1) as pool:
+    with process(HANGS, settings) as (child, client), ThreadPoolExecutor(1) as pool:
         assert child.stderr is not None
         answer = pool.submit(client.request, method, path)
         assert child.stderr.readline() == "asked\n"
@@ -80,9 +76,8 @@ TELLS = (
 )
 
 
-def test_opening_streams_does_not_stop_for_all_garbage(redis_url: str, folder: Path) -> None:
+def test_opening_streams_does_not_stop_for_all_garbage(settings: Settings) -> None:
     """Counted, not timed: a full collection walks through every open stream while nobody is answered."""
-    settings = settings_of(redis_url, folder)
     with Worker(settings) as worker, contextlib.ExitStack() as streams:
         worker.announce()
         with process(TELLS, settings) as (child, client):
@@ -104,9 +99,8 @@ def test_opening_streams_does_not_stop_for_all_garbage(redis_url: str, folder: P
             assert collections() == before
 
 
-def test_answers_are_not_held_back(redis_url: str, folder: Path) -> None:
+def test_answers_are_not_held_back(settings: Settings) -> None:
     """The socket that is handed over is one of TCP's, and known as one: else 40 ms would go by before each answer."""
-    settings = settings_of(redis_url, folder)
     show = (
         "import socket; from uvicorn.protocols.http.h11_impl import H11Protocol as H; made = H.connection_made\n"
         "def look(self, transport):\n"
@@ -124,8 +118,3 @@ def test_settings_that_cannot_be_used(tmp_path: Path, name: str, value: str) -> 
     given = {"redis_url": "redis://127.0.0.1:1/0", "data_dir": tmp_path, name: value}
     with pytest.raises(SettingsError, match=f"DIPTYCH_{name.upper()}: "):
         create_app(Settings(**given))
-
-
-def test_an_address_without_a_scheme_is_refused_before_anything_starts() -> None:
-    with pytest.raises(SettingsError, match="redis-url: must begin with redis://"):
-        read(redis_url="here:6379")

@@ -7,13 +7,13 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
 
+from core.config import Settings
 from core.jobs.record import JobDraft
-from tests.api.world import SERVE, Api, Worker, eventually, opened, process, settings_of
+from tests.api.world import SERVE, Api, Worker, changed, eventually, opened, process
 
 CLIENT_S = 1.0
 MUCH_S = 30.0  # what must have come by then, on a machine that may stall
@@ -21,8 +21,8 @@ SCARCE = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)
 
 
 @pytest.fixture
-def api(redis_url: str, folder: Path) -> Iterator[Api]:
-    with Api(settings_of(redis_url, folder, client_s=CLIENT_S)) as api:
+def api(settings: Settings) -> Iterator[Api]:
+    with Api(changed(settings, client_s=CLIENT_S)) as api:
         yield api
 
 
@@ -107,13 +107,7 @@ def test_a_body_that_comes_steadily_is_waited_for(api: Api) -> None:
 def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> None:
     with Worker(api.settings) as worker:
         worker.store.create(JobDraft("large", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
-        claim = worker.take("large")
-        data = bytes(8 * 2**20)
-        picture = {
-            "key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 64, "height": 64,
-            "media_type": "image/png", "size_bytes": len(data),
-        }  # fmt: skip
-        assert worker.store.leases.succeed("large", claim.attempt, {"images": [picture], "engine_s": 0.1})
+        (data,) = worker.finish(worker.take("large"), bytes(8 * 2**20))
     ask = b"GET /v1/jobs/large/images/0 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with connected(api, small=True) as stalled, connected(api, small=True) as slow:
         for client in (stalled, slow):
@@ -136,17 +130,18 @@ def test_an_event_stream_that_nobody_reads_is_closed(api: Api) -> None:
             client.sendall(b"GET /v1/jobs/told/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             eventually(lambda: api.server.server_state.connections)
             assert client.recv(15) == b"HTTP/1.1 200 OK"
-            until = time.monotonic() + MUCH_S
-            while api.server.server_state.connections:
-                assert time.monotonic() < until, "it is still served"
-                event = {"type": "progress", "data": json.dumps({"padding": "x" * 500_000})}
+            event = {"type": "progress", "data": json.dumps({"padding": "x" * 500_000})}
+
+            def closed() -> bool:
                 worker.redis.xadd("diptych:events:told", event, maxlen=10)
-                time.sleep(0.05)
+                return not api.server.server_state.connections
+
+            eventually(closed, "it is still served")
 
 
-def test_idle_connections_make_way(redis_url: str, folder: Path) -> None:
+def test_idle_connections_make_way(settings: Settings) -> None:
     """More of them than this process may open files: whoever asks for something is answered."""
-    with process(SCARCE, settings_of(redis_url, folder)) as (_, client), contextlib.ExitStack() as idle:
+    with process(SCARCE, settings) as (_, client), contextlib.ExitStack() as idle:
         address = (client.base_url.host, client.base_url.port)
         for k in range(300):
             one = idle.enter_context(socket.create_connection(address, timeout=MUCH_S))
@@ -157,8 +152,8 @@ def test_idle_connections_make_way(redis_url: str, folder: Path) -> None:
                 assert newcomer.get("/healthz").status_code == 200
 
 
-def test_where_all_are_busy_a_new_one_is_told(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder, connections=3)
+def test_where_all_are_busy_a_new_one_is_told(settings: Settings) -> None:
+    settings = changed(settings, connections=3)
     with opened(settings) as (api, worker), contextlib.ExitStack() as streams:
         worker.store.create(JobDraft("told", "image", "emoji-xl", {"n": 1}))
         for _ in range(3):

@@ -21,7 +21,7 @@ from tests.api.easel import Easel
 from tests.api.test_conditions import inline
 from tests.api.test_edits import pixels
 from tests.api.test_openapi import TEXT, Document
-from tests.api.world import PATIENCE_S, SERVE, Worker, process, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Worker, ok, process, settings_of
 
 CASES = 6  # of an operation
 WRONG_FORM = {"invalid_type", "unknown_parameter", "missing_required_parameter", "invalid_body", "repeated_field"}
@@ -126,7 +126,6 @@ def test_every_stream_has_the_events_of_its_endpoint(document: Document) -> None
     for label, (body, names) in STREAMS.items():
         method, path = label.split()
         url = document.url + path.format(id=document.job)
-        answer = document.session.request(method, url, json=body or None, timeout=PATIENCE_S)
-        assert answer.status_code == 200, answer.text
+        answer = ok(document.session.request(method, url, json=body or None, timeout=PATIENCE_S))
         events = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
         assert len(events) > 1 and names >= {*events}, label

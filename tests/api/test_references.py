@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from api.uploads import MAX_BYTES
-from tests.api.easel import Easel
-from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels, webp_bomb
-from tests.api.world import Api, Worker, check_error
+from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
+from tests.api.world import Api, Worker, check_error, ok
 
 EDITS = "/v1/images/edits"
 
@@ -23,8 +22,7 @@ def file(api: Api, data: bytes = PNG, purpose: str = "vision", name: str = "cat.
 
 
 def uploaded(api: Api, data: bytes = PNG, **more: str) -> dict[str, str]:
-    answer = file(api, data, **more)
-    assert answer.status_code == 200, answer.text
+    answer = ok(file(api, data, **more))
     return {"file_id": str(answer.json()["id"])}
 
 
@@ -42,11 +40,8 @@ def order(api: Api, **fields: Any) -> httpx2.Response:
 @pytest.mark.parametrize("named", [uploaded, lambda api, data=PNG: inline(data)], ids=["file", "data URL"])
 def test_an_edit_is_a_job(shared: Api, worker: Worker, named: Any) -> None:
     array = pixels(seed=3)
-    answer = order(
-        shared, images=[named(shared, as_file(array))], mask=named(shared, as_file(hole())), strength=0.5, seed=7, n=2
-    )
-    assert answer.status_code == 202, answer.text
-    id = answer.json()["id"]
+    fields = {"images": [named(shared, as_file(array))], "mask": named(shared, as_file(hole()))}
+    id = ok(order(shared, **fields, strength=0.5, seed=7, n=2), 202).json()["id"]
     claim = worker.take(id)
     assert claim.parameters["edit"]["strength"] == 0.5 and claim.parameters["seed"] == 7
     image, mask = handed_on(worker, claim)
@@ -54,13 +49,13 @@ def test_an_edit_is_a_job(shared: Api, worker: Worker, named: Any) -> None:
     assert len(str(worker.redis.hgetall(f"diptych:job:{id}"))) < 3000, "the picture itself is in no record"
     made = worker.finish(claim)
     told = shared.job(id)
-    assert told["status"] == "succeeded" and shared.client.get(told["images"][0]["url"]).content == made[0]
+    assert told["status"] == "succeeded" and shared.get(told["images"][0]["url"]).content == made[0]
 
 
 def test_a_job_needs_the_file_no_longer_once_it_is_made(shared: Api, worker: Worker) -> None:
     image = uploaded(shared, as_file(pixels(seed=4)))
     id = order(shared, images=[image]).json()["id"]
-    assert shared.client.delete(f"/v1/files/{image['file_id']}").json()["deleted"] is True
+    assert shared.delete(f"/v1/files/{image['file_id']}").json()["deleted"] is True
     claim = worker.take(id)
     assert np.array_equal(handed_on(worker, claim)[0], pixels(seed=4))
     assert worker.store.leases.fail(id, claim.attempt, "engine_error", "no")
@@ -74,31 +69,9 @@ def test_a_job_needs_the_file_no_longer_once_it_is_made(shared: Api, worker: Wor
 def test_a_deadline_is_checked_for_the_pictures_own_size(shared: Api, named: Any) -> None:
     """Not for the model's native size, which takes four times as long."""
     fields = {"deadline_s": 1.2, "steps": 20, "priority": 0}
-    small = order(shared, images=[named(shared, as_file(pixels(64, 64)))], **fields)
-    assert small.status_code == 202, small.text
+    ok(order(shared, images=[named(shared, as_file(pixels(64, 64)))], **fields), 202)
     large = order(shared, images=[named(shared, as_file(pixels(128, 128)))], **fields)
     check_error(large, 400, "deadline_s", "deadline_hopeless")
-
-
-def test_a_job_of_a_chosen_id_is_made_once(shared: Api, worker: Worker) -> None:
-    def put(data: bytes, **more: Any) -> httpx2.Response:
-        fields = {"type": "edit", "prompt": "x", "images": [inline(data)], **more}
-        return shared.client.put("/v1/jobs/edit-of-mine", json=fields)
-
-    known = worker.ids()
-    assert [put(PNG).status_code for _ in range(3)] == [202] * 3
-    assert worker.ids() - known == {"edit-of-mine"}
-    check_error(put(as_file(pixels(seed=1))), 422, code="idempotency_conflict")
-    check_error(put(PNG, strength=0.3), 422, code="idempotency_conflict")
-    worker.work("edit-of-mine")
-
-
-def test_the_endpoint_takes_json_too(shared: Api, worker: Worker) -> None:
-    with Easel(worker) as easel:
-        answer = shared.post(EDITS, prompt="a hat", images=[inline(as_file(pixels(200, 100), "JPEG"), "jpeg")], n=2)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["size"] == "168x96" and len(answer.json()["data"]) == 2
-    assert easel.seen[-1].parameters["edit"]["strength"] == 0.8
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -120,15 +93,8 @@ ZEROS = "file-" + "0" * 24
         ({"images": ["data:image/png;base64,AA=="]}, 400, "images", "invalid_type"),
         ({"images": inline()}, 400, "images", None),
         ({"images": [{"image_url": "http://127.0.0.1/x.png"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "file:///etc/passwd"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/svg+xml;base64,AAAA"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,é"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,AAAAA"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,"}]}, 400, "images", "invalid_value"),
         ({"images": [inline(b"hello")]}, 400, "images", "invalid_value"),
         ({"images": [inline(bomb(20_000, 20_000))]}, 400, "images", "invalid_value"),
-        ({"images": [inline(webp_bomb(), "webp")]}, 400, "images", "invalid_value"),
-        ({"images": [inline(PNG[:-500])]}, 400, "images", "invalid_value"),
         ({"mask": inline(as_file(hole(64, 64)))}, 400, "mask", "invalid_value"),
         ({"mask": inline()}, 400, "mask", "invalid_value"),
         ({"mask": {}}, 400, "mask", "invalid_value"),
@@ -139,7 +105,7 @@ ZEROS = "file-" + "0" * 24
         ({"type": "image"}, 400, "images", "unknown_parameter"),
         ({"type": "text"}, 400, "type", "invalid_value"),
     ],
-    ids=range(29),
+    ids=range(22),
 )
 def test_what_is_wrong_is_refused_by_name(
     shared: Api, worker: Worker, fields: dict[str, Any], status: int, param: str, code: str | None
@@ -161,14 +127,13 @@ def test_what_is_larger_than_a_body_is_handed_in_as_a_file(shared: Api, worker: 
 
 @pytest.mark.parametrize(
     ("data", "status"),
-    [(b"", 400), (b"hello", 400), (bomb(4097, 4096), 400), (webp_bomb(), 400), (PNG[:20], 400),
-     (as_file(pixels(), "GIF"), 400), (PNG + bytes(MAX_BYTES), 413)],
-    ids=range(7),
-)  # fmt: skip
+    [(b"", 400), (bomb(4097, 4096), 400), (as_file(pixels(), "GIF"), 400), (PNG + bytes(MAX_BYTES), 413)],
+    ids=range(4),
+)
 def test_a_file_that_is_no_picture_is_not_kept(shared: Api, data: bytes, status: int) -> None:
-    before = shared.client.get("/v1/files").json()
+    before = shared.get("/v1/files").json()
     check_error(file(shared, data), status, "file")
-    assert shared.client.get("/v1/files").json() == before
+    assert shared.get("/v1/files").json() == before
 
 
 @pytest.mark.parametrize(("form", "kind"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")])
@@ -176,7 +141,7 @@ def test_a_picture_is_kept_as_it_was(shared: Api, form: str, kind: str) -> None:
     data = as_file(pixels(seed=5), form)
     kept = file(shared, data, name="a<b>.html").json()
     assert (kept["purpose"], kept["bytes"], kept["filename"]) == ("vision", len(data), "file")
-    answer = shared.client.get(f"/v1/files/{kept['id']}/content")
+    answer = shared.get(f"/v1/files/{kept['id']}/content")
     assert answer.content == data and answer.headers["content-type"] == kind
     assert answer.headers["x-content-type-options"] == "nosniff"
 

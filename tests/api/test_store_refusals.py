@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from core.config import Settings
 from deployment.redis import RedisServer
 from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 from tests.core import refusals
@@ -14,8 +15,7 @@ from tests.disks import small_disk
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
-    settings = settings_of(redis_url, folder)
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
     with opened(settings, CARD) as (api, worker):
         yield api, worker
 
@@ -31,12 +31,12 @@ def test_every_refusal_is_told_and_passes(world: tuple[Api, Worker], way: str) -
             api.post("/v1/jobs", type="image", prompt="a cat"),
             api.client.put("/v1/jobs/mine", json={"type": "image", "prompt": "a cat"}),
             api.client.post(f"/v1/jobs/{waiting}/cancel"),
-            api.client.delete(f"/v1/jobs/{waiting}"),
+            api.delete(f"/v1/jobs/{waiting}"),
         ):
             error = check_error(answer, 503, code="store_down")
             assert reason in error["message"]
             assert 1 <= int(answer.headers["retry-after"]) <= 120
-        assert api.client.get(f"/v1/jobs/{waiting}").status_code == (503 if way == "busy" else 200)
+        assert api.get(f"/v1/jobs/{waiting}").status_code == (503 if way == "busy" else 200)
     assert worker.ids() == {waiting}
     worker.work(waiting)
     worker.work(api.order())
@@ -57,14 +57,14 @@ def test_a_redis_that_ended_on_a_full_disk(redis_url: str, redis_server: RedisSe
     with Worker(settings) as worker:
         worker.announce()
         with Api(settings) as api:
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            eventually(lambda: api.get("/readyz").status_code == 200)
             redis_server.kill()
             try:
-                eventually(lambda: "no space left" in api.client.get("/readyz").text)
+                eventually(lambda: "no space left" in api.get("/readyz").text)
                 error = check_error(api.draw(), 503, code="store_down")
                 assert "its disk cannot be written: no space left on device" in error["message"]
             finally:
                 redis_server.start()
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            eventually(lambda: api.get("/readyz").status_code == 200)
             worker.announce()
             api.order()

@@ -25,21 +25,30 @@ def go() -> Iterator[threading.Event]:
     event.set()
 
 
+class Held:
+    """Work that runs until it may end."""
+
+    def __init__(self, go: threading.Event) -> None:
+        self.go = go
+        self.running: list[str] = []
+
+    def named(self, name: str) -> Work:
+        def run(bound: Deadline) -> None:
+            self.running.append(name)
+            self.go.wait(PATIENCE_S)
+
+        return run
+
+
 def pool(threads: int = 2, *, of_tenant: int = 1, of_lane: int = 1, item_s: float = PATIENCE_S) -> TenantPool:
     return TenantPool("pool", threads, of_tenant=of_tenant, of_lane=of_lane, item_s=item_s)
 
 
 def test_tenants_and_their_lanes_take_turns(go: threading.Event) -> None:
     """One that came first with very much keeps nobody waiting for more than one of its items."""
-    items, ran = pool(1), list[str]()
-    begun = threading.Event()
-
-    def first(bound: Deadline) -> None:
-        begun.set()
-        go.wait(PATIENCE_S)
-
-    items.submit("ann", "a", "first", first)
-    assert begun.wait(PATIENCE_S)
+    items, ran, held = pool(1), list[str](), Held(go)
+    items.submit("ann", "a", "first", held.named("first"))
+    eventually(lambda: held.running)
     for k in range(4):
         items.submit("ann", "a", f"a{k}", lambda _, k=k: ran.append(f"a{k}"))  # type: ignore[misc]
     items.submit("ann", "b", "b", lambda _: ran.append("b"))
@@ -51,16 +60,8 @@ def test_tenants_and_their_lanes_take_turns(go: threading.Event) -> None:
 
 
 def test_so_many_at_once_of_a_tenant_and_of_a_lane(go: threading.Event) -> None:
-    items = pool(8, of_tenant=3, of_lane=2)
-    running: list[str] = []
-
-    def work(name: str) -> Work:
-        def run(bound: Deadline) -> None:
-            running.append(name)
-            go.wait(PATIENCE_S)
-
-        return run
-
+    items, held = pool(8, of_tenant=3, of_lane=2), Held(go)
+    running, work = held.running, held.named
     for lane in "abc":
         for k in range(3):
             items.submit("ann", lane, f"{lane}{k}", work(lane))
@@ -78,15 +79,8 @@ def test_so_many_at_once_of_a_tenant_and_of_a_lane(go: threading.Event) -> None:
 
 def test_a_lane_leaves_room_for_the_tenants_other_lanes(go: threading.Event) -> None:
     """Whatever waits in it, and however many threads and places of the tenant are free."""
-    items, running = pool(8, of_tenant=3, of_lane=2), list[str]()
-
-    def work(name: str) -> Work:
-        def run(bound: Deadline) -> None:
-            running.append(name)
-            go.wait(PATIENCE_S)
-
-        return run
-
+    items, held = pool(8, of_tenant=3, of_lane=2), Held(go)
+    running, work = held.running, held.named
     for k in range(5):
         items.submit("ann", "a", f"a{k}", work("a"))
     eventually(lambda: len(running) >= 2)

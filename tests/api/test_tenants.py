@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import openai
 import pytest
@@ -25,13 +25,26 @@ from api.text_drafts import CHAT
 from api.webhook_sender import WebhookSender
 from api.webhooks import Unreachable, call
 from core.config import Settings
-from core.jobs.keyring import Keyring
+from core.jobs.keyring import USUAL_SCOPES
 from tests.api import rivals, test_batches
 from tests.api.test_batches import ended, told
-from tests.api.test_text_batches import lines
-from tests.api.test_text_feeder import CARDS, Desk, Scribe, ask, client_of, content
+from tests.api.test_text_batches import begin, lines
+from tests.api.test_text_feeder import CARDS, Desk, Scribe, ask, contents
 from tests.api.test_webhooks import Receiver
-from tests.api.world import PATIENCE_S, SERVE, Api, Worker, eventually, opened, process, settings_of
+from tests.api.world import (
+    BATCH,
+    CARD,
+    PATIENCE_S,
+    SERVE,
+    Api,
+    Worker,
+    changed,
+    client_of,
+    eventually,
+    opened,
+    process,
+    token_of,
+)  # fmt: skip
 
 URL = test_batches.URL
 
@@ -39,12 +52,10 @@ URL = test_batches.URL
 @contextlib.contextmanager
 def tenants(settings: Settings) -> Iterator[tuple[Api, openai.OpenAI, openai.OpenAI, openai.OpenAI]]:
     """An API, two who have a key each, and one who may do everything."""
-    keyring = Keyring.of(settings)
-    scopes = {"ann": ["images", "text", "files"], "bob": ["images", "text", "files"], "chief": ["admin"]}
-    tokens = [keyring.add(name, of, rate="100000/second")[1] for name, of in scopes.items()]
-    keyring.close()
+    scopes = {"ann": USUAL_SCOPES, "bob": USUAL_SCOPES, "chief": ["admin"]}
+    tokens = [token_of(settings, name, of, rate="100000/second") for name, of in scopes.items()]
     with Api(settings) as api, contextlib.ExitStack() as clients:
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        eventually(lambda: api.get("/readyz").status_code == 200)
         ann, bob, chief = (clients.enter_context(client_of(api.url, token)) for token in tokens)
         yield api, ann, bob, chief
 
@@ -57,66 +68,56 @@ def begun(client: openai.OpenAI, file: str, endpoint: Any = CHAT) -> str:
     return client.batches.create(input_file_id=file, endpoint=endpoint, completion_window="24h").id
 
 
-class Drawing(Worker):
-    """A worker that is ready."""
-
-    def __enter__(self) -> Self:
-        self.announce()
-        return self
-
-
 @pytest.fixture
-def scribe(redis_url: str, folder: Path) -> Iterator[Scribe]:
-    with Scribe(settings_of(redis_url, folder)) as scribe:
+def scribe(settings: Settings) -> Iterator[Scribe]:
+    with Scribe(settings) as scribe:
         scribe.announce_all(CARDS)
         yield scribe
 
 
-def write_all(scribe: Scribe, over: threading.Event) -> None:
-    """Answer what waits until it is over."""
-    while not over.wait(0.02):
-        for id, _ in scribe.texts():
-            scribe.answer(id)
-
-
 @contextlib.contextmanager
 def writing(scribe: Scribe) -> Iterator[None]:
+    """What waits is answered."""
     over = threading.Event()
-    thread = threading.Thread(target=write_all, args=(scribe, over))
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+
+    def write_all() -> None:
+        while not over.wait(0.02):
+            for id, _ in scribe.texts():
+                scribe.answer(id)
+
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write_all)
+        try:
+            yield
+        finally:
+            over.set()
+            written.result()
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_takes_the_id_of_a_line_harms_nobody(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_who_takes_the_id_of_a_line_harms_nobody(settings: Settings, scribe: Scribe) -> None:
     """A picture under the id that a line of text would have, as the id was once made."""
-    settings = settings_of(redis_url, folder, batch_texts=2)
+    settings = changed(settings, batch_texts=2)
     with tenants(settings) as (_, ann, bob, _):
-        worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcdef"))))
+        worst = begin(ann, CHAT, *ask(*"abcdef")).id
         for line in range(2, 6):
             id = "job_" + hashlib.sha256(f"{worst}/{line}".encode()).hexdigest()[:24]
             ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
             scribe.finish(scribe.take(id))
-        best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
+        best = begin(bob, CHAT, *ask(*"xyz")).id
         with writing(scribe):
-            assert [content(line) for line in told(bob, ended(bob, best).output_file_id)] == list("xyz")
+            assert contents(bob, best) == list("xyz")
             done = ended(ann, worst)
         assert done.request_counts.completed + done.request_counts.failed == 6
 
 
-def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
-    redis_url: str, folder: Path, scribe: Scribe
-) -> None:
+def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(settings: Settings, scribe: Scribe) -> None:
     """Its owner erases it and has a picture drawn under its id."""
-    settings = settings_of(redis_url, folder, batch_texts=2)
+    settings = changed(settings, batch_texts=2)
     with tenants(settings) as (_, ann, bob, _):
-        worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcd"))))
+        worst = begin(ann, CHAT, *ask(*"abcd")).id
         eventually(lambda: len(scribe.texts()) == 2)
         taken = scribe.texts()[0][0]
         ann.delete(f"/jobs/{taken}", cast_to=object)
@@ -124,7 +125,7 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
             ann.put(f"/jobs/{taken}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
             picture = scribe.take(taken)
             scribe.finish(picture)
-        best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
+        best = begin(bob, CHAT, *ask(*"xyz")).id
         with writing(scribe):
             assert ended(bob, best).request_counts.completed == 3
             done = ended(ann, worst)
@@ -133,15 +134,14 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
         assert lost["response"]["body"]["error"]["code"] == "job_lost"
 
 
-def test_an_answer_that_nobody_expected_ends_its_line_alone(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_an_answer_that_nobody_expected_ends_its_line_alone(settings: Settings, scribe: Scribe) -> None:
     """A worker that says it succeeded, and brings nothing."""
-    settings = settings_of(redis_url, folder)
     with tenants(settings) as (_, ann, bob, _):
-        worst = begun(ann, handed_in(ann, lines(CHAT, *ask("a", "b"))))
+        worst = begin(ann, CHAT, *ask("a", "b")).id
         eventually(lambda: len(scribe.texts()) == 2)
         claim = scribe.take(scribe.next())
         assert scribe.store.leases.succeed(claim.id, claim.attempt, {})
-        best = begun(bob, handed_in(bob, lines(CHAT, *ask("x"))))
+        best = begin(bob, CHAT, *ask("x")).id
         with writing(scribe):
             assert ended(bob, best).request_counts.completed == 1
             done = ended(ann, worst)
@@ -159,45 +159,39 @@ DIES = (
 )
 
 
-def test_a_batch_that_there_is_is_worked_at(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_a_batch_that_there_is_is_worked_at(settings: Settings, scribe: Scribe) -> None:
     """Whenever the API dies that makes it."""
-    settings = settings_of(redis_url, folder)
     with (
         process(DIES, settings) as (_, http),
-        client_of(str(http.base_url).rstrip("/")) as client,
+        client_of(http.base_url) as client,
         contextlib.suppress(openai.APIConnectionError),
     ):
-        begun(client, handed_in(client, lines(CHAT, *ask("a"))))
+        begin(client, CHAT, *ask("a"))
     made = {key.rpartition(":")[2] for key in scribe.redis.scan_iter("diptych:batch:*")}
     assert set(scribe.redis.zrange("diptych:batches", 0, -1)) == made
 
 
-def test_a_batch_is_looked_at_while_others_are_answered(
-    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_looked_at_while_others_are_answered(settings: Settings, scribe: Scribe) -> None:
     """12 MiB of lines that take long to look at."""
     deep = json.dumps({"messages": [{"role": "user", "content": "a"}], "metadata": [[[]]] * 300}).encode()
     line = b'{"custom_id": "%d", "method": "POST", "url": "' + CHAT.encode() + b'", "body": ' + deep + b"}"
     data = b"\n".join(line % k for k in range(12 * 2**20 // len(line)))
-    with process(SERVE, settings_of(redis_url, folder)) as (_, http):
-        file = http.post("/v1/files", files={"file": ("a", data)}, data={"purpose": "batch"}).json()["id"]
-        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-        with rivals.Heartbeat(http.base_url.port or 0) as heartbeat, ThreadPoolExecutor(1) as pool:
+    with process(SERVE, settings) as (_, http), client_of(http.base_url) as client:
+        file = handed_in(client, data)
+        with rivals.Heartbeat(http.base_url.port or 0) as heartbeat:
             eventually(lambda: heartbeat.answers)
             before = heartbeat.answers
-            made = pool.submit(http.post, "/v1/batches", json=asked).result()
+            begun(client, file)
             assert heartbeat.answers - before >= 10
-        assert made.status_code == 200 and made.json()["status"] in ("in_progress", "failed")
 
 
-def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
+def test_the_pictures_of_a_batch_are_never_all_in_memory(settings: Settings) -> None:
     """A batch of 120 MiB of pictures in base64 is written into its file."""
-    settings = settings_of(redis_url, folder)
     count, size = 40, 3 * 2**20
     asked = [{"prompt": "a cat", "steps": 2, "size": "64x64", "response_format": "b64_json"}] * count
     with Worker(settings) as worker:
         worker.announce()
-        with process(SERVE, settings) as (child, http), client_of(str(http.base_url).rstrip("/")) as client:
+        with process(SERVE, settings) as (child, http), client_of(http.base_url) as client:
             eventually(lambda: http.get("/readyz").status_code == 200)
             batch = begun(client, handed_in(client, test_batches.lines(*asked)), URL)
             picture = worker.artifacts.put(b"\x89PNG" + bytes(size), "image/png")
@@ -215,25 +209,25 @@ def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder:
             assert grown < 100
 
 
-def test_files_that_come_in_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
+def test_files_that_come_in_are_never_all_in_memory(settings: Settings) -> None:
     """Eight of 31 MiB, handed in at once."""
     data = b"x" * (31 * 2**20)
-    with process(SERVE, settings_of(redis_url, folder)) as (child, http):
+    with process(SERVE, settings) as (child, http):
         eventually(lambda: http.get("/v1/files").status_code == 200)
         before = rivals.peak_mib(child.pid)
 
         def hand_in(k: int) -> int:
             named = {"file": ("a", b"%d" % k + data)}
-            return http.post("/v1/files", files=named, data={"purpose": "batch"}).status_code
+            return http.post("/v1/files", files=named, data=BATCH).status_code
 
         with ThreadPoolExecutor(8) as pool:
             assert set(pool.map(hand_in, range(8))) == {200}
         assert rivals.peak_mib(child.pid) - before < 150
 
 
-def test_many_batches_are_looked_at_in_few_commands(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_many_batches_are_looked_at_in_few_commands(settings: Settings, scribe: Scribe) -> None:
     """Of a key whose share is taken, however many batches it has: commands per pass, not seconds."""
-    desk = Desk(settings_of(redis_url, folder, batch_texts=1))
+    desk = Desk(changed(settings, batch_texts=1))
     feeder = BatchFeeder(desk.service)
     for batches in (9, 36):
         while scribe.redis.zcard("diptych:batches") < batches:
@@ -253,10 +247,10 @@ def test_many_batches_are_looked_at_in_few_commands(redis_url: str, folder: Path
 
 
 def test_a_pass_reads_the_lines_that_it_begins(
-    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each line is parsed once to be begun, however many batches there are."""
-    desk = Desk(settings_of(redis_url, folder, batch_texts=20))
+    desk = Desk(changed(settings, batch_texts=20))
     for k in range(20):
         desk.batch(*ask(*(f"{k} {line}" for line in range(50))))
     parsed: list[int] = []
@@ -272,10 +266,9 @@ def test_a_pass_reads_the_lines_that_it_begins(
     assert 20 <= begun <= len(parsed) <= 2 * begun
 
 
-def test_an_admin_sees_everybodys_batches(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    settings = settings_of(redis_url, folder)
+def test_an_admin_sees_everybodys_batches(settings: Settings, scribe: Scribe) -> None:
     with tenants(settings) as (_, ann, bob, chief):
-        ids = [begun(one, handed_in(one, lines(CHAT, *ask("a")))) for one in (ann, bob, ann)]
+        ids = [begin(one, CHAT, *ask("a")).id for one in (ann, bob, ann)]
         scribe.redis.delete("diptych:every_batch", "diptych:every_batch_indexed")  # as of an older version
         assert sorted(batch.id for batch in chief.batches.list().data) == sorted(ids)
         page = chief.batches.list(limit=2)
@@ -291,9 +284,8 @@ def kept(folder: Path) -> set[str]:
     return {name for _, _, names in os.walk(folder / "artifacts") for name in names}
 
 
-def test_what_is_deleted_leaves_the_disk(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_what_is_deleted_leaves_the_disk(settings: Settings, folder: Path, scribe: Scribe) -> None:
     """Unless another file, or a batch that is still worked at, needs the same."""
-    settings = settings_of(redis_url, folder)
     with tenants(settings) as (_, ann, bob, _):
         once, twice = (lines(CHAT, *ask(text)) for text in "ab")
         alone, mine, theirs = handed_in(ann, once), handed_in(ann, twice), handed_in(bob, twice)
@@ -309,12 +301,13 @@ def test_what_is_deleted_leaves_the_disk(redis_url: str, folder: Path, scribe: S
         eventually(lambda: hashlib.sha256(twice).hexdigest()[2:] + ".jsonl" not in kept(folder))
 
 
-def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> None:
+def test_erasing_a_job_shortens_nobodys_file(settings: Settings, folder: Path) -> None:
     """A file that is, byte for byte, what the job of another made."""
-    settings = settings_of(redis_url, folder)
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")
-    with Drawing(settings) as worker, tenants(settings) as (_, ann, bob, _):
+    with Worker(settings) as worker, contextlib.ExitStack() as stack:
+        worker.announce()
+        _, ann, bob, _ = stack.enter_context(tenants(settings))
         id = ann.post("/jobs", body={"type": "image", "prompt": "a cat"}, cast_to=dict)["id"]  # type: ignore[index]
         claim = worker.take(id)
         picture = worker.artifacts.put_kept(stream.getvalue(), "image/png", worker.store.upkeep.keep)
@@ -328,27 +321,22 @@ def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> No
         eventually(lambda: picture.rpartition("/")[2] not in kept(folder))
 
 
-def test_a_file_that_a_job_names_stays_with_the_job(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
-    with opened(settings) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
-        data = lines(CHAT, *ask("a"))
-        with client_of(api.url) as client:
-            file = handed_in(client, data)
-            (key,) = worker.redis.zrange("diptych:kept", 0, -1)
-            claim = worker.take(api.order())
-            assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": []}, [key])
-            client.files.delete(file)
-        assert worker.redis.zscore("diptych:kept", key) > worker.redis.time()[0] * 1000 + settings.retention_s * 1000
-        assert worker.artifacts.get(key) == data
+def test_a_file_that_a_job_names_stays_with_the_job(alone: tuple[Api, Worker]) -> None:
+    api, worker = alone
+    data = lines(CHAT, *ask("a"))
+    with client_of(api.url) as client:
+        file = handed_in(client, data)
+        (key,) = worker.redis.zrange("diptych:kept", 0, -1)
+        claim = worker.take(api.order())
+        assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": []}, [key])
+        client.files.delete(file)
+    assert worker.redis.zscore("diptych:kept", key) > 1000 * (worker.redis.time()[0] + api.settings.retention_s)
+    assert worker.artifacts.get(key) == data
 
 
-def test_a_key_has_so_many_bytes_of_files(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    settings = settings_of(redis_url, folder, files_quota_bytes=1000)
-    keyring = Keyring.of(settings)
-    token = keyring.add("carl", ["files"], file_bytes=1500)[1]
-    keyring.close()
+def test_a_key_has_so_many_bytes_of_files(settings: Settings, scribe: Scribe) -> None:
+    settings = changed(settings, files_quota_bytes=1000)
+    token = token_of(settings, "carl", ["files"], file_bytes=1500)
     with tenants(settings) as (api, ann, bob, _), client_of(api.url, token) as carl:
         handed_in(carl, b"x" * 1500)  # the key's own limit goes over the service's
         with pytest.raises(openai.RateLimitError):
@@ -378,10 +366,9 @@ def test_a_key_has_so_many_bytes_of_files(redis_url: str, folder: Path, scribe: 
 # -- receivers ---------------------------------------------------------------------------------------------------------
 
 
-def test_bad_receivers_keep_nobody_waiting(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_receivers_keep_nobody_waiting(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty that are silent, and some that trickle or go on for ever; and the API ends when it is told to."""
     monkeypatch.setenv("DIPTYCH_WEBHOOK_PRIVATE", "true")
-    settings = settings_of(redis_url, folder)
     kinds = [rivals.trickling_status, rivals.trickling, rivals.continuing, rivals.continuing, *[rivals.silent] * 40]
     with Worker(settings) as worker, contextlib.ExitStack() as stack:
         worker.announce()
@@ -390,30 +377,28 @@ def test_bad_receivers_keep_nobody_waiting(redis_url: str, folder: Path, monkeyp
         with process(SERVE, settings) as (child, http):
             eventually(lambda: http.get("/readyz").status_code == 200)
 
-            def order(url: str) -> None:
-                asked = {"type": "image", "prompt": "a cat", "webhook_url": url}
-                answer = http.post("/v1/jobs", json=asked)
-                assert answer.status_code == 202, answer.text
-                worker.work(answer.json()["id"])
+            def order(*urls: str) -> None:
+                for url in urls:
+                    asked = {"type": "image", "prompt": "a cat", "webhook_url": url}
+                    worker.work(http.post("/v1/jobs", json=asked).json()["id"])
 
-            for url, _ in bad:
-                order(url)
-            eventually(lambda: sum(map(len, (calls for _, calls in bad))) >= 20)
-            for _ in range(3):
-                order(good.url)
-            told = len(good.heard)
-            eventually(lambda: len(good.heard) == 3, f"{told} of 3 were told")
-            for url, _ in bad:
-                order(url)
-            calls = sum(map(len, (calls for _, calls in bad)))
-            eventually(lambda: sum(map(len, (calls for _, calls in bad))) > calls)
+            def calls() -> int:
+                return sum(len(calls) for _, calls in bad)
+
+            order(*(url for url, _ in bad))
+            eventually(lambda: calls() >= 20)
+            order(*[good.url] * 3)
+            eventually(lambda: len(good.heard) == 3, "good receivers wait")
+            order(*(url for url, _ in bad))
+            before = calls()
+            eventually(lambda: calls() > before)
             child.terminate()
             assert child.wait(PATIENCE_S / 4) == -signal.SIGTERM
 
 
-def test_one_key_with_many_receivers_keeps_no_other_waiting(redis_url: str, folder: Path) -> None:
+def test_one_key_with_many_receivers_keeps_no_other_waiting(settings: Settings) -> None:
     """160 ends to tell to silent receivers, and one of another key that came last."""
-    settings = settings_of(redis_url, folder, webhook_private=True, rate="")
+    settings = changed(settings, webhook_private=True, rate="")
     with Worker(settings) as worker, contextlib.ExitStack() as stack:
         worker.announce()
         silent = [stack.enter_context(rivals.receiver(rivals.silent))[0] for _ in range(40)]
@@ -435,14 +420,12 @@ def _order(client: openai.OpenAI, worker: Worker, url: str) -> None:
 
 
 def test_a_receiver_is_told_after_the_record_should_be_gone(
-    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tries span hours; the record waits for them, and then goes as all others."""
-    settings = settings_of(redis_url, folder, webhook_private=True, retention_s=0.5)
+    settings = changed(settings, webhook_private=True, retention_s=0.5)
     monkeypatch.setattr(WebhookSender.__init__, "__defaults__", ((1.5, 1.5),))
-    with Worker(settings) as worker, Receiver(500, 500) as receiver, Api(settings) as api:
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+    with opened(settings, CARD) as (api, worker), Receiver(500, 500) as receiver:
         id = api.order(webhook_url=receiver.url)
         worker.work(id)
         eventually(lambda: len(receiver.heard) == 3)

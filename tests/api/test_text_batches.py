@@ -12,11 +12,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from api import body
-from deployment.redis import RedisServer
+from core.config import Settings
 from tests.api.test_batches import ended, told
 from tests.api.test_text import ASK, BAD, CHAT, COMPLETE
-from tests.api.world import PATIENCE_S, Api, check_error, settings_of
-from tests.api.writing import TextWorker
+from tests.api.world import Api, check_error
+from tests.api.writing import written
 from tests.llm import stage
 
 LONG = {"messages": [{"role": "user", "content": "a long story"}], "max_tokens": 200, "logprobs": True,
@@ -24,16 +24,9 @@ LONG = {"messages": [{"role": "user", "content": "a long story"}], "max_tokens":
 
 
 @pytest.fixture(scope="module")
-def api(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+def shared(module_settings: Settings) -> Iterator[Api]:
+    with written(module_settings, stage.small()) as api:
         yield api
-
-
-@pytest.fixture
-def client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        yield client
 
 
 def lines(url: str, *bodies: dict[str, Any]) -> bytes:
@@ -73,40 +66,38 @@ def same(body: dict[str, Any], alone: dict[str, Any]) -> bool:
     return usage[0] == usage[1] and all(body[name] == alone[name] for name in kept)
 
 
-def test_chats_are_answered_as_alone(api: Api, client: openai.OpenAI) -> None:
+def test_chats_are_answered_as_alone(shared: Api, client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"legs": {"type": "integer"}}, "required": ["legs"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": schema}}
     asked: list[dict[str, Any]] = [
         {**ASK, "model": stage.small().name},
         {**ASK, "n": 3, "logprobs": True, "top_logprobs": 2, "stream": False, "metadata": {"a": "b"}},
         {**ASK, "messages": [{"role": "developer", "content": "Be brief."}, *ASK["messages"]], "stop": ["x"]},
+        {**ASK, "max_tokens": 60, "seed": 2, "response_format": wanted},
         LONG,
     ]
     _, well, ill = done(client, CHAT, *asked)
-    assert not ill and list(well) == ["c0", "c1", "c2", "c3"]
+    assert not ill and list(well) == [f"c{k}" for k in range(len(asked))]
     for line, fields in zip(well.values(), asked, strict=True):
         made = whole(line)
-        assert same(made, api.post(CHAT, **fields).json())
+        assert same(made, shared.post(CHAT, **fields).json())
         answer = ChatCompletion.model_validate(made)
         assert answer.id == "chatcmpl-" + line["response"]["request_id"].removeprefix("job_")
-        assert len(answer.choices) == fields.get("n", 1)
-    logprobs = whole(well["c3"])["choices"][0]["logprobs"]["content"]
+    logprobs = made["choices"][0]["logprobs"]["content"]
     assert len(json.dumps(logprobs)) > 16_384, "so much is laid beside Redis until the file is written"
 
 
-def test_completions_are_answered_as_alone(api: Api, client: openai.OpenAI) -> None:
-    asked = [
-        {"prompt": ["one", "two"], "n": 2, "max_tokens": 6, "seed": 3, "logprobs": 1, "stop": "\n"},
-        {"prompt": [int(token) for token in stage.plain(stage.small(), "one")], "seed": 3},
-    ]
-    _, well, ill = done(client, COMPLETE, *asked)
-    assert not ill
-    for line, fields, count in zip(well.values(), asked, (4, 1), strict=True):
-        made = whole(line)
-        assert same(made, api.post(COMPLETE, **fields).json())
-        assert len(Completion.model_validate(made).choices) == count
+def test_completions_are_answered_as_alone(shared: Api, client: openai.OpenAI) -> None:
+    asked = {"prompt": ["one", "two"], "n": 2, "max_tokens": 6, "seed": 3, "logprobs": 1, "stop": "\n"}
+    _, well, _ = done(client, COMPLETE, asked)
+    made = whole(well["c0"])
+    assert same(made, shared.post(COMPLETE, **asked).json())
+    assert len(Completion.model_validate(made).choices) == 4
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETE])
-def test_each_line_is_refused_as_alone(api: Api, client: openai.OpenAI, url: str) -> None:
+def test_each_line_is_refused_as_alone(shared: Api, client: openai.OpenAI, url: str) -> None:
     """What the API sees and what only the worker sees, in the words of the single request; the rest is answered."""
     # A NUL is no JSON that is taken anywhere: the file is of no use then, as in test_batches.py.
     bad = [fields for path, fields, _, _ in BAD if path == url and "\\u0000" not in json.dumps(fields)]
@@ -115,7 +106,7 @@ def test_each_line_is_refused_as_alone(api: Api, client: openai.OpenAI, url: str
     _, well, ill = done(client, url, *bad, good)
     assert list(well) == [f"c{len(bad)}"] and len(ill) == len(bad)
     for k, fields in enumerate(bad):
-        line, alone = ill[f"c{k}"], api.post(url, **fields)
+        line, alone = ill[f"c{k}"], shared.post(url, **fields)
         assert line["error"] is None and line["response"]["status_code"] == alone.status_code
         assert line["response"]["body"] == alone.json()
         check_error(alone, 404 if "gpt" in str(fields.get("model")) else 400)
@@ -135,16 +126,3 @@ def test_what_no_batch_takes(client: openai.OpenAI) -> None:
     for line, (_, status, param) in zip(ill.values(), refused, strict=True):
         response = line["response"]
         assert (response["status_code"], response["body"]["error"]["param"]) == (status, param)
-
-
-def test_answers_that_must_fit_a_schema(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"legs": {"type": "integer"}}, "required": ["legs"],
-              "additionalProperties": False}  # fmt: skip
-    wanted = [
-        {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": one}}
-        for one in (schema, {"type": "nothing"})
-    ]
-    _, well, ill = done(client, CHAT, *({**ASK, "max_tokens": 60, "seed": 2, "response_format": one} for one in wanted))
-    assert set(json.loads(whole(well["c0"])["choices"][0]["message"]["content"])) == {"legs"}
-    assert ill["c1"]["response"]["body"]["error"]["param"] == "json_schema"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,26 @@ from contract.errors import Invalid
 from core.artifacts import NoArtifact
 from core.config import Settings
 from core.jobs.batches import BatchRecord, BatchStore
-from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import WorkerCard
-from core.jobs.keyring import Keyring
 from core.jobs.record import Claim, Job, JobDraft, JobState
 from deployment.redis import RedisServer
 from tests.api import test_batches
 from tests.api.test_batches import ended, told
 from tests.api.test_text_batches import begin, lines
-from tests.api.world import CARD, PATIENCE_S, SERVE, TEXT, Api, Worker, eventually, kept, process, settings_of
-from tests.core.jobs.books import kombu_queues
+from tests.api.world import (
+    CARD,
+    SERVE,
+    TEXT,
+    Api,
+    Worker,
+    changed,
+    client_of,
+    eventually,
+    kept,
+    process,
+    settings_of,
+    token_of,
+)  # fmt: skip
 
 CARDS = [CARD, dataclasses.replace(TEXT, limits=TextOffer(context=512), costs=TextCosts(token_s=0.01))]
 
@@ -48,15 +58,9 @@ class Scribe(Worker):
 
     def texts(self) -> list[tuple[str, int]]:
         """Jobs of texts that wait, by Celery's lists, and at which level; the next one first."""
-        found = []
-        for step in PRIORITY_STEPS:
-            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "text")]
-            for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
-                (id, *_), _, _ = json.loads(base64.b64decode(json.loads(raw)["body"]))
-                job = self.store.get(id)
-                if job is not None and job.state is JobState.QUEUED:  # its message may outlive it
-                    found.append((str(id), step))
-        return found
+        # A message may outlive its job.
+        queued = JobState.QUEUED
+        return [(id, step) for id, step in self.messages("text") if (job := self.store.get(id)) and job.state is queued]
 
     def next(self) -> str:
         return eventually(self.texts)[0][0]
@@ -71,16 +75,16 @@ class Scribe(Worker):
     def answer(self, id: str) -> None:
         self.write(self.take(id))
 
+    def answer_next(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.answer(self.next())
+
 
 @pytest.fixture
-def scribe(redis_url: str, folder: Path) -> Iterator[Scribe]:
-    with Scribe(settings_of(redis_url, folder)) as scribe:
+def scribe(settings: Settings) -> Iterator[Scribe]:
+    with Scribe(settings) as scribe:
         scribe.announce_all(CARDS)
         yield scribe
-
-
-def client_of(url: str, token: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
 
 
 def ask(*texts: str, **more: Any) -> list[dict[str, Any]]:
@@ -98,79 +102,75 @@ def content(line: dict[str, Any]) -> str:
     return str(line["response"]["body"]["choices"][0]["message"]["content"])
 
 
-def test_shares_are_by_key_and_queue(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def contents(client: openai.OpenAI, id: str) -> list[str]:
+    """What was answered to a batch's lines, once it has ended."""
+    return [content(line) for line in told(client, ended(client, id).output_file_id)]
+
+
+def test_shares_are_by_key_and_queue(settings: Settings, scribe: Scribe) -> None:
     """Texts wait for no pictures of the same key, and pictures for no texts."""
-    with Api(settings_of(redis_url, folder, batch_jobs=1, batch_texts=3)) as api, client_of(api.url) as client:
+    with Api(changed(settings, batch_jobs=1, batch_texts=3)) as api, client_of(api.url) as client:
         pictures = test_batches.begin(client, test_batches.lines(*[{"prompt": "a cat", "steps": 2}] * 2))
         one, other = (begin(client, CHAT, *ask(*(f"{name}{k}" for k in range(4)))) for name in "ab")
         backlog = scribe.store.backlog
         eventually(lambda: (backlog("text").queued, backlog("image").queued) == (3, 1))
         for _ in range(8):
-            scribe.answer(scribe.next())
+            scribe.answer_next()
             assert backlog("text").queued <= 3 and backlog("image").queued == 1
         assert all(ended(client, batch.id).request_counts.completed == 4 for batch in (one, other))
         assert client.batches.retrieve(pictures.id).status == "in_progress"
 
 
-def test_they_are_the_least_urgent_unless_they_say(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    with Api(settings_of(redis_url, folder)) as api, client_of(api.url) as client:
+def test_they_are_the_least_urgent_unless_they_say(settings: Settings, scribe: Scribe) -> None:
+    with Api(settings) as api, client_of(api.url) as client:
         batch = begin(client, CHAT, *ask("a", "b"), *ask("c", priority=1))
         eventually(lambda: len(scribe.texts()) == 3)
         assert [step for _, step in scribe.texts()] == [0, 9, 9]
-        for _ in range(3):
-            scribe.answer(scribe.next())
-        assert [content(line) for line in told(client, ended(client, batch.id).output_file_id)] == ["a", "b", "c"]
+        scribe.answer_next(3)
+        assert contents(client, batch.id) == ["a", "b", "c"]
 
 
-def test_they_wait_while_their_queue_is_full(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_they_wait_while_their_queue_is_full(settings: Settings, scribe: Scribe) -> None:
     """The queue of texts, that is: a full one of pictures is no matter."""
-    with Api(settings_of(redis_url, folder, max_queued=2)) as api, client_of(api.url) as client:
+    with Api(changed(settings, max_queued=2)) as api, client_of(api.url) as client:
         assert [api.order() for _ in range(2)]
         batch = begin(client, CHAT, *ask(*"abcde"))
         for k in range(5):
             scribe.next()
             assert scribe.store.backlog("text").queued <= 2
             assert done_of(client, batch.id) <= k
-            scribe.answer(scribe.next())
-        assert [content(line) for line in told(client, ended(client, batch.id).output_file_id)] == list("abcde")
+            scribe.answer_next()
+        assert contents(client, batch.id) == list("abcde")
 
 
-def test_cancelling(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    with Api(settings_of(redis_url, folder, batch_texts=3)) as api, client_of(api.url) as client:
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_a_batch_that_ends_early(settings: Settings, scribe: Scribe, end: str) -> None:
+    with Api(changed(settings, batch_texts=3)) as api, client_of(api.url) as client:
         batch = begin(client, CHAT, *ask(*"abcde"))
         eventually(lambda: len(scribe.texts()) == 3)
-        scribe.answer(scribe.next())
+        scribe.answer_next()
         running = scribe.take(scribe.next())
         eventually(lambda: done_of(client, batch.id) == 1)
-        client.batches.cancel(batch.id)
+        if end == "cancelled":
+            client.batches.cancel(batch.id)
+        else:
+            scribe.redis.hincrby(f"diptych:batch:{batch.id}", "created", -86_401)
         done = ended(client, batch.id)
-        assert done.status == "cancelled" and done.cancelled_at
+        assert done.status == end and getattr(done, f"{end}_at")
         assert (done.request_counts.completed, done.request_counts.failed) == (1, 0)
         assert scribe.is_(running.id, JobState.CANCELLED) and not scribe.texts()
-        assert [content(line) for line in told(client, done.output_file_id)] == ["a"]
+        assert contents(client, batch.id) == ["a"]
         left = told(client, done.error_file_id)
         assert [line["custom_id"] for line in left] == ["c1", "c2", "c3", "c4"]
-        assert all(line["response"] is None and line["error"]["code"] == "batch_cancelled" for line in left)
+        assert all(line["response"] is None and line["error"]["code"] == f"batch_{end}" for line in left)
 
 
-def test_expiring(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    with Api(settings_of(redis_url, folder, batch_texts=2)) as api, client_of(api.url) as client:
-        batch = begin(client, CHAT, *ask(*"abcd"))
-        scribe.answer(scribe.next())
-        eventually(lambda: done_of(client, batch.id) == 1)
-        scribe.redis.hincrby(f"diptych:batch:{batch.id}", "created", -86_401)
-        done = ended(client, batch.id)
-        assert done.status == "expired" and done.expired_at and not scribe.texts()
-        assert [content(line) for line in told(client, done.output_file_id)] == ["a"]
-        assert [line["error"]["code"] for line in told(client, done.error_file_id)] == ["batch_expired"] * 3
-
-
-def test_apis_and_workers_that_are_killed_lose_nothing(redis_url: str, folder: Path) -> None:
+def test_apis_and_workers_that_are_killed_lose_nothing(settings: Settings) -> None:
     """Records are kept for a moment only, and nobody reads them before that is over: a batch's stay until they are."""
-    settings = settings_of(redis_url, folder, retention_s=0.1, lease_s=0.5)
+    settings = changed(settings, retention_s=0.1, lease_s=0.5)
     with Scribe(settings) as scribe, Scribe(settings, "worker-2") as other:
         scribe.announce_all(CARDS)
-        with process(SERVE, settings) as (child, http), client_of(str(http.base_url).rstrip("/")) as client:
+        with process(SERVE, settings) as (child, http), client_of(http.base_url) as client:
             texts = [f"text {k}" for k in range(40)]
             batch = begin(client, CHAT, *ask(*texts))
             eventually(lambda: len(scribe.texts()) == 32)
@@ -183,12 +183,12 @@ def test_apis_and_workers_that_are_killed_lose_nothing(redis_url: str, folder: P
         alone = scribe.store.create(dataclasses.replace(_draft(), id="alone"))
         scribe.answer(alone.id)
         eventually(lambda: scribe.store.get(alone.id) is None, "no record goes")
-        with process(SERVE, settings) as (_, http), client_of(str(http.base_url).rstrip("/")) as client:
+        with process(SERVE, settings) as (_, http), client_of(http.base_url) as client:
             for _ in range(10):
                 other.answer(other.next())
             done = ended(client, batch.id)
             assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 40, 0)
-            assert [content(line) for line in told(client, done.output_file_id)] == texts
+            assert contents(client, batch.id) == texts
         assert not any(scribe.store.leases.succeed(claim.id, claim.attempt, {}) for claim in lost)
 
 
@@ -196,25 +196,19 @@ def _draft() -> Any:
     return text_drafts.draft(text_drafts.read(text_drafts.CHAT, ask("alone")[0]), CARDS[1], "")
 
 
-def test_scopes_and_quotas(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_scopes_and_quotas(settings: Settings, scribe: Scribe) -> None:
     """Who may write may have a batch of texts, and no other; it takes nothing of a quota of pictures."""
-    settings = settings_of(redis_url, folder)
-    keyring = Keyring.of(settings)
-    tokens = [keyring.add(name, [name, "files"], quota="1/day")[1] for name in ("text", "images")]
-    keyring.close()
-    with Api(settings) as api:
-        writes, draws = (client_of(api.url, token) for token in tokens)
-        with writes, draws:
-            batch = begin(writes, CHAT, *ask(*"abc"))
-            for _ in range(3):
-                scribe.answer(scribe.next())
-            assert ended(writes, batch.id).request_counts.completed == 3
-            with pytest.raises(openai.PermissionDeniedError):
-                begin(draws, CHAT, *ask("a"))
-            with pytest.raises(openai.PermissionDeniedError):
-                test_batches.begin(writes, test_batches.lines({"prompt": "a cat"}))
-            with pytest.raises(openai.NotFoundError):
-                draws.batches.retrieve(batch.id)
+    tokens = [token_of(settings, name, [name, "files"], quota="1/day") for name in ("text", "images")]
+    with Api(settings) as api, client_of(api.url, tokens[0]) as writes, client_of(api.url, tokens[1]) as draws:
+        batch = begin(writes, CHAT, *ask(*"abc"))
+        scribe.answer_next(3)
+        assert ended(writes, batch.id).request_counts.completed == 3
+        with pytest.raises(openai.PermissionDeniedError):
+            begin(draws, CHAT, *ask("a"))
+        with pytest.raises(openai.PermissionDeniedError):
+            test_batches.begin(writes, test_batches.lines({"prompt": "a cat"}))
+        with pytest.raises(openai.NotFoundError):
+            draws.batches.retrieve(batch.id)
 
 
 # -- each line ends once, whatever becomes of it -----------------------------------------------------------------------
@@ -252,6 +246,12 @@ class Desk:
         return found
 
 
+@pytest.fixture
+def desk(settings: Settings) -> Iterator[Desk]:
+    with closing(Desk(settings)) as desk:
+        yield desk
+
+
 @examples(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=9), share=st.integers(1, 4), data=st.data())
 def test_every_line_is_told_once_in_order(
@@ -263,9 +263,8 @@ def test_every_line_is_told_once_in_order(
         desk = Desk(settings)
         more: list[dict[str, Any]] = [{"tool": []} if way == "refused" else {} for way in ways]
         batch = desk.batch(*({**ask(str(k))[0], **more[k]} for k in range(len(ways))))
-        both = itertools.cycle(
-            [BatchFeeder(desk.service), BatchFeeder(desk.service)]
-        )  # who takes over knows nothing yet
+        # Who takes over knows nothing yet.
+        both = itertools.cycle([BatchFeeder(desk.service), BatchFeeder(desk.service)])
         for _ in range(100):
             next(both).work()
             if desk.found(batch).status != "in_progress":
@@ -286,9 +285,7 @@ def test_every_line_is_told_once_in_order(
             assert content(line) == str(k) * (20_000 if ways[k] == "large" else 1)
         for line in ill:
             assert line["response"]["body"]["error"]["code"] == CODES[ways[int(line["custom_id"][1:])]]
-        assert not list(scribe.redis.scan_iter("diptych:batch_done:*")) + list(
-            scribe.redis.scan_iter("diptych:batch_jobs:*")
-        )
+        assert not scribe.redis.keys("diptych:batch_done:*") + scribe.redis.keys("diptych:batch_jobs:*")
         desk.close()
 
 
@@ -300,10 +297,9 @@ def used_again(scribe: Scribe, id: str) -> Job:
 
 @pytest.mark.parametrize("status", ["cancelling", "expired"])
 def test_a_batch_that_ends_leaves_alone_who_has_a_lines_id_by_now(
-    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch, status: str
+    desk: Desk, scribe: Scribe, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     """Its job was looked at, and is another before it is cancelled."""
-    desk = Desk(settings_of(redis_url, folder))
     worker = BatchFeeder(desk.service)
     batch = desk.batch(*ask("a"))
     worker.work()
@@ -327,14 +323,12 @@ def test_a_batch_that_ends_leaves_alone_who_has_a_lines_id_by_now(
     assert get(id) == other and other.state is JobState.QUEUED
     done = desk.found(batch)
     assert (done.status, done.completed) == ("cancelled" if status == "cancelling" else status, 0)
-    desk.close()
 
 
 def test_a_line_that_comes_too_late_leaves_alone_who_has_its_id_by_now(
-    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job was made while somebody cancelled the batch, and is another before it is taken back."""
-    desk = Desk(settings_of(redis_url, folder))
     worker = BatchFeeder(desk.service)
     batch = desk.batch(*ask("a"))
     others: list[Job] = []
@@ -350,7 +344,6 @@ def test_a_line_that_comes_too_late_leaves_alone_who_has_its_id_by_now(
     worker.work()
     (other,) = others
     assert scribe.store.get(other.id) == other and other.state is JobState.QUEUED
-    desk.close()
 
 
 def _end(scribe: Scribe, claim: Claim, way: str) -> None:
@@ -367,9 +360,8 @@ def _end(scribe: Scribe, claim: Claim, way: str) -> None:
         assert scribe.store.leases.fail(claim.id, claim.attempt, "engine_error", "no")
 
 
-def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str, folder: Path, scribe: Scribe) -> None:
-    desk = Desk(settings_of(redis_url, folder, batch_texts=2))
-    batch = desk.batch(*ask(*"abcd"))
+def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str, desk: Desk, scribe: Scribe) -> None:
+    batch = desk.batch(*ask(*map(str, range(40))))
     worker, late = BatchFeeder(desk.service), BatchFeeder(desk.service)
     worker.work()
     stale = desk.service.batches.progress([batch.id])
@@ -381,13 +373,11 @@ def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str,
     late._store.close()
     assert all(scribe.is_(id, JobState.CANCELLED) for id in scribe.ids())
     assert not list(scribe.redis.scan_iter("diptych:batch_jobs:*"))
-    assert (desk.found(batch).next, desk.found(batch).failed) == (2, 0)
-    desk.close()
+    assert (desk.found(batch).next, desk.found(batch).failed) == (32, 0)
 
 
-def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: Scribe) -> None:
+def test_what_is_large_lies_beside_redis(desk: Desk, scribe: Scribe) -> None:
     """It is read again when the file is written; one that somebody took away costs its own line alone."""
-    desk = Desk(settings_of(redis_url, folder))
     worker = BatchFeeder(desk.service)
     batch = desk.batch(*ask("a", "b", "c"))
     worker.work()
@@ -406,7 +396,6 @@ def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: S
     assert [content(line) for line in desk.told(done.output_file)] == ["a" * LARGE, "c"]
     (ill,) = desk.told(done.error_file)
     assert ill["custom_id"] == "c1" and ill["response"]["body"]["error"]["code"] == "artifact_unreadable"
-    desk.close()
 
 
 def test_results_are_read_in_portions(redis_url: str, scribe: Scribe) -> None:

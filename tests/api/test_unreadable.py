@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from core.config import Settings
 from core.jobs.record import JobState
 from tests.api.test_metrics import figures, value
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import Api, Worker, check_error, eventually
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
     """An API that starts over a card that it cannot read."""
-    settings = settings_of(redis_url, folder)
     with Worker(settings) as worker:
         worker.announce()
         worker.redis.hset("diptych:models", "of/tomorrow", '{"v": 99}')
@@ -26,13 +25,13 @@ def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
 
 def test_a_card_that_cannot_be_read_blocks_nobody_and_can_be_deleted(world: tuple[Api, Worker]) -> None:
     api, worker = world
-    eventually(lambda: api.client.get("/readyz").status_code == 200)
-    assert [model["id"] for model in api.client.get("/v1/models").json()["data"]] == ["emoji-xl"]
+    eventually(lambda: api.get("/readyz").status_code == 200)
+    assert [model["id"] for model in api.models()] == ["emoji-xl"]
     worker.work(api.order())
     assert value(figures(api.client), "diptych_unreadable_total", kind="model card") >= 2
     for name in ("of/tomorrow", "broken"):
-        assert api.client.delete(f"/v1/models/{name}").json()["deleted"]
-        check_error(api.client.delete(f"/v1/models/{name}"), 404, "model", "model_not_found")
+        assert api.delete(f"/v1/models/{name}").json()["deleted"]
+        check_error(api.delete(f"/v1/models/{name}"), 404, "model", "model_not_found")
     assert worker.redis.hkeys("diptych:models") == ["emoji-xl"]
 
 
@@ -40,18 +39,18 @@ def test_a_record_that_cannot_be_read(world: tuple[Api, Worker]) -> None:
     api, worker = world
     ids = [api.order() for _ in range(3)]
     worker.redis.hset(f"diptych:job:{ids[1]}", "state", "dreaming")
-    listed = api.client.get("/v1/jobs").json()
+    listed = api.get("/v1/jobs").json()
     assert [job["id"] for job in listed["data"]] == [ids[2], ids[0]]
     for answer in (
-        api.client.get(f"/v1/jobs/{ids[1]}"),
+        api.get(f"/v1/jobs/{ids[1]}"),
         api.client.post(f"/v1/jobs/{ids[1]}/cancel"),
-        api.client.get(f"/v1/jobs/{ids[1]}/images/0"),
+        api.get(f"/v1/jobs/{ids[1]}/images/0"),
     ):
         check_error(answer, 503, code="record_unreadable")
         assert answer.headers["retry-after"]
     assert value(figures(api.client), "diptych_unreadable_total", kind="record") >= 1
-    assert api.client.delete(f"/v1/jobs/{ids[1]}").json()["deleted"]
-    check_error(api.client.get(f"/v1/jobs/{ids[1]}"), 404, "id")
+    assert api.delete(f"/v1/jobs/{ids[1]}").json()["deleted"]
+    check_error(api.get(f"/v1/jobs/{ids[1]}"), 404, "id")
 
 
 def test_a_model_is_forgotten_though_thousands_of_its_jobs_are_gone(world: tuple[Api, Worker]) -> None:
@@ -63,7 +62,7 @@ def test_a_model_is_forgotten_though_thousands_of_its_jobs_are_gone(world: tuple
             pipe.zadd("diptych:jobs", {f"|gone-{k}": 2**50 + k})
         pipe.execute()
     worker.registry.deregister(worker.name)
-    told = api.client.delete("/v1/models/emoji-xl").json()
+    told = api.delete("/v1/models/emoji-xl").json()
     assert told["cancelled"] == 1 and worker.job(waiting).state is JobState.CANCELLED
-    page = api.client.get("/v1/jobs").json()
+    page = api.get("/v1/jobs").json()
     assert page["last_id"] == waiting and not page["has_more"]

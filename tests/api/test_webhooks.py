@@ -7,16 +7,17 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from api.guarded_http import Unreachable
 from api.webhook_sender import WebhookSender
 from api.webhooks import call
-from core.jobs.keyring import Keyring, webhook_secret
-from deployment.redis import RedisServer
+from core.config import Settings
+from core.jobs.keyring import Keyring
 from tests.api.test_guarded_http import PRIVATE
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, changed, check_error, eventually, opened
 from tests.http_server import Handler, LocalServer
 
 
@@ -39,16 +40,12 @@ class Receiver(LocalServer):
 
 
 @pytest.fixture(scope="module")
-def world(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Worker]]:
+def world(module_settings: Settings) -> Iterator[tuple[Api, Worker]]:
     """One for the module: each test's receiver hears of its own job alone, and leaves nobody to be told."""
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WebhookSender.__init__, "__defaults__", ((0.1, 0.2),))
-        api = Api(settings)
-    with Worker(settings) as worker, api:
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
-        yield api, worker
+        with opened(changed(module_settings, webhook_private=True), CARD) as world:
+            yield world
 
 
 def left(worker: Worker) -> int:
@@ -69,29 +66,26 @@ def test_a_receiver_that_fails_twice_is_told(world: tuple[Api, Worker]) -> None:
     )
     told = json.loads(bodies[0])
     assert told["type"] == "job.succeeded" and told["data"] == api.job(id)
-    keyring = Keyring(api.settings.redis_url)
-    secret = base64.b64decode(keyring.webhook_secret("").removeprefix("whsec_"))
-    keyring.close()
+    with closing(Keyring(api.settings.redis_url)) as keyring:
+        secret = base64.b64decode(keyring.webhook_secret("").removeprefix("whsec_"))
     signed = f"{headers[2]['webhook-id']}.{headers[2]['webhook-timestamp']}.".encode() + bodies[2]
     wanted = base64.b64encode(hmac.new(secret, signed, hashlib.sha256).digest()).decode()
     assert headers[2]["webhook-signature"] == f"v1,{wanted}"
 
 
-@pytest.mark.parametrize("end", ["fail", "cancel", "expire"])
+@pytest.mark.parametrize("end", ["failed", "cancelled", "expired"])
 def test_every_end_is_told_once(world: tuple[Api, Worker], end: str) -> None:
     api, worker = world
     with Receiver() as receiver:
         id = api.order(webhook_url=receiver.url)
-        if end == "cancel":
+        if end == "cancelled":
             api.client.post(f"/v1/jobs/{id}/cancel")
         else:
             claim = worker.take(id)
-            worker.store.leases.fail(id, claim.attempt, "a", "b") if end == "fail" else worker.store.leases.expire(
-                id, claim.attempt
-            )
+            leases = worker.store.leases
+            leases.fail(id, claim.attempt, "a", "b") if end == "failed" else leases.expire(id, claim.attempt)
         eventually(lambda: receiver.heard and not left(worker))
-    expected = {"fail": "job.failed", "cancel": "job.cancelled", "expire": "job.expired"}[end]
-    assert [json.loads(body)["type"] for _, _, body in receiver.heard] == [expected]
+    assert [json.loads(body)["type"] for _, _, body in receiver.heard] == [f"job.{end}"]
 
 
 def test_it_is_given_up_in_the_end(world: tuple[Api, Worker]) -> None:
@@ -108,7 +102,7 @@ def test_a_job_that_was_erased_is_not_told(world: tuple[Api, Worker]) -> None:
         id = api.order(webhook_url=receiver.url)
         worker.work(id)
         eventually(lambda: receiver.heard)
-        api.client.delete(f"/v1/jobs/{id}")
+        api.delete(f"/v1/jobs/{id}")
         eventually(lambda: not left(worker))
     assert len(receiver.heard) < 3
 
@@ -125,7 +119,3 @@ def test_no_redirect_is_followed() -> None:
 def test_private_addresses_are_refused_at_once(shared: Api, host: str) -> None:
     answer = shared.post("/v1/jobs", type="image", prompt="a cat", webhook_url=f"http://{host}/hook")
     check_error(answer, 400, "webhook_url", "webhook_private")
-
-
-def test_each_owner_has_a_secret() -> None:
-    assert webhook_secret(b"s" * 32, "a") != webhook_secret(b"s" * 32, "b") != webhook_secret(b"t" * 32, "b")

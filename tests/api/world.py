@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 import openai
+import pytest
 import redis
 
 from api import files
@@ -70,6 +71,11 @@ TEXT = TextCard(
 
 def settings_of(url: str, folder: Path, **more: Any) -> Settings:
     return Settings(redis_url=url, data_dir=folder, **more)
+
+
+def changed(settings: Settings, **fields: Any) -> Settings:
+    """The settings with these fields, and else the defaults."""
+    return settings_of(settings.redis_url, settings.data_dir, **fields)
 
 
 def token_of(settings: Settings, name: str = "me", scopes: Sequence[str] = USUAL_SCOPES, **limits: Any) -> str:
@@ -132,6 +138,15 @@ def answers(client: httpx2.Client) -> bool:
         return False
 
 
+def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Clients of S3 talk to this address."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "secret")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        patch.setenv(name, "us-east-1")
+    patch.setenv("AWS_ENDPOINT_URL", endpoint)
+
+
 def kept(service: Service, data: bytes) -> File:
     """A file of a batch, past the API."""
     return files.keep_spool(service, "", "x.jsonl", "batch", Spool.of(io.BytesIO(data)))
@@ -165,6 +180,18 @@ class Api:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._socket.close()
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.get(path, **options)
+
+    def head(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.head(path, **options)
+
+    def delete(self, path: str) -> httpx2.Response:
+        return self.client.delete(path)
+
+    def models(self) -> list[dict[str, Any]]:
+        return list(self.get("/v1/models").json()["data"])
 
     def post(self, path: str, **fields: Any) -> httpx2.Response:
         return self.client.post(path, json=fields)
@@ -260,14 +287,14 @@ class Worker:
         """Of every job there is."""
         return {key.removeprefix("diptych:job:") for key in self.redis.scan_iter("diptych:job:*", count=1000)}
 
-    def messages(self) -> list[tuple[str, int]]:
-        """What Celery's lists of the image queue hold: job id and level, next first."""
+    def messages(self, modality: str = "image") -> list[tuple[str, int]]:
+        """What Celery's lists of a modality's queues hold: job id and level, next first."""
         found = []
         for step in PRIORITY_STEPS:
-            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "image")]
+            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, modality)]
             for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
                 message = json.loads(raw)
-                assert message["headers"]["task"] == "diptych.image"
+                assert message["headers"]["task"] == f"diptych.{modality}"
                 (args, _, _) = json.loads(base64.b64decode(message["body"]))
                 found.append((str(args[0]), step))
         return found
@@ -314,6 +341,12 @@ class Worker:
 
     def is_(self, id: str, state: JobState) -> bool:
         return self.job(id).state is state
+
+
+def ok(answer: httpx2.Response, status: int = 200) -> httpx2.Response:
+    """The answer, which has this status."""
+    assert answer.status_code == status, answer.text
+    return answer
 
 
 def check_error(

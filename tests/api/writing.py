@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +22,8 @@ from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from llm.load import TextModel
 from llm.runner import TextRunner
+from tests.api.world import Api
+from tests.llm import stage
 from workers.active_jobs import ActiveJobs
 from workers.control import ControlListener
 from workers.publisher import ProgressPublisher
@@ -30,6 +34,15 @@ from workers.text_handler import TextJobHandler
 from workers.text_loras import TextLoraFolder
 
 NAME = "worker-of-texts"
+
+
+@contextmanager
+def written(settings: Settings, *models: TextModel) -> Iterator[Api]:
+    """An API, and a worker of each of these models."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(TextWorker(settings, model, name=model.name, kernels=stage.kernels()))
+        yield stack.enter_context(Api(settings))
 
 
 class TextWorker:

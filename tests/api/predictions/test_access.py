@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from core.jobs.keyring import Keyring
-from tests.api.world import CARD, opened, settings_of
+from tests.api.world import CARD, bearer, opened, settings_of, token_of
 
 
 def test_keys_see_their_own(redis_url: str, tmp_path: Path) -> None:
-    keyring = Keyring(redis_url)
-    tokens = [keyring.add(name, ["images"])[1] for name in ("ann", "bob")]
-    keyring.close()
-    ann, bob = ({"Authorization": f"Bearer {token}"} for token in tokens)
+    settings = settings_of(redis_url, tmp_path)
+    ann, bob = (bearer(token_of(settings, name, ["images"])) for name in ("ann", "bob"))
     body: dict[str, Any] = {"version": "emoji-xl", "input": {"prompt": "a cat"}}
-    with opened(settings_of(redis_url, tmp_path)) as (api, worker):
-        worker.announce(card=CARD)
+    with opened(settings, CARD) as (api, _):
         refused = api.client.post("/v1/predictions", json=body)
         assert (refused.status_code, refused.json()["title"]) == (401, "Unauthenticated")
         id = api.client.post("/v1/predictions", json=body, headers=ann).json()["id"]

@@ -8,6 +8,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, ok, opened, settings_of
 
 INPUT: dict[str, Any] = {"prompt": "a cat", "width": 64, "height": 64, "num_inference_steps": 4, "seed": 7}
 ASYNC = {"Prefer": "respond-async"}
@@ -37,21 +38,12 @@ def image(url: str) -> Image.Image:
 
 @pytest.mark.parametrize("path", ["/predictions", "/predictions/of-mine"])
 def test_it_waits_and_answers_with_data_urls(shared: Api, easel: Easel, path: str) -> None:
-    answer = predict(shared, path)
-    assert answer.status_code == 200, answer.text
+    answer = ok(predict(shared, path))
     prediction = answer.json()
     assert (prediction["status"], prediction["error"]) == ("succeeded", None)
     assert [image(url).size for url in prediction["output"]] == [(64, 64)]
-    assert prediction == shared.client.get(f"/predictions/{prediction['id']}").json()
+    assert prediction == shared.get(f"/predictions/{prediction['id']}").json()
     assert prediction["urls"]["get"] == f"{shared.url}/predictions/{prediction['id']}"
-
-
-def test_it_does_not_wait(shared: Api, worker: Worker) -> None:
-    answer = predict(shared, headers=ASYNC)
-    assert (answer.status_code, answer.json()["status"]) == (202, "starting")
-    id = answer.json()["id"]
-    worker.work(id)
-    assert shared.client.get(f"/predictions/{id}").json()["status"] == "succeeded"
 
 
 def test_it_waits_for_no_longer_than_is_preferred(shared: Api) -> None:
@@ -83,15 +75,14 @@ def test_an_id_has_one_filter_of_events(shared: Api) -> None:
     assert [status("start", "output"), status("output", "start"), status("start")] == [202, 202, 422]
 
 
-def test_what_ends_without_pictures(shared: Api, worker: Worker) -> None:
+def test_what_ends_without_pictures(shared: Api, worker: Worker, pool: ThreadPoolExecutor) -> None:
     """An answer that waited is a 200 all the same: the status says it."""
-    with ThreadPoolExecutor() as pool:
-        waiting = {id: pool.submit(predict, shared, f"/predictions/{id}") for id in ("fails", "cancelled", "late")}
-        claims = {id: eventually(lambda id=id: worker.store.leases.claim(id, worker.name)) for id in waiting}
-        worker.store.leases.fail("fails", claims["fails"].attempt, "a", "it broke")
-        shared.client.post("/predictions/cancelled/cancel")
-        worker.store.leases.expire("late", claims["late"].attempt)
-        answers = {id: answer.result() for id, answer in waiting.items()}
+    waiting = {id: pool.submit(predict, shared, f"/predictions/{id}") for id in ("fails", "cancelled", "late")}
+    claims = {id: eventually(lambda id=id: worker.store.leases.claim(id, worker.name)) for id in waiting}
+    worker.store.leases.fail("fails", claims["fails"].attempt, "a", "it broke")
+    shared.client.post("/predictions/cancelled/cancel")
+    worker.store.leases.expire("late", claims["late"].attempt)
+    answers = {id: answer.result() for id, answer in waiting.items()}
     assert {answer.status_code for answer in answers.values()} == {200}
     outcomes = {id: (answer.json()["status"], answer.json()["error"]) for id, answer in answers.items()}
     assert outcomes == {
@@ -158,18 +149,18 @@ def test_a_record_of_a_newer_version_is_shown_without_its_input(
     parameters = {**worker.job(id).parameters, **changes}
     kept = {name: value for name, value in parameters.items() if value is not None}
     worker.redis.hset(f"diptych:job:{id}", "parameters", json.dumps(kept))
-    listed = {item["id"]: item for item in shared.client.get("/v1/predictions").json()["results"]}
-    for item in (listed[id], shared.client.get(f"/predictions/{id}").json()):
+    listed = {item["id"]: item for item in shared.get("/v1/predictions").json()["results"]}
+    for item in (listed[id], shared.get(f"/predictions/{id}").json()):
         assert (item["status"], item["input"], item["logs"], len(item["output"])) == ("succeeded", {}, "", 1)
     assert "request" not in shared.job(id)
 
 
-def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, tmp_path: Any) -> None:
+def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, folder: Path) -> None:
     """No card: as any request. A card that the API has not read yet: read, so that a repeated request is the same."""
     input = {"prompt": "a cat", "aspect_ratio": "16:9"}
-    with opened(settings_of(redis_server.url, tmp_path)) as (api, worker):
+    with opened(settings_of(redis_server.url, folder)) as (api, worker):
         worker.redis.delete("diptych:models", *worker.redis.keys("diptych:worker*"))
-        eventually(lambda: not api.client.get("/v1/models").json()["data"])
+        eventually(lambda: not api.models())
         assert predict(api, "/predictions/wide", ASYNC, input=input).status_code == 503
         worker.announce()
         answers = [predict(api, "/predictions/wide", ASYNC, input=input) for _ in range(2)]
@@ -177,29 +168,29 @@ def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, tmp_p
         assert (answers[0].json()["input"]["width"], answers[0].json()["input"]["height"]) == (168, 96)
 
 
-def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisServer, tmp_path: Any) -> None:
+def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisServer, folder: Path) -> None:
     """Also those of names and aliases with a slash, whose address is that of Replicate's object."""
     aliases = "openai/gpt=emoji-lm,openai/image=emoji-xl"
-    with opened(settings_of(redis_server.url, tmp_path, model_aliases=aliases), CARD) as (api, worker):
+    with opened(settings_of(redis_server.url, folder, model_aliases=aliases), CARD) as (api, worker):
         worker.registry.announce(
             WorkerCard("worker-2", "here", 1, "ready", "", 1.0, [TEXT, replace(TEXT, name="org/lm")]), 600
         )
         names = {"emoji-xl", "emoji-lm", "org/lm", "openai/gpt", "openai/image"}
-        listed = lambda: {item["id"]: item for item in api.client.get("/v1/models").json()["data"]}  # noqa: E731
+        listed = lambda: {item["id"]: item for item in api.models()}  # noqa: E731
         eventually(lambda: listed().keys() >= names)
         for name, item in listed().items():
-            assert api.client.get(f"/v1/models/{name}").json().items() >= item.items()
-        assert "latest_version" in api.client.get("/v1/models/openai/image").json()
-        assert api.client.get("/v1/models/org/none").status_code == 404
+            assert api.get(f"/v1/models/{name}").json().items() >= item.items()
+        assert "latest_version" in api.get("/v1/models/openai/image").json()
+        assert api.get("/v1/models/org/none").status_code == 404
 
 
 def test_texts_are_no_predictions(shared: Api) -> None:
-    assert shared.client.get("/predictions/none").json()["status"] == 404
+    assert shared.get("/predictions/none").json()["status"] == 404
     assert shared.client.post("/v1/predictions/none/cancel").json()["title"] == "Not found"
 
 
-def test_links_where_they_begin_with_https(redis_server: RedisServer, tmp_path: Any) -> None:
-    settings = settings_of(redis_server.url, tmp_path, public_url="https://pictures.example/here")
+def test_links_where_they_begin_with_https(redis_server: RedisServer, folder: Path) -> None:
+    settings = settings_of(redis_server.url, folder, public_url="https://pictures.example/here")
     with opened(settings, CARD) as (api, worker), Easel(worker):
         for path in ("/v1/predictions", "/v1/models/any/emoji-xl/predictions"):
             answer = predict(api, path, {"Prefer": "wait"})
@@ -209,27 +200,27 @@ def test_links_where_they_begin_with_https(redis_server: RedisServer, tmp_path: 
         assert predict(api).json()["output"][0].startswith("data:")
 
 
-def test_the_health_check(redis_server: RedisServer, tmp_path: Any) -> None:
-    with opened(settings_of(redis_server.url, tmp_path)) as (api, worker):
+def test_the_health_check(redis_server: RedisServer, folder: Path) -> None:
+    with opened(settings_of(redis_server.url, folder)) as (api, worker):
         for name in worker.redis.keys("diptych:worker*"):
             worker.redis.delete(name)
-        status = lambda: api.client.get("/health-check").json()["status"]  # noqa: E731
+        status = lambda: api.get("/health-check").json()["status"]  # noqa: E731
         eventually(lambda: status() == "STARTING")
         worker.announce()
         eventually(lambda: status() == "READY")
 
 
 def test_the_schemas_that_cogs_clients_read(shared: Api) -> None:
-    schemas = shared.client.get("/openapi.json").json()["components"]["schemas"]
+    schemas = shared.get("/openapi.json").json()["components"]["schemas"]
     properties = schemas["Input"]["properties"]
     assert all("type" in schema and "title" in schema for schema in properties.values())
     assert [schema["x-order"] for schema in properties.values()] == list(range(len(properties)))
     assert schemas["Output"]["items"] == {"type": "string", "format": "uri"}
 
 
-def test_without_the_setting_there_are_none(redis_server: RedisServer, tmp_path: Any) -> None:
-    with opened(settings_of(redis_server.url, tmp_path, predictions=False), CARD) as (api, _):
+def test_without_the_setting_there_are_none(redis_server: RedisServer, folder: Path) -> None:
+    with opened(settings_of(redis_server.url, folder, predictions=False), CARD) as (api, _):
         assert predict(api).status_code == predict(api, "/v1/predictions").status_code == 404
-        document = api.client.get("/openapi.json").json()
+        document = api.get("/openapi.json").json()
         assert not any("predictions" in path for path in document["paths"])
         assert "Input" not in document["components"]["schemas"]

@@ -6,17 +6,15 @@ Krita.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import pytest
 
 from tests.api.sdapi.studio import Studio
-from tests.api.sdapi.test_generation import half, info, opened, picture
-from tests.api.world import PATIENCE_S, Api
+from tests.api.sdapi.test_generation import half, opened, picture
+from tests.api.world import Api, ok
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +58,10 @@ def test_webuiapi_controls(webui: Any, studio: Studio) -> None:
     ]
     result = webui.txt2img(prompt="a cat", controlnet_units=units, steps=3)
     assert result.image.size == (128, 128)
-    parameters = studio.seen[-1].parameters
+    parameters = studio.last
     assert [entry["model"] for entry in (*parameters["control"], *parameters["image_prompts"])] == ["edges", "face"]
     webui.txt2img(prompt="a cat", steps=3)
-    assert not {"control", "image_prompts"} & studio.seen[-1].parameters.keys(), "none of the call before"
+    assert not {"control", "image_prompts"} & studio.last.keys(), "none of the call before"
 
 
 def test_webuiapi_asks_and_sets(webui: Any, studio: Studio) -> None:
@@ -81,7 +79,7 @@ def test_webuiapi_asks_and_sets(webui: Any, studio: Studio) -> None:
     webui.util_set_model("emoji-z")
     assert webui.util_get_current_model() == "emoji-z"
     assert webui.txt2img(prompt="a cat", steps=3).info["sd_model_name"] == "emoji-z"
-    assert studio.seen[-1].parameters.get("scheduler") in (None, "flow-euler")
+    assert studio.last.get("scheduler") in (None, "flow-euler")
     webui.util_set_model(before)
     webui.util_wait_for_ready()
     assert webui.refresh_checkpoints() is None
@@ -90,10 +88,8 @@ def test_webuiapi_asks_and_sets(webui: Any, studio: Studio) -> None:
 def test_webuiapi_reads_and_enlarges(webui: Any) -> None:
     result = webui.txt2img(prompt="a cat", seed=9, steps=3)
     assert webui.png_info(result.image).info == result.info["infotexts"][0]
-    assert webui.extra_single_image(image=result.image, upscaler_1="None", upscaling_resize=1.5).image.size == (
-        192,
-        192,
-    )
+    enlarged = webui.extra_single_image(image=result.image, upscaler_1="None", upscaling_resize=1.5)
+    assert enlarged.image.size == (192, 192)
     with pytest.raises(RuntimeError, match="hires fix"):
         webui.txt2img(prompt="a cat", enable_hr=True)
 
@@ -101,75 +97,104 @@ def test_webuiapi_reads_and_enlarges(webui: Any) -> None:
 # -- the calls of others ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def client(shared: Api) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=shared.url, timeout=PATIENCE_S, verify=False) as client:
-        yield client
-
-
-def get(client: httpx2.Client, path: str) -> Any:
-    answer = client.get(path)
-    assert answer.status_code == 200, answer.text
+def get(api: Api, path: str) -> Any:
+    answer = ok(api.get(path))
     return answer.json()
 
 
-def post(client: httpx2.Client, path: str, body: Any) -> Any:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
+def post(api: Api, path: str, body: Any) -> Any:
+    answer = ok(api.client.post(path, json=body))
     return answer.json()
+
+
+CAT = {"prompt": "a cat", "negative_prompt": "blur", "steps": 4, "width": 128, "height": 128}
+UNIT = {"enabled": False, "input_image": "", "mask": "", "module": "", "model": "", "weight": 1.0}
+OPTIONS = {"sd_model_checkpoint": "emoji-xl", "sd_vae": "Automatic", "img2img_color_correction": True}
+KRITA = {
+    **CAT, "sampler_name": "Euler a", "cfg_scale": 7.5, "seed": -1, "batch_size": 1, "n_iter": 1,
+    "override_settings": OPTIONS, "override_settings_restore_afterwards": False, "save_images": False,
+}  # fmt: skip
+DRAWN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "open-webui": ("options sd-models", "txt2img", {**CAT, "batch_size": 1, "width": 512, "height": 512}),
+    "open-webui-2025": (
+        "", "txt2img",
+        {**CAT, "width": 512, "height": 512, "cfg_scale": 7.0, "sampler_name": "Euler a", "scheduler": "Karras"},
+    ),
+    "librechat": ("", "txt2img", {**CAT, "cfg_scale": 4.5, "width": 1024, "height": 1024}),
+    "auto-photoshop": (
+        "options sd-models samplers upscalers loras hypernetworks embeddings progress?skip_current_image=false",
+        "img2img",
+        {**CAT, "n_iter": 1, "sampler_index": "Euler a", "denoising_strength": 0.7, "batch_size": 2, "cfg_scale": 7,
+         "seed": "-1", "mask_blur": 8, "use_sharp_mask": False, "use_prompt_shortcut": False,
+         "prompt_shortcut_ui_dict": {}, "uniqueDocumentId": "1", "mode": "inpaint", "inpaint_full_res": True,
+         "inpaint_full_res_padding": 32, "inpainting_fill": 1, "inpainting_mask_invert": False,
+         "restore_faces": False, "init_images": [picture()], "mask": picture(mode="L"),
+         "alwayson_scripts": {"controlnet": {"args": [UNIT, UNIT]}}},
+    ),
+    "krita": (
+        "sd-models sd-vae samplers upscalers face-restorers prompt-styles scripts loras embeddings hypernetworks "
+        "options", "txt2img", KRITA,
+    ),
+    "krita-img2img": ("", "img2img", {**KRITA, "init_images": [picture()], "denoising_strength": 0.75}),
+    "krita-controlnet": ("", "txt2img", {**KRITA, "alwayson_scripts": {"controlnet": {"args": [
+        {"input_image": picture(), "module": "canny", "model": "edges", "weight": 1, "enabled": True,
+         "resize_mode": 1, "lowvram": False, "processor_res": 512, "threshold_a": 100, "threshold_b": 200,
+         "guidance_start": 0.0, "guidance_end": 1.0, "control_mode": 0, "pixel_perfect": True}]}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", DRAWN)
+def test_a_client_asks_draws_and_reads_how(shared: Api, studio: Studio, client: str) -> None:
+    paths, path, body = DRAWN[client]
+    for each in paths.split():
+        get(shared, f"/sdapi/v1/{each}")
+    answer = post(shared, f"/sdapi/v1/{path}", body)
+    said = json.loads(answer["info"])
+    assert len(answer["images"]) == len(said["all_seeds"]) == body.get("batch_size", 1)
+    for image, text in zip(answer["images"], said["infotexts"], strict=True):
+        assert opened(image).size == (128, 128)
+        read = post(shared, "/sdapi/v1/png-info", {"image": "data:image/png;base64," + image})
+        assert read["info"] == text and text.rpartition("\n")[2].startswith("Steps: 4, ")
+    assert body["width"] == 128 or any(f"{body['width']}x{body['width']}" in warning for warning in said["warnings"])
+    parameters = studio.last
+    assert ("mask" in body) == ("mask" in parameters.get("edit", {}))
+    assert ("controlnet" in client) == ("control" in parameters)
 
 
 @pytest.mark.parametrize("authorization", ["", "Basic", "Basic dXNlcjpwYXNzd29yZA=="])
-def test_open_webui(client: httpx2.Client, authorization: str) -> None:
-    """Its settings and its pictures, in 2025 and 2026; also with the empty credentials of one that has none."""
-    client.headers["authorization"] = authorization
-    options = get(client, "/sdapi/v1/options")
-    models = [{"id": model["title"], "name": model["model_name"]} for model in get(client, "/sdapi/v1/sd-models")]
-    assert options["sd_model_checkpoint"] in [model["id"] for model in models]
+def test_open_webui_sets_a_model(shared: Api, authorization: str) -> None:
+    """Also with the empty credentials of one that has none."""
+    headers = {"authorization": authorization}
+    options = shared.get("/sdapi/v1/options", headers=headers).json()
+    assert options["sd_model_checkpoint"] in [model["title"] for model in get(shared, "/sdapi/v1/sd-models")]
     options["sd_model_checkpoint"] = "emoji-xl"
-    assert post(client, "/sdapi/v1/options", options) is None
-    body = {"prompt": "a cat", "batch_size": 1, "width": 512, "height": 512, "steps": 4, "negative_prompt": "blur"}
-    last_year = {"cfg_scale": 7.0, "sampler_name": "Euler a", "scheduler": "Karras"}
-    for fields in (body, {**body, **last_year}):
-        answer = client.post("/sdapi/v1/txt2img", json=fields)
-        said = info(answer)
-        assert opened(answer.json()["images"][0]).size == (128, 128)
-        assert said["prompt"] == "a cat" and any("512x512" in warning for warning in said["warnings"])
+    assert shared.client.post("/sdapi/v1/options", json=options, headers=headers).json() is None
 
 
-def test_librechat(client: httpx2.Client) -> None:
-    fields = {
-        "prompt": "a cat",
-        "negative_prompt": "a dog",
-        "cfg_scale": 4.5,
-        "steps": 22,
-        "width": 1024,
-        "height": 1024,
-    }
-    answer = post(client, "/sdapi/v1/txt2img", fields)
-    said = json.loads(answer["info"])
-    assert isinstance(said["seed"], int) and said["height"] == 128
-    assert said["infotexts"][0].split("\n").pop().startswith("Steps: 22, ")
-    assert opened(answer["images"][0].split(",", 1)[0]).size == (128, 128)
-    read = post(client, "/sdapi/v1/png-info", {"image": f"data:image/png;base64,{answer['images'][0]}"})
-    assert read["info"] == said["infotexts"][0], "an older version asked for it so"
+def test_what_extensions_ask_of_controlnet_and_scripts(shared: Api) -> None:
+    assert get(shared, "/controlnet/model_list")["model_list"] == ["edges", "union", "face"]
+    modules = get(shared, "/controlnet/module_list?alias_names=1")
+    assert modules["module_list"] == ["none", "canny"] and "canny" in modules["module_detail"]
+    types = get(shared, "/controlnet/control_types")["control_types"]
+    assert set(types["All"]) == {"module_list", "model_list", "default_option", "default_model"}
+    assert post(shared, "/sdapi/v1/options", {"inpainting_mask_weight": 0.5}) is None
+    assert get(shared, "/queue/status") is not None, "Krita's first question"
+    assert "controlnet" in get(shared, "/sdapi/v1/scripts")["txt2img"]
+    assert list(get(shared, "/sdapi/v1/embeddings")["loaded"]) == ["charturner"]
 
 
-def test_sillytavern(client: httpx2.Client, studio: Studio) -> None:
-    names = [upscaler["name"] for upscaler in get(client, "/sdapi/v1/upscalers")]
-    latent = [mode["name"] for mode in get(client, "/sdapi/v1/latent-upscale-modes")]
-    assert names[0] == "None" and latent == []
-    assert [vae["model_name"] for vae in get(client, "/sdapi/v1/sd-vae")]
-    assert client.get("/sdapi/v1/sd-modules").status_code == 404, "this is Forge's"
-    samplers = [sampler["name"] for sampler in get(client, "/sdapi/v1/samplers")]
-    schedulers = [scheduler["name"] for scheduler in get(client, "/sdapi/v1/schedulers")]
-    assert post(client, "/sdapi/v1/options", {"sd_model_checkpoint": "emoji-xl"}) is None
-    now = get(client, "/sdapi/v1/progress")
+def test_sillytavern(shared: Api, studio: Studio) -> None:
+    assert get(shared, "/sdapi/v1/upscalers")[0]["name"] == "None"
+    assert get(shared, "/sdapi/v1/latent-upscale-modes") == []
+    assert [vae["model_name"] for vae in get(shared, "/sdapi/v1/sd-vae")]
+    assert shared.get("/sdapi/v1/sd-modules").status_code == 404, "this is Forge's"
+    samplers, schedulers = ([each["name"] for each in get(shared, f"/sdapi/v1/{path}")]
+                            for path in ("samplers", "schedulers"))  # fmt: skip
+    now = get(shared, "/sdapi/v1/progress")
     assert (now["progress"], now["state"]["job_count"]) == (0.0, 0), "it waits for this after it has set a model"
-    assert "forge_preset" not in get(client, "/sdapi/v1/options")
+    assert "forge_preset" not in get(shared, "/sdapi/v1/options")
     body = {
-        "url": "http://127.0.0.1:7860", "auth": "user:password", "prompt": "a cat", "negative_prompt": "",
-        "scheduler": "karras", "steps": 20, "cfg_scale": 7, "width": 128, "height": 128, "restore_faces": False,
+        **CAT, "url": "http://127.0.0.1:7860", "auth": "user:password", "cfg_scale": 7, "restore_faces": False,
         "enable_hr": False, "hr_upscaler": "Latent", "hr_scale": 2, "denoising_strength": 0.7,
         "hr_second_pass_steps": 0, "override_settings": {"CLIP_stop_at_last_layers": 1, "sd_vae": "full"},
         "override_settings_restore_afterwards": True, "clip_skip": 1, "save_images": True, "send_images": True,
@@ -177,69 +202,8 @@ def test_sillytavern(client: httpx2.Client, studio: Studio) -> None:
     }  # fmt: skip
     for sampler, scheduler in [(name, "karras") for name in samplers] + [("Euler", name) for name in schedulers]:
         fields = {**body, "sampler_name": sampler, "scheduler": scheduler, "steps": 2}
-        assert len(post(client, "/sdapi/v1/txt2img", fields)["images"]) == 1
-    said = json.loads(post(client, "/sdapi/v1/txt2img", {**body, "sampler_name": "DPM++ 2M"})["info"])
-    assert said["warnings"] == ["clip_skip: is not read"]
-    assert studio.seen[-1].parameters["schedule_type"] == "karras"
-    assert post(client, "/sdapi/v1/interrupt", None) == {}
-
-
-def test_auto_photoshop(client: httpx2.Client, studio: Studio) -> None:
-    get(client, "/sdapi/v1/options")
-    for path in (
-        "sd-models",
-        "samplers",
-        "upscalers",
-        "loras",
-        "hypernetworks",
-        "embeddings",
-        "progress?skip_current_image=false",
-    ):
-        get(client, f"/sdapi/v1/{path}")
-    assert get(client, "/controlnet/model_list")["model_list"] == ["edges", "union", "face"]
-    modules = get(client, "/controlnet/module_list?alias_names=1")
-    assert modules["module_list"] == ["none", "canny"] and "canny" in modules["module_detail"]
-    types = get(client, "/controlnet/control_types")["control_types"]
-    assert set(types["All"]) == {"module_list", "model_list", "default_option", "default_model"}
-    assert post(client, "/sdapi/v1/options", {"inpainting_mask_weight": 0.5}) is None
-    unit = {"enabled": False, "input_image": "", "mask": "", "module": "", "model": "", "weight": 1.0}
-    body = {
-        "prompt": "a cat", "negative_prompt": "", "steps": 4, "n_iter": 1, "sampler_index": "Euler a", "width": 128,
-        "height": 128, "denoising_strength": 0.7, "batch_size": 2, "cfg_scale": 7, "seed": "-1", "mask_blur": 8,
-        "use_sharp_mask": False, "use_prompt_shortcut": False, "prompt_shortcut_ui_dict": {}, "uniqueDocumentId": "1",
-        "mode": "inpaint", "inpaint_full_res": True, "inpaint_full_res_padding": 32, "inpainting_fill": 1,
-        "inpainting_mask_invert": False, "restore_faces": False, "init_images": [picture()],
-        "mask": base64.b64encode(base64.b64decode(picture(mode="L"))).decode(),
-        "alwayson_scripts": {"controlnet": {"args": [unit, unit]}},
-    }  # fmt: skip
-    answer = post(client, "/sdapi/v1/img2img", body)
-    assert len(answer["images"]) == 2
-    for image in answer["images"]:
-        read = post(client, "/sdapi/v1/png-info", {"image": "data:image/png;base64," + image})
-        assert read["info"].rpartition("\n")[2].startswith("Steps: 4")
-    assert "mask" in studio.seen[-1].parameters["edit"]
-
-
-def test_cyanic_krita(client: httpx2.Client, studio: Studio) -> None:
-    assert get(client, "/queue/status") is not None, "its first question"
-    for path in ("sd-models", "sd-vae", "samplers", "upscalers", "face-restorers", "prompt-styles", "scripts", "loras",
-                 "embeddings", "hypernetworks", "options"):  # fmt: skip
-        get(client, f"/sdapi/v1/{path}")
-    assert "controlnet" in get(client, "/sdapi/v1/scripts")["txt2img"]
-    assert list(get(client, "/sdapi/v1/embeddings")["loaded"]) == ["charturner"]
-    settings = {"sd_model_checkpoint": "emoji-xl", "sd_vae": "Automatic", "img2img_color_correction": True}
-    body = {
-        "prompt": "a cat", "negative_prompt": "", "sampler_name": "Euler a", "steps": 4, "cfg_scale": 7.5, "seed": -1,
-        "batch_size": 1, "n_iter": 1, "width": 128, "height": 128, "override_settings": settings,
-        "override_settings_restore_afterwards": False, "save_images": False,
-    }  # fmt: skip
-    for path, more in (("txt2img", {}), ("img2img", {"init_images": [picture()], "denoising_strength": 0.75})):
-        answer = post(client, f"/sdapi/v1/{path}", {**body, **more})
-        assert json.loads(answer["info"])["all_seeds"]
-        assert opened(answer["images"][0]).size == (128, 128)
-    unit = {"input_image": picture(), "module": "canny", "model": "edges", "weight": 1, "enabled": True,
-            "resize_mode": 1, "lowvram": False, "processor_res": 512, "threshold_a": 100, "threshold_b": 200,
-            "guidance_start": 0.0, "guidance_end": 1.0, "control_mode": 0, "pixel_perfect": True}  # fmt: skip
-    post(client, "/sdapi/v1/txt2img", {**body, "alwayson_scripts": {"controlnet": {"args": [unit]}}})
-    assert studio.seen[-1].parameters["control"][0]["preprocessor"] == "canny"
-    assert post(client, "/sdapi/v1/interrupt", {}) == {}
+        assert len(post(shared, "/sdapi/v1/txt2img", fields)["images"]) == 1
+    answer = post(shared, "/sdapi/v1/txt2img", {**body, "sampler_name": "DPM++ 2M", "scheduler": "karras"})
+    assert json.loads(answer["info"])["warnings"] == ["clip_skip: is not read"]
+    assert studio.last["schedule_type"] == "karras"
+    assert post(shared, "/sdapi/v1/interrupt", None) == {}

@@ -52,7 +52,7 @@ def test_what_a_client_has_not_read_is_counted(shared: Api, monkeypatch: pytest.
         client.connect(("127.0.0.1", shared.port))
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert b"200 OK" in client.recv(100)
-        shared.client.get("/healthz")
+        shared.get("/healthz")
         assert held.count > 3 * 2**20, "of a PNG of 2048 pixels a side"
         monkeypatch.setattr(held, "limit", held.count)
         refused = shared.post("/sdapi/v1/extra-single-image", image=picture(40, 30))
