@@ -120,8 +120,8 @@ def test_the_first_key_closes_the_service_at_once(settings: Settings, monkeypatc
                     owner = bearer(token)
                     assert api.client.put(path, json=JOB, headers=owner).status_code == 202
                     assert worker.job("mine").owner == key.id
-                    assert api.client.get(path, headers=owner).status_code == 200
-                    check_error(api.client.get("/v1/jobs/before", headers=owner), 404)
+                    assert api.get(path, headers=owner).status_code == 200
+                    check_error(api.get("/v1/jobs/before", headers=owner), 404)
                 else:
                     refused = api.client.request(first, path, json=JOB if first == "PUT" else None)
                     check_error(refused, 401, code="invalid_api_key")
@@ -132,25 +132,25 @@ def test_after_the_last_key_nobody_comes_in_until_someone_says_so(redis_url: str
     """Where `trust_network` lets anybody in before there is a key, as in containers; an old API and a fresh one."""
     settings = settings_of(redis_url, folder, trust_network=True)
     with closing(Keyring.of(settings)) as keyring, opened(settings, CARD) as (api, worker):
-        assert api.client.get("/v1/queues").status_code == 200, "there never was a key"
+        assert api.get("/v1/queues").status_code == 200, "there never was a key"
         key, _ = keyring.add("the only one")
-        eventually(lambda: api.client.get("/v1/queues").status_code == 401)
+        eventually(lambda: api.get("/v1/queues").status_code == 401)
         assert keyring.revoke(key.id)
         with Api(settings) as another:
             for one in (api, another):
                 eventually(lambda one=one: not one.server._service.cards.now.keys)
                 for path in ("/v1/queues", "/v1/jobs", "/v1/models"):
-                    refused = one.client.get(path)
+                    refused = one.get(path)
                     check_error(refused, 401, code="invalid_api_key")
                     assert "diptych keys" in refused.json()["error"]["message"], "the way back"
                 check_error(one.post("/v1/jobs", **JOB), 401, code="invalid_api_key")
             worker.redis.delete("diptych:access")  # Redis was emptied
             looked = api.server._service.cards._looked
             eventually(lambda: api.server._service.cards._looked > looked + 1.5)  # after it
-            check_error(api.client.get("/v1/queues"), 401, code="invalid_api_key")
+            check_error(api.get("/v1/queues"), 401, code="invalid_api_key")
             assert keyring.unlock()
             for one in (api, another):
-                eventually(lambda one=one: one.client.get("/v1/queues").status_code == 200)
+                eventually(lambda one=one: one.get("/v1/queues").status_code == 200)
 
 
 def test_a_key_of_an_older_version_leaves_a_closed_door_too(redis_url: str, folder: Path) -> None:
@@ -160,10 +160,10 @@ def test_a_key_of_an_older_version_leaves_a_closed_door_too(redis_url: str, fold
         key, _ = keyring.add("old")
         worker.redis.delete("diptych:access")
         with Api(settings) as api:
-            assert api.client.get("/v1/queues").status_code == 401
+            assert api.get("/v1/queues").status_code == 401
         worker.redis.hdel("diptych:keys", key.id)
         with Api(settings) as api:
-            check_error(api.client.get("/v1/queues"), 401, code="invalid_api_key")
+            check_error(api.get("/v1/queues"), 401, code="invalid_api_key")
 
 
 def test_no_key_fills_the_queue(redis_url: str, folder: Path) -> None:

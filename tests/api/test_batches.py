@@ -77,7 +77,7 @@ def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
     assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in well)
     images = {line["custom_id"]: line["response"]["body"]["data"] for line in well}
     assert [(name, data[0]["seed"]) for name, data in images.items()] == [(f"c{k}", k) for k in order]
-    assert len(images["c6"]) == 2 and api.client.get(images["c0"][0]["url"]).status_code == 200
+    assert len(images["c6"]) == 2 and api.get(images["c0"][0]["url"]).status_code == 200
     assert base64.b64decode(images["c5"][0]["b64_json"]).startswith(b"\x89PNG") and "url" not in images["c5"][0]
     (ill,) = told(client, done.error_file_id)
     assert ill["custom_id"] == "c2" and ill["response"]["status_code"] == 400
@@ -249,7 +249,7 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
     for content in (b"--x", iter([b"--x"])):
         check_error(post("/v1/files", content=content, headers=multipart), 413, code="body_too_large")
     for path in ("/v1/files/x", "/v1/files/x/content", "/v1/batches/x", "/v1/batches/batch_é"):
-        check_error(api.client.get(path), 404)
+        check_error(api.get(path), 404)
 
 
 def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
@@ -275,7 +275,7 @@ def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
             done = ended(ann, batch.id)
         (line,) = told(ann, done.output_file_id)
         url = line["response"]["body"]["data"][3]["url"]
-        assert "signature=" in url and api.client.get(url).status_code == 200, "links outlive the hour"
+        assert "signature=" in url and api.get(url).status_code == 200, "links outlive the hour"
         (job,) = (claim.id for claim in easel.seen)
         assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
         with pytest.raises(openai.NotFoundError):

@@ -62,5 +62,5 @@ def test_what_cannot_be_drawn_is_refused_before_there_is_a_job(
 
 def test_the_models_list_has_the_gates(world: tuple[Api, Worker]) -> None:
     api, _ = world
-    model = api.client.get("/v1/models/emoji-xl").json()
+    model = api.get("/v1/models/emoji-xl").json()
     assert model["diptych"]["cascades"] == json.loads(json.dumps(FULL.cascades))

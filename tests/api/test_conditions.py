@@ -57,7 +57,7 @@ def handed_on(worker: Worker, claim: Claim, field: str) -> list[np.ndarray]:
 
 
 def test_models_say_which_there_are(shared: Api) -> None:
-    (model,) = shared.client.get("/v1/models").json()["data"]
+    (model,) = shared.get("/v1/models").json()["data"]
     for name in ("loras", "upscalers", "refiners", "controls", "image_prompts"):
         assert model["diptych"][name] == list(getattr(OFFERED, name))
 
@@ -82,7 +82,7 @@ def test_a_body_hands_on_its_pictures(shared: Api, easel: Easel, worker: Worker)
         field: [{**one, "image": image} for one, image in zip(told[field], pictures[field], strict=True)]
         for field in KINDS
     }
-    answer = shared.client.post(DRAW, json=body(**asked))
+    answer = shared.post(DRAW, **body(**asked))
     assert answer.status_code == 200, answer.text
     claim = easel.seen[-1]
     for field, own, side in (("control", first, 128), ("image_prompts", tall, 768)):
@@ -90,7 +90,7 @@ def test_a_body_hands_on_its_pictures(shared: Api, easel: Easel, worker: Worker)
         got = handed_on(worker, claim, field)
         resized = Image.fromarray(second).resize((side, side), Image.Resampling.LANCZOS)
         assert np.array_equal(got[0], own) and np.array_equal(got[1], np.asarray(resized))
-    job = shared.client.get(f"/v1/jobs/{answer.json()['job_id']}").json()
+    job = shared.get(f"/v1/jobs/{answer.json()['job_id']}").json()
     assert job["status"] == "succeeded" and "request" not in job  # its pictures are not part of a request
 
 
@@ -112,7 +112,7 @@ def test_a_form_hands_on_its_files(shared: Api, easel: Easel, worker: Worker, fi
     data = {"prompt": "a hat", "size": "128x128", field: entries}
     answer = shared.client.post(EDIT, data=data, files=files)
     assert answer.status_code == 200, answer.text
-    assert [one["model"] for one in easel.seen[-1].parameters[field]] == [first, second]
+    assert [one["model"] for one in easel.last[field]] == [first, second]
     assert np.array_equal(handed_on(worker, easel.seen[-1], field)[0], array)
     for wrong, refused in (
         ({"files": files[:2]}, f"{field}.image"),
@@ -280,7 +280,7 @@ def test_who_asks_for_a_lora_gets_it_at_every_door(shared: Api, easel: Easel) ->
     eventually(lambda: shared.job(job)["status"] == "succeeded")
     assert [claim.parameters["lora"] for claim in easel.seen] == [text] * 3
     assert shared.post(DRAW, prompt="a fox", lora="").status_code == 200
-    assert "lora" not in easel.seen[-1].parameters
+    assert "lora" not in easel.last
 
 
 def test_upscaling_counts_as_the_work_that_was_measured() -> None:

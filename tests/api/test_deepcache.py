@@ -130,7 +130,7 @@ def test_a_deadline_is_held_against_the_steps_that_are_made(shared: Api, worker:
     worker.announce(card=CACHED)
     order = {"type": "image", "prompt": "a cat", "priority": 0}
     told = asdict(CACHED.costs)
-    eventually(lambda: shared.client.get(f"/v1/models/{CARD.name}").json()["diptych"]["costs"] == told)
+    eventually(lambda: shared.get(f"/v1/models/{CARD.name}").json()["diptych"]["costs"] == told)
     assert worker.job(shared.order(**order, deadline_s=1.5, deepcache="auto")).work_ms == 300 + 2 * (11 * 30 + 9 * 6)
     for fields, words in (({"deadline_s": 1.5}, "1.9"), ({"deadline_s": 1.3, "deepcache": "auto"}, "1.4")):
         hopeless = shared.post("/v1/jobs", **order, **fields)

@@ -179,7 +179,7 @@ def test_what_lies_beyond_the_picture_is_drawn_too(
     else:
         url = f"data:image/png;base64,{base64.b64encode(as_file(array)).decode()}"
         assert shared.post(EDITS, **body, images=[{"image_url": url}]).status_code == 200
-        parameters, (image, mask) = easel.seen[-1].parameters, handed_on(easel.worker, easel.seen[-1])
+        parameters, (image, mask) = easel.last, handed_on(easel.worker, easel.seen[-1])
     assert parameters["edit"]["strength"] == 1
     assert mask is not None and image.shape[:2] == mask.shape == expected[::-1]
     if not fields:
@@ -211,7 +211,7 @@ def test_what_is_handed_in_never_enters_the_record_and_goes_with_it(shared: Api,
     assert answer.result(PATIENCE_S).status_code == 200
     assert not any(worker.redis.hexists("diptych:needed", key) for key in keys)
     assert all(worker.artifacts.get(key) for key in keys), "as long as its record is there"
-    assert shared.client.delete(f"/v1/jobs/{id}").status_code == 200
+    assert shared.delete(f"/v1/jobs/{id}").status_code == 200
     for key in keys:  # let ten minutes pass
         worker.redis.zadd("diptych:kept", {key: 1})
     eventually(lambda: not any(worker.redis.zscore("diptych:going", key) for key in keys) and gone(worker, keys))
@@ -377,7 +377,7 @@ def test_a_form_of_unknown_length_is_read_and_bounded(
         return shared.client.post(EDITS, content=pieces, headers=headers)
 
     assert post(data).status_code == 200
-    assert easel.seen[-1].parameters["steps"] == 2
+    assert easel.last["steps"] == 2
     assert np.array_equal(handed_on(easel.worker, easel.seen[-1])[0], pixels())
     monkeypatch.setattr(edits, "_ENVELOPE", len(data) - 1 - edits._MOST * MAX_BYTES)
     check_error(post(data), 413, code="body_too_large")

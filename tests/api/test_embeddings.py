@@ -77,7 +77,7 @@ def test_both_encodings_have_the_same_bits(shared: Api, given: Any) -> None:
 
 def test_a_job_is_erased_once_its_embeddings_are_delivered(shared: Api) -> None:
     def jobs() -> set[str]:
-        return {job["id"] for job in shared.client.get("/v1/jobs").json()["data"]}
+        return {job["id"] for job in shared.get("/v1/jobs").json()["data"]}
 
     before = jobs()
     assert len(shared.post(EMBEDDINGS, input=TEXTS).json()["data"]) == len(TEXTS)

@@ -44,7 +44,7 @@ def test_resumes_after_any_event(shared: Api, worker: Worker) -> None:
         assert shared.all_events(id, event.id) == whole[k + 1 :]
         for headers, count in (({}, len(whole) - k - 1), (last, 1)):  # the header goes before the query
             path = f"/v1/jobs/{id}/events"
-            answer = shared.client.get(path, params={"last_event_id": event.id}, headers=headers)
+            answer = shared.get(path, params={"last_event_id": event.id}, headers=headers)
             assert answer.text.count("\n\n") == count
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-store" and answer.headers["x-accel-buffering"] == "no"
@@ -55,7 +55,7 @@ def test_who_has_seen_the_end_is_told_not_to_come_again(shared: Api, worker: Wor
     id = shared.order()
     run(worker, id)
     for seen in (shared.all_events(id)[-1].id, "9" * 19, f"{'9' * 19}-{'9' * 19}"):
-        answer = shared.client.get(f"/v1/jobs/{id}/events", headers={"Last-Event-ID": seen})
+        answer = shared.get(f"/v1/jobs/{id}/events", headers={"Last-Event-ID": seen})
         assert answer.status_code == 204 and answer.content == b""
 
 

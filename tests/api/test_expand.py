@@ -104,7 +104,7 @@ def test_a_known_pair_is_waited_for(redis_url: str, folder: Path) -> None:
     """No worker lives just now: what they were says who may come."""
     with served(redis_url, folder, (CARD, TEXT)) as (api, worker):
         worker.registry.deregister("worker-0")
-        eventually(lambda: api.client.get("/readyz").status_code != 200)
+        eventually(lambda: api.get("/readyz").status_code != 200)
         assert worker.job(api.order(expand_prompt=True)).parameters["expand_prompt"]
 
 

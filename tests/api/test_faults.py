@@ -78,20 +78,20 @@ def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: Redi
             for response in (
                 api.draw(),
                 api.post("/v1/jobs", **JOB),
-                *(api.client.get(f"/v1/jobs/{watched}{path}") for path in ("", "/events", "/images/0")),
+                *(api.get(f"/v1/jobs/{watched}{path}") for path in ("", "/events", "/images/0")),
                 api.client.post(f"/v1/jobs/{watched}/cancel"),
             ):
                 check_error(response, 503, code="store_down")
                 assert 1 <= int(response.headers["retry-after"]) <= 120
             check_error(api.draw(steps=0), 400, "steps")  # what is wrong is wrong without Redis too
             check_error(api.draw(size="1x1"), 400, "size")
-            not_ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 503 and r)
+            not_ready = eventually(lambda: (r := api.get("/readyz")).status_code == 503 and r)
             assert not_ready.json()["error"]["message"] == "Redis does not answer." and not not_ready.json()["redis"]
-            assert api.client.get("/healthz").status_code == 200
-            assert api.client.get("/v1/models").status_code == 200
+            assert api.get("/healthz").status_code == 200
+            assert api.get("/v1/models").status_code == 200
         finally:
             redis_server.start()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        eventually(lambda: api.get("/readyz").status_code == 200)
         worker.work(watched)
         worker.work(drawn)
         assert follows.result(PATIENCE_S) == ["queued", "running", "succeeded"]
@@ -106,13 +106,13 @@ def test_starts_without_redis(redis_url: str, redis_server: RedisServer, folder:
     redis_server.stop()
     try:
         with opened(settings) as (api, worker):
-            assert api.client.get("/healthz").status_code == 200
-            assert api.client.get("/readyz").json()["error"]["message"] == "Redis does not answer."
+            assert api.get("/healthz").status_code == 200
+            assert api.get("/readyz").json()["error"]["message"] == "Redis does not answer."
             check_error(api.draw(), 503, code="store_down")
-            check_error(api.client.get("/v1/models"), 503, code="store_down")  # nobody knows which keys there are
+            check_error(api.get("/v1/models"), 503, code="store_down")  # nobody knows which keys there are
             redis_server.start()
             worker.announce()
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            eventually(lambda: api.get("/readyz").status_code == 200)
             worker.work(api.order())
     finally:
         if redis_server.process is None or redis_server.process.poll() is not None:
@@ -126,12 +126,12 @@ def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monke
     assert redis_server.process is not None
     os.kill(redis_server.process.pid, signal.SIGSTOP)
     try:
-        assert api.client.get("/healthz").status_code == 200
-        not_ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 503 and r)
+        assert api.get("/healthz").status_code == 200
+        not_ready = eventually(lambda: (r := api.get("/readyz")).status_code == 503 and r)
         assert not_ready.json()["error"]["message"] == "Redis does not answer."
     finally:
         os.kill(redis_server.process.pid, signal.SIGCONT)
-    eventually(lambda: api.client.get("/readyz").status_code == 200)
+    eventually(lambda: api.get("/readyz").status_code == 200)
     api.order()
 
 
@@ -151,7 +151,7 @@ def test_an_unexpected_error_is_a_500_that_tells_nothing(world: tuple[Api, Worke
     id = api.order()
     worker.take(id)
     worker.redis.hset(f"diptych:job:{id}", "progress", '{"steps_done": "MARKER", "steps": "MARKER"}')
-    answer = api.client.get(f"/v1/jobs/{id}")
+    answer = api.get(f"/v1/jobs/{id}")
     check_error(answer, 500, code="internal_error")
     assert "MARKER" not in answer.text and "Traceback" not in answer.text
 

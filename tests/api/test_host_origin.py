@@ -18,15 +18,15 @@ JOB = {"type": "image", "prompt": "a cat"}
     "host", ["localhost:1", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3", "LOCALHOST"]
 )
 def test_its_own_names(shared: Api, host: str) -> None:
-    assert shared.client.get("/v1/models", headers={"Host": host}).status_code == 200
+    assert shared.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "x", "a:b:c"])
 def test_a_name_that_others_own_may_lead_here(shared: Api, host: str) -> None:
     """DNS rebinding: a page of evil.example whose name now means this machine."""
     for path in ("/v1/models", "/", "/docs", "/v1/jobs"):
-        check_error(shared.client.get(path, headers={"Host": host}), 403, "host", "host_not_allowed")
-    assert shared.client.get("/healthz", headers={"Host": host}).status_code == 200
+        check_error(shared.get(path, headers={"Host": host}), 403, "host", "host_not_allowed")
+    assert shared.get("/healthz", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "http://[", ""])
@@ -41,7 +41,7 @@ def test_a_page_of_another_origin_makes_nothing(shared: Api, worker: Worker, ori
     assert worker.ids() == before
     own = {"Origin": shared.url, "Sec-Fetch-Site": "same-origin"}
     assert shared.client.post("/v1/jobs", json=JOB, headers=own).status_code == 202
-    assert "access-control-allow-origin" not in shared.client.get("/v1/models", headers={"Origin": origin}).headers
+    assert "access-control-allow-origin" not in shared.get("/v1/models", headers={"Origin": origin}).headers
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_other_machines(tmp_path: Path, peer: str, trusted: bool, served: bool) 
 def test_who_calls_from_a_container_is_told_what_to_set(redis_url: str, folder: Path) -> None:
     host = {"Host": "host.docker.internal:8000"}
     with opened(settings_of(redis_url, folder)) as (api, _):
-        message = check_error(api.client.get("/v1/models", headers=host), 403, "host", "host_not_allowed")["message"]
+        message = check_error(api.get("/v1/models", headers=host), 403, "host", "host_not_allowed")["message"]
         assert "DIPTYCH_PUBLIC_URL" in message and "diptych keys add" in message
     named = settings_of(redis_url, folder, public_url="http://host.docker.internal:8000")
     with opened(named) as (api, _):
-        assert api.client.get("/v1/models", headers=host).status_code == 200
+        assert api.get("/v1/models", headers=host).status_code == 200

@@ -47,7 +47,7 @@ def test_every_field_of_openai_is_accepted(shared: Api, worker: Worker) -> None:
     pictures = worker.work(id)
     (item,) = answer.result(PATIENCE_S).json()["data"]
     assert item["url"].startswith(shared.url + "/v1/jobs/job_") and "b64_json" not in item
-    assert shared.client.get(item["url"]).content == pictures[0]
+    assert shared.get(item["url"]).content == pictures[0]
 
 
 def test_two_that_ask_get_their_own(shared: Api, worker: Worker) -> None:
@@ -100,7 +100,7 @@ def test_a_job_that_ends_without_its_picture(
     if code == "out_of_memory":
         assert error["message"] == "one picture needs more memory"
     if code == "artifact_unreadable":
-        check_error(shared.client.get(f"/v1/jobs/{id}/images/0"), 404, code="image_not_found")
+        check_error(shared.get(f"/v1/jobs/{id}/images/0"), 404, code="image_not_found")
 
 
 class Caller:
@@ -164,4 +164,4 @@ def test_a_server_that_stops_lets_those_who_wait_go(alone: tuple[Api, Worker]) -
 
 
 def test_the_server_is_silent_about_itself(shared: Api) -> None:
-    assert "server" not in shared.client.get("/healthz").headers
+    assert "server" not in shared.get("/healthz").headers

@@ -43,7 +43,7 @@ def test_text_to_image(shared: Api, easel: Easel, option: str, path: str) -> Non
     client = InferenceClient(**{option: shared.url + path}, timeout=PATIENCE_S)  # type: ignore[arg-type]
     made = client.text_to_image("a cat", seed=1)
     assert made.format == "PNG" and made.size == (128, 128)
-    assert easel.seen[-1].parameters["prompt"] == "a cat" and easel.seen[-1].model == "emoji-xl"
+    assert easel.last["prompt"] == "a cat" and easel.seen[-1].model == "emoji-xl"
 
 
 def test_every_parameter_reaches_the_job(shared: Api, easel: Easel) -> None:
@@ -52,7 +52,7 @@ def test_every_parameter_reaches_the_job(shared: Api, easel: Easel) -> None:
         scheduler="dpm++2m", seed=7, extra_body={"deterministic": True, "deepcache": "off", "priority": 1},
     )  # fmt: skip
     assert made.size == (64, 64)
-    given = easel.seen[-1].parameters
+    given = easel.last
     expected = {
         "prompt": "a cat", "negative_prompt": "a dog", "height": 64, "width": 64, "steps": 3, "guidance_scale": 2.5,
         "scheduler": "dpm++2m", "seed": 7, "n": 1, "deterministic": True, "deepcache": "off",
@@ -68,7 +68,7 @@ def test_image_to_image(shared: Api, easel: Easel) -> None:
         strength=0.5, seed=3, target_size={"width": 64, "height": 64},
     )  # type: ignore[arg-type] # fmt: skip
     assert made.size == (64, 64)
-    given = easel.seen[-1].parameters
+    given = easel.last
     assert given.items() >= {"prompt": "a hat", "negative_prompt": "a dog", "steps": 4, "seed": 3, "width": 64}.items()
     assert given["guidance_scale"] == 3.0 and given["edit"]["strength"] == 0.5
     image, _ = handed_on(easel.worker, easel.seen[-1])
@@ -77,8 +77,8 @@ def test_image_to_image(shared: Api, easel: Easel) -> None:
 
 def test_a_picture_with_transparent_pixels_is_changed_as_a_whole(shared: Api, easel: Easel) -> None:
     hub(shared).image_to_image(as_file(hole()), prompt="a hat", num_inference_steps=2)
-    assert easel.seen[-1].parameters["edit"].keys() == {"image", "strength"}
-    assert easel.seen[-1].parameters["edit"]["strength"] == 0.8
+    assert easel.last["edit"].keys() == {"image", "strength"}
+    assert easel.last["edit"]["strength"] == 0.8
 
 
 def refusal(call: Any) -> tuple[int, str]:
@@ -142,7 +142,7 @@ def test_the_format_is_the_one_that_is_accepted(shared: Api, easel: Easel, accep
     """The easel draws PNG only: the job says what it was asked for."""
     answer = shared.client.post("/", json={"inputs": "a cat"}, headers={"Accept": accept})
     assert answer.status_code == 200 and answer.headers["content-type"] == "image/png"
-    assert easel.seen[-1].parameters.get("output_format", "png") == asked
+    assert easel.last.get("output_format", "png") == asked
 
 
 def test_a_job_that_fails_and_one_whose_client_leaves(shared: Api, easel: Easel) -> None:

@@ -23,7 +23,7 @@ def test_a_job_is_made_and_sent(shared: Api, worker: Worker) -> None:
     assert (id, 3) in worker.messages(), "Celery's list for priorities 3 to 5 holds the message"
     record = worker.job(id)
     assert record.priority == 4 and record.work_ms == 1500
-    told = shared.client.get(f"/v1/jobs/{id}")
+    told = shared.get(f"/v1/jobs/{id}")
     assert "a cat" not in told.text and told.headers["cache-control"] == "no-store"
 
 
@@ -40,7 +40,7 @@ def test_a_job_from_beginning_to_end(shared: Api, worker: Worker) -> None:
     assert running["status"] == "running" and running["attempt"] == 1 and running["started_at"] >= running["created_at"]
     worker.report(claim, 3)
     assert shared.job(id)["progress"] == {"steps_done": 3, "steps": 10, "image": 0, "images_done": 0}
-    check_error(shared.client.get(f"/v1/jobs/{id}/images/0"), 409, code="job_not_done")
+    check_error(shared.get(f"/v1/jobs/{id}/images/0"), 409, code="job_not_done")
     pictures = worker.finish(claim)
     done = shared.job(id)
     assert done["status"] == "succeeded" and done["completed_at"] >= done["started_at"] and done["error"] is None
@@ -51,20 +51,20 @@ def test_a_job_from_beginning_to_end(shared: Api, worker: Worker) -> None:
         }
         for k, picture in enumerate(pictures)
     ]  # fmt: skip
-    assert [shared.client.get(image["url"]).content for image in done["images"]] == pictures
+    assert [shared.get(image["url"]).content for image in done["images"]] == pictures
     assert shared.client.post(f"/v1/jobs/{id}/cancel").json() == done == shared.job(id), "what has ended stays"
 
 
 def test_pictures_are_kept_by_who_has_them(shared: Api, worker: Worker) -> None:
     id = shared.order()
     worker.work(id)
-    first = shared.client.get(f"/v1/jobs/{id}/images/0")
+    first = shared.get(f"/v1/jobs/{id}/images/0")
     assert first.status_code == 200 and first.headers["content-type"] == "image/png"
     assert "immutable" in first.headers["cache-control"] and first.headers["x-content-type-options"] == "nosniff"
     tag = first.headers["etag"]
     assert tag.startswith('"') and tag.endswith('"')
     for known, status in ((tag, 304), (f"W/{tag}", 304), (f'"other", {tag}', 304), ("*", 304), ('"other"', 200)):
-        again = shared.client.get(f"/v1/jobs/{id}/images/0", headers={"If-None-Match": known})
+        again = shared.get(f"/v1/jobs/{id}/images/0", headers={"If-None-Match": known})
         assert again.status_code == status and again.headers["etag"] == tag and bool(again.content) is (status == 200)
 
 
@@ -72,7 +72,7 @@ def test_pictures_that_are_not_there(shared: Api, worker: Worker) -> None:
     id = shared.order()
     worker.work(id)
     for k in ("1", "-1", "00001", "x", "0x0", "1e0", "%20", "9" * 5000, "٠"):
-        check_error(shared.client.get(f"/v1/jobs/{id}/images/{k}"), 404, "k", "image_not_found")
+        check_error(shared.get(f"/v1/jobs/{id}/images/{k}"), 404, "k", "image_not_found")
 
 
 def test_a_job_that_ended_without_pictures(shared: Api, worker: Worker) -> None:
@@ -84,7 +84,7 @@ def test_a_job_that_ended_without_pictures(shared: Api, worker: Worker) -> None:
     assert told["status"] == "failed" and told["error"] == {"code": "crashed", "message": "three workers were lost"}
     assert told["images"] is None and shared.job(cancelled)["error"] is None
     for id in (failed, cancelled):
-        check_error(shared.client.get(f"/v1/jobs/{id}/images/0"), 404, "k", "image_not_found")
+        check_error(shared.get(f"/v1/jobs/{id}/images/0"), 404, "k", "image_not_found")
 
 
 def test_cancel_reaches_exactly_its_job(shared: Api, worker: Worker) -> None:
@@ -114,7 +114,7 @@ def test_a_job_says_what_draws_it_again(shared: Api, worker: Worker) -> None:
     assert (asked["seed"], asked["size"], asked["deepcache"]) == (claim.parameters["seed"], "168x96", cached)
     again = shared.client.post("/v1/jobs", json=asked).json()["id"]
     assert worker.take(again).parameters == {**claim.parameters, "deepcache": cached}
-    for other in (shared.client.get("/v1/jobs").json()["data"][0], shared.job(again)):
+    for other in (shared.get("/v1/jobs").json()["data"][0], shared.job(again)):
         assert "request" not in other and "fox" not in str(other), "lists hold no prompts"
 
 
@@ -125,20 +125,20 @@ def test_an_id_that_is_used_again(shared: Api, worker: Worker) -> None:
     worker.take(id)
     with shared.events(id) as following:
         assert [next(following).type for _ in range(2)] == ["queued", "running"]
-        assert shared.client.delete(f"/v1/jobs/{id}").status_code == 200
+        assert shared.delete(f"/v1/jobs/{id}").status_code == 200
         assert shared.client.put(f"/v1/jobs/{id}", json={**ask, "prompt": "a dog"}).status_code == 202
         assert [event.type for event in following] in ([], ["cancelled"])
     assert shared.job(id)["attempt"] == 0
     assert worker.redis.pttl(f"diptych:events:{id}") == -1
     before = commands(worker)
-    assert shared.client.get(f"/v1/jobs/{id}", params={"wait_s": 2}).json()["status"] == "queued"
+    assert shared.get(f"/v1/jobs/{id}", params={"wait_s": 2}).json()["status"] == "queued"
     assert commands(worker) - before < 1000, "it spins"
     with shared.events(id) as events:
         assert next(events).type == "queued"
         worker.work(id)
         rest = list(events)
     assert [event.type for event in rest] == ["running", "succeeded"] and rest[0].data == {"attempt": 1}
-    assert shared.client.get(f"/v1/jobs/{id}", params={"wait_s": 5}).json()["status"] == "succeeded"
+    assert shared.get(f"/v1/jobs/{id}", params={"wait_s": 5}).json()["status"] == "succeeded"
 
 
 def commands(worker: Worker) -> int:

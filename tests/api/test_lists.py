@@ -72,15 +72,15 @@ def test_what_comes_meanwhile_moves_no_page(client: openai.OpenAI, made: tuple[l
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/batches", "/v1/files"])
 def test_what_is_refused(shared: Api, path: str) -> None:
     for limit in ("", "0", "-1", "1.0", "1e1", "100000", "x"):
-        check_error(shared.client.get(path, params={"limit": limit}), 400, "limit")
+        check_error(shared.get(path, params={"limit": limit}), 400, "limit")
     for after in ("", "x y", "é", "file-1\n"):
-        check_error(shared.client.get(path, params={"after": after}), 400, "after")
+        check_error(shared.get(path, params={"after": after}), 400, "after")
     for kind in ("job_", "batch_", "file-"):
-        check_error(shared.client.get(path, params={"after": kind + "0" * 24}), 400, "after")
+        check_error(shared.get(path, params={"after": kind + "0" * 24}), 400, "after")
 
     if path == "/v1/files":
-        check_error(shared.client.get("/v1/files?purpose=fine-tune"), 400, "purpose")
-        check_error(shared.client.get("/v1/files?order=up"), 400, "order")
+        check_error(shared.get("/v1/files?purpose=fine-tune"), 400, "purpose")
+        check_error(shared.get("/v1/files?order=up"), 400, "order")
 
 
 def test_models_of_the_other_kind(redis_url: str, folder: Path) -> None:
@@ -89,7 +89,7 @@ def test_models_of_the_other_kind(redis_url: str, folder: Path) -> None:
     with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
         worker.announce()
         other.announce(card=TEXT)
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
+        eventually(lambda: len(api.get("/v1/models").json()["data"]) == 2)
         drawn = {"prompt": "a cat", "model": TEXT.name}
         chat = {"messages": [{"role": "user", "content": "a cat"}], "model": "emoji-xl"}
         text = f"model: {TEXT.name} is a text model; use POST /v1/chat/completions"
@@ -106,9 +106,9 @@ def test_models_of_the_other_kind(redis_url: str, folder: Path) -> None:
 
 def test_what_is_not_offered_says_what_is(shared: Api) -> None:
     path = "/v1/images/variations"
-    for answer in (shared.post(path, input="a"), shared.client.get(path)):
+    for answer in (shared.post(path, input="a"), shared.get(path)):
         assert "/v1/images/edits" in check_error(answer, 404, code="not_offered")["message"]
-    check_error(shared.client.get(f"{path}/x"), 404, code="not_found")
+    check_error(shared.get(f"{path}/x"), 404, code="not_found")
 
 
 def test_openais_client_is_told(client: openai.OpenAI) -> None:
