@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -24,11 +23,12 @@ from tests.api.world import (
     Api,
     Worker,
     bearer,
+    changed,
     check_error,
     eventually,
+    ok,
     opened,
     process,
-    settings_of,
 )
 
 JOB = {"type": "image", "prompt": "a cat"}
@@ -71,8 +71,8 @@ def guarding(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
 
 
 @pytest.fixture
-def settings(redis_url: str, folder: Path) -> Settings:
-    return settings_of(redis_url, folder, public_url="https://pictures.example/base/")
+def settings(settings: Settings) -> Settings:
+    return changed(settings, public_url="https://pictures.example/base/")
 
 
 @pytest.fixture
@@ -128,9 +128,9 @@ def test_the_first_key_closes_the_service_at_once(settings: Settings, monkeypatc
                     assert worker.ids() == {"before"}
 
 
-def test_after_the_last_key_nobody_comes_in_until_someone_says_so(redis_url: str, folder: Path) -> None:
+def test_after_the_last_key_nobody_comes_in_until_someone_says_so(settings: Settings) -> None:
     """Where `trust_network` lets anybody in before there is a key, as in containers; an old API and a fresh one."""
-    settings = settings_of(redis_url, folder, trust_network=True)
+    settings = changed(settings, trust_network=True)
     with closing(Keyring.of(settings)) as keyring, opened(settings, CARD) as (api, worker):
         assert api.get("/v1/queues").status_code == 200, "there never was a key"
         key, _ = keyring.add("the only one")
@@ -153,9 +153,9 @@ def test_after_the_last_key_nobody_comes_in_until_someone_says_so(redis_url: str
                 eventually(lambda one=one: one.get("/v1/queues").status_code == 200)
 
 
-def test_a_key_of_an_older_version_leaves_a_closed_door_too(redis_url: str, folder: Path) -> None:
+def test_a_key_of_an_older_version_leaves_a_closed_door_too(settings: Settings) -> None:
     """Neither the key's maker nor its revoker noted anything; an API of this version saw it in between."""
-    settings = settings_of(redis_url, folder, trust_network=True)
+    settings = changed(settings, trust_network=True)
     with closing(Keyring.of(settings)) as keyring, Worker(settings) as worker:
         key, _ = keyring.add("old")
         worker.redis.delete("diptych:access")
@@ -166,8 +166,8 @@ def test_a_key_of_an_older_version_leaves_a_closed_door_too(redis_url: str, fold
             check_error(api.get("/v1/queues"), 401, code="invalid_api_key")
 
 
-def test_no_key_fills_the_queue(redis_url: str, folder: Path) -> None:
-    with guarding(settings_of(redis_url, folder, max_queued=8)) as (doors, worker):
+def test_no_key_fills_the_queue(settings: Settings) -> None:
+    with guarding(changed(settings, max_queued=8)) as (doors, worker):
         greedy, modest, other = doors.key("images", "text"), doors.key(queued="1"), doors.key()
         ids = [greedy.order().json()["id"] for _ in range(4)]
         refused = greedy.order()
@@ -273,9 +273,7 @@ def picture_of(client: httpx2.Client, worker: Worker, id: str, prompt: str) -> t
 
 def path_of(client: httpx2.Client, id: str) -> str:
     """A link's path and signature, without what the public calls the service."""
-    answer = client.get(f"/v1/jobs/{id}")
-    assert answer.status_code == 200, answer.text
-    parts = urlsplit(answer.json()["images"][0]["url"])
+    parts = urlsplit(ok(client.get(f"/v1/jobs/{id}")).json()["images"][0]["url"])
     return f"{parts.path[parts.path.index('/v1/') :]}?{parts.query}"
 
 

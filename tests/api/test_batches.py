@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,10 +17,11 @@ from api.batch_feeder import BatchFeeder
 from api.batch_line_handler import BatchLineHandler, Result
 from api.batch_lines import RawLine
 from api.service import Service
+from core.config import Settings
 from core.jobs.batches import BatchStore
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.world import CARD, Api, Worker, check_error, client_of, eventually, kept, opened, settings_of, token_of
+from tests.api.world import CARD, Api, Worker, changed, check_error, client_of, eventually, kept, opened, token_of
 
 URL = "/v1/images/generations"
 
@@ -32,8 +32,8 @@ def lines(*bodies: dict[str, Any], url: str = URL) -> bytes:
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
-    with opened(settings_of(redis_url, folder, batch_jobs=3), CARD) as (api, worker), client_of(api.url) as client:
+def world(settings: Settings) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
+    with opened(changed(settings, batch_jobs=3), CARD) as (api, worker), client_of(api.url) as client:
         yield api, worker, client
 
 
@@ -149,10 +149,9 @@ def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, ope
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
-def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> None:
+def test_two_who_work_at_one_do_nothing_twice(settings: Settings) -> None:
     """Another takes over in mid-work, and the first does not know: jobs, counts and files are those of one."""
-    settings = settings_of(redis_url, folder, batch_jobs=4)
-    service = Service(settings)
+    service = Service(changed(settings, batch_jobs=4))
     parts = (service.batches, service.files, service.rates, service.keyring, service.registry, service.store)
     with Worker(settings) as worker, ExitStack() as opened_parts:
         for part in (*parts, service.queue):
@@ -164,7 +163,7 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
         for _ in range(3):
             stale = service.batches.progress([batch.id])
             one.work()
-            other._store = Stale(redis_url, stale)  # it acts on what it read before
+            other._store = Stale(settings.redis_url, stale)  # it acts on what it read before
             other.work()
             other._store.close()
             for id, _ in worker.messages_left():
@@ -252,11 +251,10 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
         check_error(api.get(path), 404)
 
 
-def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_they_are_their_owners(settings: Settings, alone: tuple[Api, Worker]) -> None:
+    api, worker = alone
     tokens = [token_of(settings, name, quota="5/day") for name in ("ann", "bob")]
     with ExitStack() as stack:
-        api, worker = stack.enter_context(opened(settings, CARD))
         ann, bob = (stack.enter_context(client_of(api.url, token)) for token in tokens)
         batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
         for call in (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.config import Settings
 from tests.api.easel import asked, conclude
 from tests.api.test_expand import served
 from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, parsed
@@ -20,8 +20,8 @@ TOLD = [("sketcher", 80.25), ("emoji-xl", 12.5)]
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
-    with served(redis_url, folder, (FULL, DRAFT)) as world:
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
+    with served(settings, (FULL, DRAFT)) as world:
         yield world
 
 

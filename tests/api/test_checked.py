@@ -28,7 +28,7 @@ from deployment.redis import address_in
 from pipeline import content
 from pipeline.checkpoints import tiny
 from tests.api.test_batches import begin, ended, lines, told
-from tests.api.world import PATIENCE_S, Sent, bearer, check_error, client_of, eventually, parsed
+from tests.api.world import PATIENCE_S, Sent, bearer, check_error, client_of, eventually, ok, parsed
 from tests.deployment.served import Served
 from tests.pipeline import checkers
 from workers import draw
@@ -144,8 +144,7 @@ def test_every_key_has_its_action_while_they_draw_together(checked: Checked) -> 
     with ThreadPoolExecutor(len(names)) as pool:
         answers = [*pool.map(lambda name: checked.post(name, seed=checked.mixed, n=2, steps=3), names)]
     for name, answer in zip(names, answers, strict=True):
-        assert answer.status_code == 200, answer.text
-        data, action = answer.json()["data"], KEYS[name] or SERVICE
+        data, action = ok(answer).json()["data"], KEYS[name] or SERVICE
         for seed, image in enumerate(data, checked.mixed):
             flagged = checked.flagged[seed]
             if action == "off":

@@ -8,7 +8,6 @@ import base64
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,12 @@ from contract.image_prompt import ImagePrompt
 from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
 from contract.upscale import Upscale
+from core.config import Settings
 from core.jobs.record import Claim, Job, JobState
 from core.pictures import fitted
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, Api, Worker, check_error, client_of, eventually, opened, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, client_of, eventually, ok, opened
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 KINDS = {"control": ("control_image", "edges", "pose"), "image_prompts": ("image_prompt", "base", "plus")}
@@ -82,8 +82,7 @@ def test_a_body_hands_on_its_pictures(shared: Api, easel: Easel, worker: Worker)
         field: [{**one, "image": image} for one, image in zip(told[field], pictures[field], strict=True)]
         for field in KINDS
     }
-    answer = shared.post(DRAW, **body(**asked))
-    assert answer.status_code == 200, answer.text
+    answer = ok(shared.post(DRAW, **body(**asked)))
     claim = easel.seen[-1]
     for field, own, side in (("control", first, 128), ("image_prompts", tall, 768)):
         assert [{k: v for k, v in one.items() if k != "image"} for one in claim.parameters[field]] == told[field]
@@ -110,8 +109,7 @@ def test_a_form_hands_on_its_files(shared: Api, easel: Easel, worker: Worker, fi
     files = [("image", as_file(pixels())), (f"{name}[]", as_file(array)), (f"{name}[]", as_file(pixels()))]
     entries = json.dumps([{"model": first, "strength": 0.5}, {"model": second}])
     data = {"prompt": "a hat", "size": "128x128", field: entries}
-    answer = shared.client.post(EDIT, data=data, files=files)
-    assert answer.status_code == 200, answer.text
+    ok(shared.client.post(EDIT, data=data, files=files))
     assert [one["model"] for one in easel.last[field]] == [first, second]
     assert np.array_equal(handed_on(worker, easel.seen[-1], field)[0], array)
     for wrong, refused in (
@@ -160,8 +158,7 @@ def test_a_photo_of_another_shape_is_fitted(
     photo = pixels(256, 192, seed=2)
     asked = body(control=[{"model": "edges", "image": inline(photo), **fit}])
     path = EDIT if edit_fit else DRAW
-    answer = shared.post(path, **asked, **({"images": [inline(photo)], **edit_fit} if edit_fit else {}))
-    assert answer.status_code == 200, answer.text
+    ok(shared.post(path, **asked, **({"images": [inline(photo)], **edit_fit} if edit_fit else {})))
     (control,) = handed_on(worker, easel.seen[-1], "control")
     assert np.array_equal(control, fitted(Image.fromarray(photo), (128, 128), expected))
 
@@ -321,8 +318,8 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
 # -- at the end: another API on the same Redis, which begins anew ------------------------------------------------------
 
 
-def test_a_model_without_any_says_so(redis_url: str, folder: Path) -> None:
-    with opened(settings_of(redis_url, folder), replace(CARD, precision="int8")) as (api, worker):
+def test_a_model_without_any_says_so(settings: Settings) -> None:
+    with opened(settings, replace(CARD, precision="int8")) as (api, worker):
         for field, value, param, said in (
             ("lora", "ink", "lora", "its worker has no DIPTYCH_LORA_DIR"),
             ("upscale", {"model": "x4"}, "upscale.model", "it has none"),

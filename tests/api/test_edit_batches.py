@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from core.config import Settings
 from core.jobs.record import JobState
 from tests.api import test_batches
 from tests.api.easel import Easel
@@ -63,8 +63,8 @@ def test_a_batch_edits_line_by_line(alone: tuple[Api, Worker]) -> None:
         assert all(np.array_equal(handed_on(worker, claim)[0], arrays[k]) for k, claim in enumerate(easel.seen))
 
 
-def test_an_edit_may_have_its_prompt_expanded_at_every_door(redis_url: str, folder: Path) -> None:
-    with served(redis_url, folder, (CARD, TEXT)) as (api, worker):
+def test_an_edit_may_have_its_prompt_expanded_at_every_door(settings: Settings) -> None:
+    with served(settings, (CARD, TEXT)) as (api, worker):
         fields = {"prompt": "a cat", "images": [inline()], "expand_prompt": True, "seed": 1}
         id = api.order(type="edit", **fields)
         job = expand(worker)

@@ -22,7 +22,7 @@ from contract.image import ImageJob
 from core.jobs.record import Claim
 from core.pictures import fitted
 from tests.api.easel import Easel, asked
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, ok
 from tests.faults.payloads import chunk
 
 EDITS = "/v1/images/edits"
@@ -83,8 +83,7 @@ def edited(
     api: Api, easel: Easel, image: np.ndarray, mask: np.ndarray | None = None, /, **fields: str
 ) -> tuple[dict[str, Any], np.ndarray, np.ndarray | None]:
     """The parameters, the image and the mask that the worker gets of a form."""
-    answer = edit(api, as_file(image), None if mask is None else as_file(mask), **fields)
-    assert answer.status_code == 200, answer.text
+    answer = ok(edit(api, as_file(image), None if mask is None else as_file(mask), **fields))
     claim = easel.seen[-1]
     assert answer.json()["size"] == "{width}x{height}".format(**claim.parameters)
     return claim.parameters, *handed_on(easel.worker, claim)
@@ -236,8 +235,7 @@ def test_a_job_that_is_asked_for_again_begins_with_the_same(
     assert worker.store.leases.fail(id, claim.attempt, code, "no")
     check_error(answer.result(PATIENCE_S), status, code=code)
     assert shared.job(id)["error"]["code"] == code
-    again = shared.client.post(f"/v1/jobs/{id}/requeue")
-    assert again.status_code == 202, again.text
+    again = ok(shared.client.post(f"/v1/jobs/{id}/requeue"), 202)
     job = worker.job(again.json()["id"])
     assert job.inputs == worker.job(id).inputs and job.parameters["edit"] == claim.parameters["edit"]
     assert all(worker.redis.hget("diptych:needed", key) for key in job.inputs)

@@ -7,24 +7,23 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from contract.card import ModelCard, TextOffer
 from contract.errors import Invalid
+from core.config import Settings
 from core.jobs.cards import WorkerCard
 from core.jobs.record import Job
 from tests.api.easel import asked, conclude
-from tests.api.world import CARD, PATIENCE_S, TEXT, Api, Worker, check_error, client_of, eventually, parsed, settings_of
+from tests.api.world import CARD, PATIENCE_S, TEXT, Api, Worker, check_error, client_of, eventually, parsed
 
 EMBEDS = replace(TEXT, name="embedder", limits=TextOffer(embedding_dimensions=8, generates=False))
 
 
 @contextmanager
-def served(url: str, folder: Path, *workers: tuple[ModelCard, ...]) -> Iterator[tuple[Api, Worker]]:
+def served(settings: Settings, *workers: tuple[ModelCard, ...]) -> Iterator[tuple[Api, Worker]]:
     """An API that has read of workers with these models, and a worker that is played by hand."""
-    settings = settings_of(url, folder)
     with Worker(settings) as worker:
         for number, models in enumerate(workers):
             card = WorkerCard(f"worker-{number}", "here", 1, "ready", "", 1.5, list(models))
@@ -34,8 +33,8 @@ def served(url: str, folder: Path, *workers: tuple[ModelCard, ...]) -> Iterator[
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
-    with served(redis_url, folder, (CARD, TEXT)) as world:
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
+    with served(settings, (CARD, TEXT)) as world:
         yield world
 
 
@@ -90,19 +89,19 @@ def test_jobs_and_their_repetitions_carry_it(world: tuple[Api, Worker]) -> None:
     ids=["none", "not all", "elsewhere", "the first only embeds"],
 )
 def test_without_a_text_model_beside_every_worker_it_is_refused_by_name(
-    redis_url: str, folder: Path, workers: tuple[tuple[ModelCard, ...], ...]
+    settings: Settings, workers: tuple[tuple[ModelCard, ...], ...]
 ) -> None:
     """A job may come to any of the model's workers."""
-    with served(redis_url, folder, *workers) as (api, worker):
+    with served(settings, *workers) as (api, worker):
         fields = {"prompt": "a cat", "expand_prompt": True}
         for answer in (api.draw(**fields), api.post("/v1/jobs", type="image", **fields)):
             check_error(answer, 400, "expand_prompt", "no_text_model")
         assert not worker.ids()
 
 
-def test_a_known_pair_is_waited_for(redis_url: str, folder: Path) -> None:
+def test_a_known_pair_is_waited_for(settings: Settings) -> None:
     """No worker lives just now: what they were says who may come."""
-    with served(redis_url, folder, (CARD, TEXT)) as (api, worker):
+    with served(settings, (CARD, TEXT)) as (api, worker):
         worker.registry.deregister("worker-0")
         eventually(lambda: api.get("/readyz").status_code != 200)
         assert worker.job(api.order(expand_prompt=True)).parameters["expand_prompt"]

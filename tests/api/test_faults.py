@@ -7,23 +7,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from api import cards, job_follower
+from core.config import Settings
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.easel import asked
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, changed, check_error, eventually, opened
 
 JOB = {"type": "image", "prompt": "a cat"}
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
-    settings = settings_of(redis_url, folder, max_queued=3)
-    with opened(settings, CARD) as (api, worker):
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
+    with opened(changed(settings, max_queued=3), CARD) as (api, worker):
         yield api, worker
 
 
@@ -101,8 +100,7 @@ def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: Redi
     worker.work(id)
 
 
-def test_starts_without_redis(redis_url: str, redis_server: RedisServer, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_starts_without_redis(settings: Settings, redis_server: RedisServer) -> None:
     redis_server.stop()
     try:
         with opened(settings) as (api, worker):

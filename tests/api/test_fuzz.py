@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api.schemas import EditJobFields, JobFields
-from deployment.redis import RedisServer
-from tests.api.world import SERVE, Worker, check_error, process, settings_of
+from core.config import Settings
+from tests.api.world import SERVE, Worker, check_error, process
 
 MARK = "MARKER§7q3z"  # no plain word: it may not come back as a field's name either
 JSON = {"content-type": "application/json"}
@@ -36,12 +36,11 @@ values = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def client(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+def client(module_settings: Settings) -> Iterator[httpx2.Client]:
     """Of an API in a process of its own: threads of this one would disturb how hypothesis draws."""
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with Worker(settings) as worker:
+    with Worker(module_settings) as worker:
         worker.announce()
-        with process(SERVE, settings) as (_, client):
+        with process(SERVE, module_settings) as (_, client):
             yield client
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from api.host_origin import HostOriginMiddleware
 from api.service import Service
-from tests.api.world import CARD, Api, Worker, check_error, opened, settings_of
+from core.config import Settings
+from tests.api.world import CARD, Api, Worker, changed, check_error, opened, settings_of
 
 JOB = {"type": "image", "prompt": "a cat"}
 
@@ -51,11 +52,9 @@ def test_a_page_of_another_origin_makes_nothing(shared: Api, worker: Worker, ori
         ("*", ["https://studio.example", "http://other.example:8080"], ["null", "file://", "about:blank"]),
     ],
 )
-def test_pages_that_are_named_may_call(
-    redis_url: str, folder: Path, allowed: str, taken: list[str], refused: list[str]
-) -> None:
+def test_pages_that_are_named_may_call(settings: Settings, allowed: str, taken: list[str], refused: list[str]) -> None:
     """Or any page, but nothing else, where that is said."""
-    with opened(settings_of(redis_url, folder, cors_origins=allowed), CARD) as (api, _):
+    with opened(changed(settings, cors_origins=allowed), CARD) as (api, _):
         for origin in taken:
             asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
             before = api.client.options("/v1/jobs", headers={"Origin": origin, **asked})
@@ -85,11 +84,11 @@ def test_other_machines(tmp_path: Path, peer: str, trusted: bool, served: bool) 
     assert refusal is None or (refusal.status, refusal.code) == (403, "keys_required")
 
 
-def test_who_calls_from_a_container_is_told_what_to_set(redis_url: str, folder: Path) -> None:
+def test_who_calls_from_a_container_is_told_what_to_set(settings: Settings) -> None:
     host = {"Host": "host.docker.internal:8000"}
-    with opened(settings_of(redis_url, folder)) as (api, _):
+    with opened(settings) as (api, _):
         message = check_error(api.get("/v1/models", headers=host), 403, "host", "host_not_allowed")["message"]
         assert "DIPTYCH_PUBLIC_URL" in message and "diptych keys add" in message
-    named = settings_of(redis_url, folder, public_url="http://host.docker.internal:8000")
+    named = changed(settings, public_url="http://host.docker.internal:8000")
     with opened(named) as (api, _):
         assert api.get("/v1/models", headers=host).status_code == 200

@@ -17,8 +17,7 @@ import pytest
 from core.artifacts import Artifacts
 from core.config import Settings
 from core.jobs.files import FileStore
-from deployment.redis import RedisServer
-from tests.api.world import SERVE, Worker, check_error, eventually, process, settings_of
+from tests.api.world import SERVE, Worker, check_error, eventually, process
 from tests.faults.monitor import Monitor, usage
 from tests.faults.payloads import CARD_OF_NINE, nine_times, png_of_empty_chunks, punycode_form, small_png
 
@@ -44,12 +43,11 @@ class Hosted:
 
 
 @pytest.fixture(scope="module")
-def hosted(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with Worker(settings) as worker, process(SERVE, settings) as (child, client):
+def hosted(module_settings: Settings) -> Iterator[Hosted]:
+    with Worker(module_settings) as worker, process(SERVE, module_settings) as (child, client):
         worker.announce(card=CARD_OF_NINE)
         eventually(lambda: client.get("/readyz").status_code == 200)
-        yield Hosted(client, child.pid, settings)
+        yield Hosted(client, child.pid, module_settings)
 
 
 @pytest.mark.parametrize("path", [EDITS, "/v1/files"])

@@ -7,7 +7,6 @@ import base64
 import io
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
 from api.body import MAX_BYTES
+from core.config import Settings
 from core.jobs.record import JobState
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG, as_file, handed_on, hole, pixels
 from tests.api.test_picture_decoder import service_of
-from tests.api.world import CARD, PATIENCE_S, Api, check_error, eventually, opened, settings_of, token_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, token_of
 
 
 @pytest.fixture(autouse=True)
@@ -213,10 +213,10 @@ def test_who_accepts_json_alone_is_answered_with_it(shared: Api, easel: Easel, a
         assert drawn.headers["content-type"] == "image/png" and drawn.content == base64.b64decode(image["b64_json"])
 
 
-def test_keys_hold(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_keys_hold(settings: Settings, alone: tuple[Api, Worker]) -> None:
+    api, worker = alone
     drawing, writing = (token_of(settings, scopes=[scope]) for scope in ("images", "text"))
-    with opened(settings, CARD) as (api, worker), Easel(worker):
+    with Easel(worker):
         assert hub(api, api_key=drawing).text_to_image("a cat", num_inference_steps=2).size == (128, 128)
         for key, expected, words in (
             (writing, 403, "lacks the scope images"), ("dpt_none", 401, "This key is not known"),

@@ -7,7 +7,6 @@ import contextlib
 import random
 import socket
 import time
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -16,8 +15,9 @@ from api import inline_images
 from api.held_bytes import HeldBytes
 from api.service import Service
 from core.artifacts import ArtifactError
+from core.config import Settings
 from tests.api.easel import asked, conclude
-from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process
 from tests.faults.monitor import Monitor, usage
 
 MIB = 2**20
@@ -77,8 +77,7 @@ def test_a_store_that_fails_inside_an_event_ends_the_connection(
     assert b"event: error" not in received and not received.endswith(b" (complete)")
 
 
-def test_a_client_that_does_not_read_holds_no_pictures(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_a_client_that_does_not_read_holds_no_pictures(settings: Settings) -> None:
     body = b'{"prompt": "x", "n": 10, "response_format": "b64_json"}'
     with Worker(settings) as worker, process(SERVE, settings) as (child, client):
         worker.announce()

@@ -7,27 +7,27 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from api.key_limits import KeyLimits
+from core.config import Settings
 from core.jobs.keyring import ApiKey, Keyring
 from core.jobs.rates import RateLimitCost, RateLimiter
 from core.jobs.record import JobState
-from deployment.redis import RedisServer
 from tests.api.test_batches import URL, lines
 from tests.api.test_edits import PNG
 from tests.api.test_text_feeder import CARDS, Scribe
-from tests.api.world import BATCH, CARD, PATIENCE_S, SERVE, Api, bearer, check_error, eventually, process, settings_of
+from tests.api.world import BATCH, CARD, PATIENCE_S, SERVE, Api, bearer, changed, check_error, eventually, process
 
 JOBS, CHAT = "/v1/jobs", "/v1/chat/completions"
 OTHER = replace(CARD, name="emoji-z")
 FULL = replace(CARD, cascades={"emoji-z": 70.0})
 IMAGE = {"type": "image", "prompt": "a cat", "steps": 2}
 ALIASES = "gpt-image-1=emoji-z,best=emoji-lm"
+SETTINGS = {"sdapi": True, "model_aliases": ALIASES, "tokens": "emoji-lm=2000/day", "rate": "100000/second"}
 ASK = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -60,20 +60,16 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def services(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    settings = settings_of(
-        redis_server.url, tmp_path_factory.mktemp("data"), sdapi=True, model_aliases=ALIASES,
-        tokens="emoji-lm=2000/day", rate="100000/second",
-    )  # fmt: skip
+def services(module_settings: Settings) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        worker = stack.enter_context(Scribe(settings))
+        worker = stack.enter_context(Scribe(module_settings))
         worker.announce_all([FULL, OTHER, CARDS[1]])
-        keyring, rates = Keyring.of(settings), RateLimiter.of(settings)
+        keyring, rates = Keyring.of(module_settings), RateLimiter.of(module_settings)
         stack.callback(keyring.close)
         stack.callback(rates.close)
         keyring.add("the first")
-        api = stack.enter_context(Api(settings))
-        _, second = stack.enter_context(process(SERVE, settings))
+        api = stack.enter_context(Api(module_settings))
+        _, second = stack.enter_context(process(SERVE, module_settings))
         yield Fleet(api, second, worker, keyring, rates)
 
 
@@ -279,7 +275,7 @@ def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
     assert (job["model"], everything.post(f"{JOBS}/{job['id']}/cancel").status_code) == ("emoji-xl", 200)
 
 
-def test_a_keys_own_limit_replaces_the_services_whatever_name_each_uses(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder, model_aliases=ALIASES, tokens="emoji-lm=10/day, best=20/day")
+def test_a_keys_own_limit_replaces_the_services_whatever_name_each_uses(settings: Settings) -> None:
+    settings = changed(settings, model_aliases=ALIASES, tokens="emoji-lm=10/day, best=20/day")
     key = ApiKey("id", "someone", "", ("text",), "", "", 0, tokens="emoji-lm=5/day")
     assert KeyLimits.of("id", key, settings).tokens == {"emoji-lm": "5/day"}

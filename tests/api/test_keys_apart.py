@@ -10,17 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from core.config import Settings
 from core.jobs.record import JobDraft
-from deployment.redis import RedisServer
 from tests.api.test_access import JOB, Client, Guarded, guarding
 from tests.api.test_edits import PNG
 from tests.api.test_webhooks import Receiver
-from tests.api.world import Worker, check_error, eventually, settings_of
+from tests.api.world import Worker, check_error, eventually
+
+SETTINGS = {"webhook_private": True}
 
 
 @pytest.fixture(scope="module")
-def guarded(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded, Worker]]:
-    with guarding(settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)) as guarded:
+def guarded(module_settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
+    with guarding(module_settings) as guarded:
         yield guarded
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 
 from api import files
+from core.config import Settings
 from tests.api.test_batches import begin
 from tests.api.test_edits import PNG
-from tests.api.world import TEXT, Api, Worker, check_error, client_of, eventually, settings_of
+from tests.api.world import TEXT, Api, Worker, check_error, client_of, eventually
 
 COUNT = 7
 
@@ -83,9 +83,8 @@ def test_what_is_refused(shared: Api, path: str) -> None:
         check_error(shared.get("/v1/files?order=up"), 400, "order")
 
 
-def test_models_of_the_other_kind(redis_url: str, folder: Path) -> None:
+def test_models_of_the_other_kind(settings: Settings) -> None:
     """A request says what the model that it names is, and where to ask it; also as a stream and as a job."""
-    settings = settings_of(redis_url, folder)
     with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
         worker.announce()
         other.announce(card=TEXT)
