@@ -15,7 +15,7 @@ import pytest
 from api import cards
 from api.links import sign, signed
 from core.config import Settings, SettingsError, read
-from core.jobs.keyring import Keyring
+from core.jobs.keyring import USUAL_SCOPES, Keyring
 from tests.api.world import (
     CARD,
     PATIENCE_S,
@@ -50,7 +50,7 @@ class Guarded:
         self.api, self.keyring, self.clients = api, keyring, clients
 
     def key(self, *scopes: str, **limits: str) -> Client:
-        key, token = self.keyring.add("someone", scopes or ("images",), **limits)
+        key, token = self.keyring.add("someone", scopes or USUAL_SCOPES, **limits)
         client = self.client(token)
         client.key_id = key.id
         return client

@@ -112,21 +112,6 @@ def test_a_picture_that_is_deleted_while_it_is_written_leaves_its_link(
     assert deleted and "url" in line["response"]["body"]["data"][0]
 
 
-def test_they_trickle(world: tuple[Api, Worker, openai.OpenAI]) -> None:
-    """However many lines there are, so many of a key's are in the queue, over all of its batches."""
-    _, worker, client = world
-    body = {"prompt": "a cat", "steps": 2}
-    ids = [begin(client, lines(*[body] * 6)).id for _ in range(2)]
-    most = 0
-    for _ in range(12):
-        (id, _), *_ = eventually(worker.messages_left)
-        most = max(most, worker.store.backlog("image").queued)
-        worker.work(id)
-    assert most == 3
-    for id in ids:
-        assert ended(client, id).request_counts.completed == 6
-
-
 def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, openai.OpenAI]) -> None:
     api, worker, client = world
     other = api.order()

@@ -188,6 +188,8 @@ def test_a_request_may_ask_for_more_and_not_for_less(checked: Checked) -> None:
     (image,) = checked.post("usual", seed=checked.unsafe, checker="tag").json()["data"]
     assert image["content"]["action"] == SERVICE
     check_error(checked.post("strict", seed=1, checker="off"), 400, "checker", "invalid_value")
+    (model,) = checked.clients["strict"].get("/v1/models").json()["data"]
+    assert model["diptych"]["checker"] == SERVICE
 
 
 @pytest.mark.parametrize(("name", "previews"), [("lax", True), ("tagging", True), ("usual", False), ("strict", False)])
@@ -245,8 +247,3 @@ def test_lines_of_a_batch_obey_their_key(checked: Checked) -> None:
     bytes_of = ["b64_json" in image for image in line["response"]["body"]["data"]]
     assert bytes_of == [not checked.flagged[checked.mixed + k] for k in range(2)]
     assert not any("url" in image for image in line["response"]["body"]["data"])
-
-
-def test_the_models_list_tells_of_the_checker(checked: Checked) -> None:
-    (model,) = checked.clients["strict"].get("/v1/models").json()["data"]
-    assert model["diptych"]["checker"] == SERVICE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api import admission
+from api.errors import ApiError
 from api.schemas import read
 from contract import plan
 from contract.card import ImageCard
 from contract.image import ImageJob
 from contract.image_request import ImageRequest
 from contract.plan import AUTO, DEPTHS, DeepCache
-from core.jobs.record import JobDraft
-from tests.api.world import CARD, Api, Worker, check_error, eventually
+from core.jobs.record import JobDraft, QueueBacklog
+from tests.api.world import CARD
 from workers.handlers import pictures
 
 CACHED = replace(
@@ -125,13 +127,10 @@ def test_what_nobody_can_tell_counts_as_deep(card: Any) -> None:
     assert draft_of(card, steps=10, **asked).work_ms == 300 + 10 * 2 * 30
 
 
-def test_a_deadline_is_held_against_the_steps_that_are_made(shared: Api, worker: Worker) -> None:
+def test_a_deadline_is_held_against_the_steps_that_are_made() -> None:
     """All deep it takes 1.9 s at best; by "auto" 11 of 20 steps are deep: 0.3 + 11 × 0.08 + 9 × 0.02 s."""
-    worker.announce(card=CACHED)
-    order = {"type": "image", "prompt": "a cat", "priority": 0}
-    told = asdict(CACHED.costs)
-    eventually(lambda: shared.get(f"/v1/models/{CARD.name}").json()["diptych"]["costs"] == told)
-    assert worker.job(shared.order(**order, deadline_s=1.5, deepcache="auto")).work_ms == 300 + 2 * (11 * 30 + 9 * 6)
-    for fields, words in (({"deadline_s": 1.5}, "1.9"), ({"deadline_s": 1.3, "deepcache": "auto"}, "1.4")):
-        hopeless = shared.post("/v1/jobs", **order, **fields)
-        assert f"{words} s at best" in check_error(hopeless, 400, "deadline_s", "deadline_hopeless")["message"]
+    for schedule, most_s in (("off", 1.9), ("auto", 1.36)):
+        for deadline_s, refused in ((most_s + 0.02, False), (most_s - 0.02, True)):
+            draft = draft_of(priority=0, deadline_s=deadline_s, deepcache=schedule)
+            with pytest.raises(ApiError, match=f"{most_s:.1f} s at best") if refused else nullcontext():
+                admission.check_deadline(draft, CACHED, QueueBacklog(0, 0, 0, 0), 1)

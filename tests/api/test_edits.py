@@ -164,21 +164,14 @@ MARGINS = {"left": 24, "top": 0, "right": 16, "bottom": 32}
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [({}, (168, 96)), ({"size": "64x64"}, (64, 64)), ({"outpaint": {**MARGINS, "top": 8}}, (168, 96))],
+    [({}, (168, 96)), ({"size": "64x64"}, (64, 64)), ({"outpaint": json.dumps({**MARGINS, "top": 8})}, (168, 96))],
 )
-@pytest.mark.parametrize("form", [True, False])
 def test_what_lies_beyond_the_picture_is_drawn_too(
-    shared: Api, easel: Easel, form: bool, fields: dict[str, Any], expected: tuple[int, int]
+    shared: Api, easel: Easel, fields: dict[str, str], expected: tuple[int, int]
 ) -> None:
     """The larger size as it is, where the model has it; else the nearest."""
-    body, array = {"prompt": "a hat", "outpaint": MARGINS, **fields}, pixels(128, 64)
-    if form:
-        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in body.items()}
-        parameters, image, mask = edited(shared, easel, array, **texts)
-    else:
-        url = f"data:image/png;base64,{base64.b64encode(as_file(array)).decode()}"
-        assert shared.post(EDITS, **body, images=[{"image_url": url}]).status_code == 200
-        parameters, (image, mask) = easel.last, handed_on(easel.worker, easel.seen[-1])
+    array = pixels(128, 64)
+    parameters, image, mask = edited(shared, easel, array, **{"outpaint": json.dumps(MARGINS), **fields})
     assert parameters["edit"]["strength"] == 1
     assert mask is not None and image.shape[:2] == mask.shape == expected[::-1]
     if not fields:
@@ -267,13 +260,10 @@ def webp_bomb() -> bytes:
 @pytest.mark.parametrize(
     ("image", "mask", "param"),
     [
-        *((data, None, "image") for data in (b"", b"hello", PNG[:200], PNG[:-500], bomb(20_000, 20_000))),
-        *((data, None, "image") for data in (bomb(4097, 4096), bomb(128, 128), webp_bomb())),
-        *((as_file(pixels(), form), None, "image") for form in ("GIF", "BMP")),
-        *((PNG, mask, "mask") for mask in (b"hello", as_file(hole(64, 64)), PNG, as_file(with_alpha(255)))),
-        (PNG, as_file(SOFT), "mask"),
+        *((data, None, "image") for data in (b"", b"hello", bomb(128, 128), as_file(pixels(), "BMP"))),
+        *((PNG, mask, "mask") for mask in (b"hello", as_file(with_alpha(255)), as_file(SOFT))),
     ],
-    ids=range(15),
+    ids=range(7),
 )
 def test_pictures_are_refused_by_name(
     shared: Api, worker: Worker, image: bytes, mask: bytes | None, param: str
@@ -301,7 +291,7 @@ def test_files_are_refused_by_name(shared: Api, files: dict[str, bytes], status:
     [
         *(({"n": text}, "n", "invalid_type") for text in ("two", "2.5")),
         ({"strength": "nan"}, "strength", "invalid_type"),
-        *(({"strength": text}, "strength", "invalid_value") for text in ("1.01", "-0.1", "0.04")),
+        ({"strength": "0.04"}, "strength", "invalid_value"),
         ({"strength": "0.5", "steps": "1"}, "strength", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"deepcache": "{"}, None, "invalid_body"),

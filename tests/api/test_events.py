@@ -73,15 +73,6 @@ def test_a_client_that_comes_and_goes_misses_nothing(shared: Api, worker: Worker
     assert [event.type for event in got] == ["queued", "running", *["progress"] * steps, "succeeded"]
 
 
-def test_many_watch_one_job(shared: Api, worker: Worker) -> None:
-    id = shared.order(steps=20)
-    with ThreadPoolExecutor(12) as pool:
-        watching = [pool.submit(shared.all_events, id) for _ in range(12)]
-        run(worker, id, 20)
-        told = [future.result(PATIENCE_S) for future in watching]
-    assert all(events == told[0] for events in told) and len(told[0]) == 23
-
-
 @pytest.mark.parametrize("how", ["failed", "cancelled", "expired"])
 def test_other_ends(shared: Api, worker: Worker, how: str) -> None:
     id, leases = shared.order(), worker.store.leases

@@ -135,6 +135,8 @@ def test_what_is_refused_is_told_in_the_clients_words(shared: Api) -> None:
     for body, code in (({}, "missing_required_parameter"), ({"inputs": {"picture": 0}}, "invalid_value")):
         assert shared.post("/", **body).json()["code"] == code
     assert shared.client.post("/", content=b"a", headers={"content-type": "text/plain"}).status_code == 415
+    chat = {"messages": [{"role": "user", "content": "a"}]}  # of the same client, below the same address
+    check_error(shared.post("/v1/chat/completions", **chat), 503, code="no_model")
 
 
 @pytest.mark.parametrize(("accept", "asked"), [("image/webp", "webp"), ("image/jpeg", "jpeg"), ("text/html", "png")])
@@ -155,14 +157,6 @@ def test_a_job_that_fails_and_one_whose_client_leaves(shared: Api, easel: Easel)
         hub(shared, timeout=0.5).text_to_image("a cat")
     (id,) = easel.worker.ids() - before
     eventually(lambda: easel.worker.is_(id, JobState.CANCELLED))
-
-
-def test_chats_were_there_already(shared: Api) -> None:
-    """Its chat completions go to OpenAI's endpoint below the same address; with no text model they say so."""
-    messages = [{"role": "user", "content": "a"}]
-    status, message = refusal(lambda: hub(shared).chat_completion(messages, model="emoji-xl"))
-    assert status == 400 and "emoji-xl is an image model; use POST /v1/images/generations" in message
-    check_error(shared.post("/v1/chat/completions", messages=messages), 503, code="no_model")
 
 
 @pytest.mark.parametrize("padding", [0, MAX_BYTES // 2])

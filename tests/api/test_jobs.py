@@ -27,11 +27,6 @@ def test_a_job_is_made_and_sent(shared: Api, worker: Worker) -> None:
     assert "a cat" not in told.text and told.headers["cache-control"] == "no-store"
 
 
-@pytest.mark.parametrize(("priority", "level"), [(0, 0), (2, 0), (3, 3), (None, 3), (6, 6), (8, 6), (9, 9)])
-def test_priorities_reach_celery(shared: Api, worker: Worker, priority: int | None, level: int) -> None:
-    assert (shared.order(priority=priority), level) in worker.messages()
-
-
 def test_a_job_from_beginning_to_end(shared: Api, worker: Worker) -> None:
     id = shared.order(n=2, steps=5, seed=7)
     assert shared.job(id)["status"] == "queued"

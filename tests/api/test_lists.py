@@ -103,13 +103,10 @@ def test_models_of_the_other_kind(settings: Settings) -> None:
         check_error(api.post("/v1/completions", prompt="a", model="none"), 404, "model", "model_not_found")
 
 
-def test_what_is_not_offered_says_what_is(shared: Api) -> None:
+def test_what_is_not_offered_says_what_is(shared: Api, client: openai.OpenAI) -> None:
     path = "/v1/images/variations"
     for answer in (shared.post(path, input="a"), shared.get(path)):
         assert "/v1/images/edits" in check_error(answer, 404, code="not_offered")["message"]
     check_error(shared.get(f"{path}/x"), 404, code="not_found")
-
-
-def test_openais_client_is_told(client: openai.OpenAI) -> None:
     with pytest.deprecated_call(), pytest.raises(openai.NotFoundError, match="not offered"):
         client.images.create_variation(image=b"x", model="emoji-xl")
