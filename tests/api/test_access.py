@@ -46,8 +46,8 @@ class Client(httpx2.Client):
 class Guarded:
     """An API with keys, and clients that bring them, which are closed with `clients`."""
 
-    def __init__(self, api: Api, keyring: Keyring, clients: ExitStack) -> None:
-        self.api, self.keyring, self.clients = api, keyring, clients
+    def __init__(self, api: Api, keyring: Keyring, clients: ExitStack, worker: Worker) -> None:
+        self.api, self.keyring, self.clients, self.worker = api, keyring, clients, worker
 
     def key(self, *scopes: str, **limits: str) -> Client:
         key, token = self.keyring.add("someone", scopes or USUAL_SCOPES, **limits)
@@ -62,12 +62,12 @@ class Guarded:
 
 
 @contextmanager
-def guarding(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
-    """An API with a key, and its worker."""
+def guarding(settings: Settings) -> Iterator[Guarded]:
+    """An API with a key and a worker."""
     with closing(Keyring.of(settings)) as keyring:
         keyring.add("the first")
         with opened(settings, CARD) as (api, worker), ExitStack() as clients:
-            yield Guarded(api, keyring, clients), worker
+            yield Guarded(api, keyring, clients, worker)
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def settings(settings: Settings) -> Settings:
 
 
 @pytest.fixture
-def guarded(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
-    with guarding(settings) as guarded:
-        yield guarded
+def doors(settings: Settings) -> Iterator[Guarded]:
+    with guarding(settings) as doors:
+        yield doors
 
 
-def test_a_key_opens_and_nothing_else_does(guarded: tuple[Guarded, Worker]) -> None:
+def test_a_key_opens_and_nothing_else_does(doors: Guarded) -> None:
     """Nor a known id with a secret of the right form: nobody's, another key's, or off by one character."""
-    doors, worker = guarded
+    worker = doors.worker
     (key, token), client = doors.keyring.add("me", ("images", "admin")), doors.key()
     others = client.headers["authorization"][-43:]
     assert token[-43:] not in str(worker.redis.hgetall("diptych:keys")), "only hashes are kept"
@@ -167,7 +167,8 @@ def test_a_key_of_an_older_version_leaves_a_closed_door_too(settings: Settings) 
 
 
 def test_no_key_fills_the_queue(settings: Settings) -> None:
-    with guarding(changed(settings, max_queued=8)) as (doors, worker):
+    with guarding(changed(settings, max_queued=8)) as doors:
+        worker = doors.worker
         greedy, modest, other = doors.key("images", "text"), doors.key(queued="1"), doors.key()
         ids = [greedy.order().json()["id"] for _ in range(4)]
         refused = greedy.order()
@@ -186,8 +187,8 @@ def test_no_key_fills_the_queue(settings: Settings) -> None:
         check_error(greedy.order(), 429, code="queue_full")
 
 
-def test_scopes(guarded: tuple[Guarded, Worker]) -> None:
-    doors, worker = guarded
+def test_scopes(doors: Guarded) -> None:
+    worker = doors.worker
     text, images, admin, both = (doors.key(*scopes.split()) for scopes in ("text", "images", "admin", "images files"))
     line = b'{"custom_id": "a", "method": "POST", "url": "/v1/images/generations", "body": {"prompt": "a cat"}}'
     form = {"files": {"file": ("lines.jsonl", line)}, "data": {"purpose": "batch"}}
@@ -212,8 +213,8 @@ def test_scopes(guarded: tuple[Guarded, Worker]) -> None:
     eventually(lambda: doors.client(token).get("/v1/files").status_code == 200)
 
 
-def test_a_job_is_seen_by_its_owner_and_by_who_sees_all(guarded: tuple[Guarded, Worker]) -> None:
-    doors, worker = guarded
+def test_a_job_is_seen_by_its_owner_and_by_who_sees_all(doors: Guarded) -> None:
+    worker = doors.worker
     owner, other, admin = doors.key(), doors.key(), doors.key("admin")
     id = owner.order().json()["id"]
     picture = worker.work(id)[0]
@@ -231,8 +232,8 @@ def test_a_job_is_seen_by_its_owner_and_by_who_sees_all(guarded: tuple[Guarded, 
     assert owner.get(f"/v1/jobs/{id}").status_code == 200, "nobody has erased it"
 
 
-def test_a_link_is_signed_for_one_picture_and_some_time(guarded: tuple[Guarded, Worker], settings: Settings) -> None:
-    doors, worker = guarded
+def test_a_link_is_signed_for_one_picture_and_some_time(doors: Guarded, settings: Settings) -> None:
+    worker = doors.worker
     owner, stranger = doors.key(), doors.client("")
     ids = [owner.order(n=2).json()["id"] for _ in range(2)]
     pictures = [worker.work(id) for id in ids]
@@ -277,8 +278,8 @@ def path_of(client: httpx2.Client, id: str) -> str:
     return f"{parts.path[parts.path.index('/v1/') :]}?{parts.query}"
 
 
-def test_a_link_does_not_lead_to_the_picture_of_who_has_the_id_next(guarded: tuple[Guarded, Worker]) -> None:
-    doors, worker = guarded
+def test_a_link_does_not_lead_to_the_picture_of_who_has_the_id_next(doors: Guarded) -> None:
+    worker = doors.worker
     ann, bob, stranger = doors.key(), doors.key(), doors.client("")
     link, mine = picture_of(ann, worker, "logo", "a cat")
     assert stranger.get(link).content == mine
@@ -297,8 +298,8 @@ def test_a_link_does_not_lead_to_the_picture_of_who_has_the_id_next(guarded: tup
 BEHIND = "import time; real = time.time; time.time = lambda: real() - 7200; " + SERVE
 
 
-def test_links_work_whatever_the_clocks_of_apis_say(guarded: tuple[Guarded, Worker], settings: Settings) -> None:
-    doors, worker = guarded
+def test_links_work_whatever_the_clocks_of_apis_say(doors: Guarded, settings: Settings) -> None:
+    worker = doors.worker
     owner = doors.key()
     link, data = picture_of(owner, worker, "clocks", "a cat")
     with process(BEHIND, settings) as (_, behind):
@@ -309,8 +310,8 @@ def test_links_work_whatever_the_clocks_of_apis_say(guarded: tuple[Guarded, Work
         assert behind.get(link).content == data
 
 
-def test_all_apis_sign_alike_after_redis_was_emptied(guarded: tuple[Guarded, Worker], settings: Settings) -> None:
-    doors, worker = guarded
+def test_all_apis_sign_alike_after_redis_was_emptied(doors: Guarded, settings: Settings) -> None:
+    worker = doors.worker
     worker.redis.flushall()
     with process(SERVE, settings) as (_, new):  # it has never seen the secret that was
         worker.announce()
@@ -326,8 +327,7 @@ def test_all_apis_sign_alike_after_redis_was_emptied(guarded: tuple[Guarded, Wor
         assert new.get(link).content == data
 
 
-def test_requests_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
-    doors, _ = guarded
+def test_requests_are_counted_by_key(doors: Guarded) -> None:
     few, many = doors.key("images", "files", rate="2/hour"), doors.key(rate="")
     for left in (1, 0):
         answer = few.order()
@@ -346,8 +346,8 @@ def test_requests_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
     assert answer.status_code == 202 and answer.headers["x-ratelimit-limit-requests"] == "600", "the service's own"
 
 
-def test_pictures_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
-    doors, worker = guarded
+def test_pictures_are_counted_by_key(doors: Guarded) -> None:
+    worker = doors.worker
     client = doors.key(quota="5/day")
     assert client.put("/v1/jobs/mine", json={**JOB, "n": 4}).status_code == 202
     again = client.put("/v1/jobs/mine", json={**JOB, "n": 4})
@@ -359,8 +359,7 @@ def test_pictures_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
     assert client.order().headers["x-ratelimit-remaining-pictures"] == "0"
 
 
-def test_what_is_refused_is_a_request_too(guarded: tuple[Guarded, Worker]) -> None:
-    doors, _ = guarded
+def test_what_is_refused_is_a_request_too(doors: Guarded) -> None:
     client = doors.key(rate="3/hour", quota="9/day")
     for fields in ({"steps": 10**6}, {"model": "nobody's"}, {"deadline_s": 0.001}):
         refused = client.order(**fields)
@@ -373,9 +372,8 @@ def test_what_is_refused_is_a_request_too(guarded: tuple[Guarded, Worker]) -> No
 @pytest.mark.parametrize(
     "path", ["/v1/jobs", "/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/batches"]
 )
-def test_a_refused_body_counts(guarded: tuple[Guarded, Worker], path: str) -> None:
+def test_a_refused_body_counts(doors: Guarded, path: str) -> None:
     """Whatever is wrong with it: no JSON, another type, an unknown field, or too long a list."""
-    doors, _ = guarded
     client = doors.key("images", "text", "files", rate="4/hour")
     json_type = {"Content-Type": "application/json"}
     bodies = [b"{", b"[]", b'{"x": 1}', json.dumps({"messages": [{}] * 999, "control": [{}] * 99}).encode()]

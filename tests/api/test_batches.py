@@ -24,6 +24,7 @@ from tests.api.easel import Easel
 from tests.api.world import CARD, Api, Worker, changed, check_error, client_of, eventually, kept, opened, token_of
 
 URL = "/v1/images/generations"
+World = tuple[Api, Worker, openai.OpenAI]
 
 
 def lines(*bodies: dict[str, Any], url: str = URL) -> bytes:
@@ -32,7 +33,7 @@ def lines(*bodies: dict[str, Any], url: str = URL) -> bytes:
 
 
 @pytest.fixture
-def world(settings: Settings) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
+def world(settings: Settings) -> Iterator[World]:
     with opened(changed(settings, batch_jobs=3), CARD) as (api, worker), client_of(api.url) as client:
         yield api, worker, client
 
@@ -57,7 +58,7 @@ def told(client: openai.OpenAI, file: str | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in client.files.content(file).text.splitlines()]
 
 
-def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+def test_from_file_to_files(world: World) -> None:
     api, worker, client = world
     asked = [{"prompt": f"cat {k}", "seed": k, "size": "64x64", "steps": 2} for k in range(8)]
     asked[2]["prompt"] = ""
@@ -91,7 +92,7 @@ def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
 
 
 def test_a_picture_that_is_deleted_while_it_is_written_leaves_its_link(
-    world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was deleted before: the batch goes on."""
     _, worker, client = world
@@ -112,7 +113,7 @@ def test_a_picture_that_is_deleted_while_it_is_written_leaves_its_link(
     assert deleted and "url" in line["response"]["body"]["data"][0]
 
 
-def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+def test_cancelling_reaches_its_jobs_and_no_others(world: World) -> None:
     api, worker, client = world
     other = api.order()
     batch = begin(client, lines(*[{"prompt": "a cat", "steps": 2}] * 5))
@@ -211,7 +212,7 @@ def test_as_many_lines_as_are_allowed() -> None:
     assert batch_lines.check(raw(made + b"\n" + made), URL).errors[0]["line"] is None
 
 
-def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     api, _, client = world
     failed = begin(client, b"no json")
     assert failed.status == "failed" and failed.errors.data[0].line == 1 and failed.failed_at

@@ -37,8 +37,8 @@ class Fleet(Guarded):
     def __init__(
         self, api: Api, keyring: Keyring, clients: ExitStack, second: httpx2.Client, worker: Scribe, rates: RateLimiter
     ) -> None:
-        super().__init__(api, keyring, clients)
-        self.second, self.worker, self.rates = second, worker, rates
+        super().__init__(api, keyring, clients, worker)
+        self.second, self.scribe, self.rates = second, worker, rates
 
     def take(self, client: Client, limit: str, unit: str, model: str = "", n: int = 1) -> None:
         """Use a limit of the client's key."""
@@ -127,7 +127,7 @@ def test_tokens_of_texts_are_limited_by_what_they_may_take(fleet: Fleet) -> None
     client = fleet.key(tokens="1000/day", rate="emoji-lm=100/day")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, CHAT, json={**ASK, "max_tokens": 400, "model": "best"})
-        fleet.worker.answer(fleet.worker.next())
+        fleet.scribe.answer(fleet.scribe.next())
         answer = asked.result(PATIENCE_S)
     assert answer.status_code == 200
     left = int(answer.headers["x-ratelimit-remaining-tokens"])

@@ -21,9 +21,9 @@ SETTINGS = {"webhook_private": True}
 
 
 @pytest.fixture(scope="module")
-def guarded(module_settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
-    with guarding(module_settings) as guarded:
-        yield guarded
+def doors(module_settings: Settings) -> Iterator[Guarded]:
+    with guarding(module_settings) as doors:
+        yield doors
 
 
 def fail(worker: Worker, id: str) -> None:
@@ -31,11 +31,9 @@ def fail(worker: Worker, id: str) -> None:
 
 
 @pytest.mark.parametrize(("modality", "right", "wrong"), [("image", "images", "text"), ("text", "text", "images")])
-def test_a_job_is_tried_again_with_its_scope(
-    guarded: tuple[Guarded, Worker], modality: str, right: str, wrong: str
-) -> None:
+def test_a_job_is_tried_again_with_its_scope(doors: Guarded, modality: str, right: str, wrong: str) -> None:
     """It belonged to a key that may no longer make such jobs."""
-    doors, worker = guarded
+    worker = doors.worker
     owner = doors.key(wrong, "files")
     id = f"failed-{modality}"
     worker.store.create(JobDraft(id, modality, "emoji-xl", {"n": 1, "width": 64, "height": 64}, owner=owner.key_id))
@@ -46,8 +44,8 @@ def test_a_job_is_tried_again_with_its_scope(
     assert worker.ids() == before
 
 
-def test_a_job_that_an_admin_tries_again_stays_its_owners(guarded: tuple[Guarded, Worker]) -> None:
-    doors, worker = guarded
+def test_a_job_that_an_admin_tries_again_stays_its_owners(doors: Guarded) -> None:
+    worker = doors.worker
     owner, admin = doors.key(rate="9/hour"), doors.key("admin", rate="9/hour")
     id = owner.order().json()["id"]
     fail(worker, id)
@@ -58,9 +56,9 @@ def test_a_job_that_an_admin_tries_again_stays_its_owners(guarded: tuple[Guarded
     assert owner.order().headers["x-ratelimit-remaining-requests"] == "7"
 
 
-def test_webhooks_are_signed_with_their_owners_secret(guarded: tuple[Guarded, Worker]) -> None:
+def test_webhooks_are_signed_with_their_owners_secret(doors: Guarded) -> None:
     """And not with another's, nor with that of nobody's jobs."""
-    doors, worker = guarded
+    worker = doors.worker
     keys = [doors.key() for _ in range(2)]
     owners = ["", *(key.key_id for key in keys)]
     secrets = [base64.b64decode(doors.keyring.webhook_secret(id).removeprefix("whsec_")) for id in owners]
@@ -77,9 +75,9 @@ def test_webhooks_are_signed_with_their_owners_secret(guarded: tuple[Guarded, Wo
         assert headers["webhook-signature"] == f"v1,{digests[k]}"
 
 
-def test_an_idempotency_key_is_its_owners(guarded: tuple[Guarded, Worker]) -> None:
+def test_an_idempotency_key_is_its_owners(doors: Guarded) -> None:
     """The same of another is another: neither is told the other's job, or that there is one."""
-    doors, worker = guarded
+    worker = doors.worker
     keys = [doors.key(), doors.key()]
 
     def order() -> list[str]:
@@ -91,9 +89,9 @@ def test_an_idempotency_key_is_its_owners(guarded: tuple[Guarded, Worker]) -> No
 
 
 @pytest.mark.parametrize("field", ["images", "mask"])
-def test_a_request_reads_its_owners_files_alone(guarded: tuple[Guarded, Worker], field: str) -> None:
+def test_a_request_reads_its_owners_files_alone(doors: Guarded, field: str) -> None:
     """In whichever field it names another's: that one does not exist for it, and nothing is made."""
-    doors, worker = guarded
+    worker = doors.worker
     owner, other, admin = doors.key("images", "files"), doors.key("images", "files"), doors.key("admin")
 
     def uploaded(client: Client) -> dict[str, str]:
