@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -21,6 +22,9 @@ from core.config import Settings
 from core.jobs.batches import BatchStore
 from core.jobs.record import JobState
 from tests.api.easel import Easel
+from tests.api.test_edits import EDITS, as_file, bomb, handed_on, hole, pixels
+from tests.api.test_expand import TEXT, expand, served
+from tests.api.test_references import ZEROS, inline, uploaded
 from tests.api.world import CARD, Api, Worker, changed, check_error, client_of, eventually, kept, opened, token_of
 
 URL = "/v1/images/generations"
@@ -264,3 +268,47 @@ def test_they_are_their_owners(settings: Settings, alone: tuple[Api, Worker]) ->
         assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
         with pytest.raises(openai.NotFoundError):
             bob.get(f"/jobs/{job}", cast_to=dict)
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+
+def test_edits_are_lines_too(world: World) -> None:
+    api, worker, client = world
+    arrays = [pixels(seed=k) for k in range(3)]
+    names = [uploaded(api, as_file(array)) for array in arrays]
+    data = lines(
+        {"prompt": "one", "images": [names[0]], "seed": 1, "steps": 4},
+        {"prompt": "two", "images": [names[1]], "mask": inline(as_file(hole())), "seed": 2, "steps": 4, "n": 2},
+        {"prompt": "no file", "images": [{"file_id": ZEROS}]},
+        {"prompt": "no picture", "images": [uploaded(api, b"{}", purpose="batch")]},
+        {"prompt": "no images"},
+        {"prompt": "bomb", "images": [inline(bomb(20_000, 20_000))]},
+        {"prompt": "three", "images": [names[2]], "strength": 0.5, "seed": 3, "steps": 4, "stream": True},
+        url=EDITS,
+    )
+    with Easel(worker) as easel:
+        done = ended(client, begin(client, data, EDITS).id)
+    ill = {line["custom_id"]: line["response"] for line in told(client, done.error_file_id)}
+    assert {name: (line["status_code"], line["body"]["error"]["param"]) for name, line in ill.items()} == {
+        "c2": (404, "images.file_id"), "c3": (400, "images.file_id"), "c4": (400, "images"), "c5": (400, "images"),
+    }  # fmt: skip
+    well = [(line["custom_id"], len(line["response"]["body"]["data"])) for line in told(client, done.output_file_id)]
+    assert well == [("c0", 1), ("c1", 2), ("c6", 1)]
+    for claim, array, prompt, strength in zip(easel.seen, arrays, ("one", "two", "three"), (0.8, 1, 0.5), strict=True):
+        assert (claim.parameters["prompt"], claim.parameters["edit"]["strength"]) == (prompt, strength)
+        assert np.array_equal(handed_on(worker, claim)[0], array)
+
+
+def test_an_edit_may_have_its_prompt_expanded_at_every_door(settings: Settings) -> None:
+    with served(settings, (CARD, TEXT)) as (api, worker), client_of(api.url) as client:
+        fields = {"prompt": "a cat", "images": [inline()], "expand_prompt": True, "seed": 1}
+        id = api.order(type="edit", **fields)
+        job = expand(worker)
+        assert job.id == id and job.parameters["expand_prompt"] is True and job.parameters["edit"]["image"]
+        assert api.job(id)["images"][0]["revised_prompt"] == "a cat, the 0th ☂"
+        batch = begin(client, lines(fields, url=EDITS), EDITS)
+        expand(worker, {id})
+        (line,) = told(client, ended(client, batch.id).output_file_id)
+        assert line["response"]["body"]["data"][0]["revised_prompt"] == "a cat, the 0th ☂"
+        assert all(worker.is_(one, JobState.SUCCEEDED) for one in worker.ids())
