@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -103,39 +103,29 @@ def test_a_job_that_ends_without_its_picture(
         check_error(shared.get(f"/v1/jobs/{id}/images/0"), 404, code="image_not_found")
 
 
-class Caller:
-    """A client that can be told to hang up."""
-
-    def __init__(self, api: Api, seed: int) -> None:
-        raw = json.dumps({"prompt": "a cat", "seed": seed}).encode()
-        self._socket = socket.create_connection(("127.0.0.1", api.port), timeout=PATIENCE_S)
-        self._socket.sendall(
-            b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw)
-        )
-
-    def hang_up(self) -> None:
-        self._socket.close()
-
-    def answer(self) -> bytes:
-        return self._socket.recv(65536)
+def call(api: Api, seed: int) -> HTTPConnection:
+    """A request that waits for its answer."""
+    connection = HTTPConnection("127.0.0.1", api.port, timeout=PATIENCE_S)
+    body = json.dumps({"prompt": "a cat", "seed": seed})
+    connection.request("POST", "/v1/images/generations", body, {"Content-Type": "application/json"})
+    return connection
 
 
 def test_who_leaves_cancels_and_nobody_else_is_touched(shared: Api, worker: Worker) -> None:
     known = worker.ids()
-    callers = {seed: Caller(shared, seed) for seed in range(12)}
+    callers = {seed: call(shared, seed) for seed in range(12)}
     ids = eventually(lambda: len(found := worker.ids() - known) == 12 and found)
     by_seed = {worker.job(id).parameters["seed"]: id for id in ids}
     running = {seed: worker.take(by_seed[seed]) for seed in range(0, 12, 2)}  # half of them run, half wait
     leaving = {0, 1, 5, 6, 11}
     for seed in leaving:
-        callers[seed].hang_up()
+        callers[seed].close()
     eventually(lambda: all(worker.is_(by_seed[seed], JobState.CANCELLED) for seed in leaving))
     for seed in set(by_seed) - leaving:
         assert worker.job(by_seed[seed]).state in (JobState.QUEUED, JobState.RUNNING)
         worker.finish(running[seed] if seed in running else worker.take(by_seed[seed]))
-        assert callers[seed].answer().startswith(b"HTTP/1.1 200")
-        callers[seed].hang_up()
+        assert callers[seed].getresponse().status == 200
+        callers[seed].close()
     # What the workers of the two that ran are told.
     told = worker.registry.control(worker.name, "0", 0.01)
     assert {message["cancel"] for _, message in told} >= {by_seed[0], by_seed[6]}

@@ -17,11 +17,12 @@ from core.config import Settings
 from core.jobs.keyring import ApiKey, Keyring
 from core.jobs.rates import RateLimitCost, RateLimiter
 from core.jobs.record import JobState
+from tests.api.easel import asked
 from tests.api.test_access import JOB, Client, Guarded
 from tests.api.test_batches import URL, lines
 from tests.api.test_edits import PNG
 from tests.api.test_text_feeder import CARDS, Scribe
-from tests.api.world import BATCH, CARD, PATIENCE_S, SERVE, Api, changed, check_error, eventually, process
+from tests.api.world import BATCH, CARD, PATIENCE_S, SERVE, Api, changed, check_error, eventually, ok, process
 
 JOBS, CHAT = "/v1/jobs", "/v1/chat/completions"
 OTHER = replace(CARD, name="emoji-z")
@@ -125,11 +126,9 @@ def test_images_over_a_models_quota_cost_nothing_of_the_keys_own(fleet: Fleet) -
 
 def test_tokens_of_texts_are_limited_by_what_they_may_take(fleet: Fleet) -> None:
     client = fleet.key(tokens="1000/day", rate="emoji-lm=100/day")
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(client.post, CHAT, json={**ASK, "max_tokens": 400, "model": "best"})
-        fleet.scribe.answer(fleet.scribe.next())
-        answer = asked.result(PATIENCE_S)
-    assert answer.status_code == 200
+    id, asks = asked(fleet.worker, client.post, CHAT, json={**ASK, "max_tokens": 400, "model": "best"})
+    fleet.scribe.answer(id)
+    answer = ok(asks.result(PATIENCE_S))
     left = int(answer.headers["x-ratelimit-remaining-tokens"])
     assert 500 < left < 600 and answer.headers["x-ratelimit-limit-tokens"] == "1000", "and of the service's 2000 more"
     for path, body in (
