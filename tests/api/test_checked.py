@@ -8,6 +8,7 @@ import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,26 +118,20 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     network = content.load(folder / "safety", torch.device("cpu"), {})
     flagged = {seed: network.verdicts(network.prepare(image)[None])[0].flagged for seed, image in enumerate(seen)}
     variables = {"DIPTYCH_CHECKER": str(folder / "safety"), "DIPTYCH_CHECKER_ACTION": SERVICE, "DIPTYCH_SDAPI": "1"}
-    served = Served(folder / "service", model=str(model), variables=variables)
-    try:
+    whole = {seed: np.asarray(image).astype(int) for seed, image in enumerate(seen)}
+    with ExitStack() as stack:
+        served = stack.enter_context(closing(Served(folder / "service", model=str(model), variables=variables)))
         served.ready()
         url = address_in(served.folder / "data" / "redis")
         assert url
-        keyring, store = Keyring(url), redis.Redis.from_url(url)
-        tokens = {name: keyring.add(name, checker=action)[1] for name, action in KEYS.items()}
-        clients = {
-            name: httpx2.Client(base_url=served.url, headers=bearer(token), timeout=PATIENCE_S, verify=False)
-            for name, token in tokens.items()
-        }
+        keyring, store = stack.enter_context(closing(Keyring(url))), stack.enter_context(redis.Redis.from_url(url))
+        clients = {}
+        for name, action in KEYS.items():
+            headers = bearer(keyring.add(name, checker=action)[1])
+            client = httpx2.Client(base_url=served.url, headers=headers, timeout=PATIENCE_S, verify=False)
+            clients[name] = stack.enter_context(client)
         eventually(lambda: clients["strict"].get("/v1/models").status_code == 200)
-        whole = {seed: np.asarray(image).astype(int) for seed, image in enumerate(seen)}
         yield Checked(served, clients, flagged, whole, store)
-        for client in clients.values():
-            client.close()
-        keyring.close()
-        store.close()
-    finally:
-        served.close()
 
 
 def test_every_key_has_its_action_while_they_draw_together(checked: Checked) -> None:

@@ -28,6 +28,7 @@ from core.jobs.record import Claim, Job, JobState
 from core.pictures import fitted
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, pixels
+from tests.api.test_references import uploaded
 from tests.api.world import CARD, Api, Worker, check_error, client_of, eventually, ok, opened
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
@@ -56,6 +57,10 @@ def handed_on(worker: Worker, claim: Claim, field: str) -> list[np.ndarray]:
     return [np.asarray(image) for image in found]
 
 
+def without_pictures(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in entry.items() if name != "image"} for entry in entries]
+
+
 def test_models_say_which_there_are(shared: Api) -> None:
     (model,) = shared.get("/v1/models").json()["data"]
     for name in ("loras", "upscalers", "refiners", "controls", "image_prompts"):
@@ -68,28 +73,25 @@ def test_models_say_which_there_are(shared: Api) -> None:
 def test_a_body_hands_on_its_pictures(shared: Api, easel: Easel, worker: Worker) -> None:
     """Those that are followed at the image's size, the others at a size of their own."""
     first, tall, second = pixels(seed=1), pixels(40, 200, seed=1), pixels(900, 900, seed=2)
-    with io.BytesIO(as_file(second)) as stream:
-        file = shared.client.post("/v1/files", data={"purpose": "vision"}, files={"file": ("a.png", stream)}).json()
+    stored = uploaded(shared, as_file(second))
     told = {
         "control": [
             {"model": "edges", "strength": 0.5, "start": 0.25, "end": 0.75}, {"model": "pose", "preprocessor": "canny"}
         ],
         "image_prompts": [{"model": "base", "strength": 0.5, "start": 0.25, "end": 0.75}, {"model": "plus"}],
     }  # fmt: skip
-    stored = {"file_id": file["id"]}
     pictures = {"control": [inline(first), stored], "image_prompts": [inline(tall), stored]}
     asked = {
         field: [{**one, "image": image} for one, image in zip(told[field], pictures[field], strict=True)]
         for field in KINDS
     }
     answer = ok(shared.post(DRAW, **body(**asked)))
-    claim = easel.seen[-1]
     for field, own, side in (("control", first, 128), ("image_prompts", tall, 768)):
-        assert [{k: v for k, v in one.items() if k != "image"} for one in claim.parameters[field]] == told[field]
-        got = handed_on(worker, claim, field)
+        assert without_pictures(easel.last[field]) == told[field]
+        got = handed_on(worker, easel.seen[-1], field)
         resized = Image.fromarray(second).resize((side, side), Image.Resampling.LANCZOS)
         assert np.array_equal(got[0], own) and np.array_equal(got[1], np.asarray(resized))
-    job = shared.get(f"/v1/jobs/{answer.json()['job_id']}").json()
+    job = shared.job(answer.json()["job_id"])
     assert job["status"] == "succeeded" and "request" not in job  # its pictures are not part of a request
 
 
@@ -97,9 +99,8 @@ def test_a_body_hands_on_its_pictures(shared: Api, easel: Easel, worker: Worker)
 def test_the_size_follows_controls_alone_unless_it_is_given(
     shared: Api, easel: Easel, field: str, follows: str
 ) -> None:
-    asked = body(**{field: [{"model": KINDS[field][1], "image": inline(pixels(168, 96))}]})
-    del asked["size"]
-    assert shared.client.post(DRAW, json=asked).json()["size"] == follows
+    entry = {"model": KINDS[field][1], "image": inline(pixels(168, 96))}
+    assert shared.draw(**{field: [entry]}).json()["size"] == follows
 
 
 @pytest.mark.parametrize("field", KINDS)
@@ -180,8 +181,7 @@ def test_an_edits_further_images_are_image_prompts(shared: Api, easel: Easel, wo
         answer = shared.client.post(EDIT, **asked)
         assert answer.status_code == 200, answer.text
         claims.append(easel.seen[-1])
-        told = [{k: v for k, v in entry.items() if k != "image"} for entry in claims[-1].parameters["image_prompts"]]
-        assert told == entries
+        assert without_pictures(easel.last["image_prompts"]) == entries
     for claim, first in zip(claims, ([], arrays[3:], arrays[3:]), strict=True):
         prompts = handed_on(worker, claim, "image_prompts")
         assert np.array_equal(prompts, [*first, *arrays[1:3]])

@@ -63,7 +63,7 @@ def test_every_parameter_reaches_the_job(shared: Api, easel: Easel) -> None:
 def test_image_to_image(shared: Api, easel: Easel) -> None:
     """Of a picture of more than other bodies may have."""
     array = pixels(700, 700)
-    made = hub(shared, base_url=None, model=f"{shared.url}/v1/models/emoji-xl").image_to_image(
+    made = hub(shared, base_url=f"{shared.url}/v1").image_to_image(
         as_file(array), prompt="a hat", negative_prompt="a dog", num_inference_steps=4, guidance_scale=3.0,
         strength=0.5, seed=3, target_size={"width": 64, "height": 64},
     )  # type: ignore[arg-type] # fmt: skip
