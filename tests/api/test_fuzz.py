@@ -102,16 +102,6 @@ def test_any_address_and_headers(
     check(client.request(method, url, headers=given), success=-1)
 
 
-@given(latin, headers)
-@fuzz
-def test_any_event_id(client: httpx2.Client, id: str, given: dict[str, bytes]) -> None:
-    given = {name: value for name, value in given.items() if name not in ("last-event-id", "host", "x-forwarded-for")}
-    last = {"last-event-id": (id.lstrip() + "MARKER7q3z").encode("latin-1")}
-    answer = client.get(f"/v1/jobs/{known(client)}/events", headers={**given, **last})
-    check_error(answer, 400, "last_event_id")
-    check(answer, success=-1)
-
-
 @given(st.binary(max_size=60))
 @fuzz
 def test_any_path(client: httpx2.Client, raw: bytes) -> None:
