@@ -439,8 +439,8 @@ def test_webhooks_are_signed_with_their_owners_secret(doors: Guarded) -> None:
             eventually(lambda heard=receiver.heard: heard)
         _, headers, body = receiver.heard[0]
         assert json.loads(body)["data"]["id"] == id
-        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
-        digests = [base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode() for secret in secrets]
+        content = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        digests = [base64.b64encode(hmac.digest(secret, content, hashlib.sha256)).decode() for secret in secrets]
         assert headers["webhook-signature"] == f"v1,{digests[k]}"
 
 
