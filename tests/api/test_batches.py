@@ -128,14 +128,11 @@ def test_cancelling_reaches_its_jobs_and_no_others(world: World) -> None:
     done = ended(client, batch.id)
     assert done.status == "cancelled" and done.cancelled_at
     assert worker.is_(other, JobState.QUEUED)
-    states = sorted(worker.job(id).state.value for id in mine)
-    assert states.count("succeeded") == 1 and set(states) == {"succeeded", "cancelled"}
-    assert done.request_counts.completed == 1
-    assert done.request_counts.failed == 0, "neither completed nor failed: they did not run"
+    assert sorted(worker.job(id).state.value for id in mine) == ["cancelled", "cancelled", "succeeded"]
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 0), "what did not run has not failed"
     left = told(client, done.error_file_id)
     assert len(left) == 4, "what was never begun is told too"
-    assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
-    assert all(line["response"] is None for line in left)
+    assert all(line["error"]["code"] == "batch_cancelled" and line["response"] is None for line in left)
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
@@ -230,7 +227,6 @@ def test_what_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     check_error(post("/v1/files", files={"file": ("a", b"")}, data={"purpose": "batch"}), 400, "file")
     check_error(post("/v1/files", data={"purpose": "batch"}), 415, code="unsupported_media_type")
     multipart = {"content-type": "multipart/form-data; boundary=x"}
-    check_error(post("/v1/files", content=b"--y", headers=multipart), 400)
     check_error(post("/v1/files", content=iter([b"--y"]), headers=multipart), 400, code="invalid_body")
     twice = [("file", ("a", b"x")), ("file", ("b", b"y"))]
     check_error(post("/v1/files", files=twice, data={"purpose": "batch"}), 400, "file", "repeated_field")

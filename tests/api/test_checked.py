@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx2
 import numpy as np
-import openai
 import pytest
 import redis
 import torch
@@ -217,17 +216,14 @@ def test_of_a_job_with_a_refused_picture_every_endpoint_shows_the_other(checked:
     assert prediction["status"] == "succeeded" and len(prediction["output"]) == 1 and "refused" in prediction["logs"]
 
 
-def test_openais_own_client_gets_its_error_and_an_image_without_bytes(checked: Checked) -> None:
+def test_openais_own_client_gets_an_image_without_bytes(checked: Checked) -> None:
     token = checked.clients["strict"].headers["Authorization"].removeprefix("Bearer ")
     with client_of(checked.served.url, token) as client:
-        fields: dict[str, Any] = {"prompt": "a fox", "size": "32x32"}
-        with pytest.raises(openai.BadRequestError) as raised:
-            client.images.generate(**fields, extra_body={"steps": 3, "seed": checked.unsafe})
-        assert raised.value.code == REFUSED
-        fields["extra_body"] = {"steps": 3, "seed": checked.mixed}
-        images = client.images.generate(**fields, n=2).data
+        more = {"steps": 3, "seed": checked.mixed}
+        fields: dict[str, Any] = {"prompt": "a fox", "size": "32x32", "n": 2, "extra_body": more}
+        images = client.images.generate(**fields).data
         assert [image.b64_json is None for image in images] == [checked.flagged[checked.mixed + k] for k in range(2)]
-        events = [*client.images.generate(**fields, n=2, stream=True)]
+        events = [*client.images.generate(**fields, stream=True)]
         done = [event for event in events if event.type == "image_generation.completed"]
         assert len(events) == 2 and len(done) == 1 and base64.b64decode(done[0].b64_json)
 

@@ -123,7 +123,7 @@ def test_headers_of_a_part_are_bounded_whatever_their_parser_does(given: Callabl
     """Other versions of it have other limits, or none."""
     parts = _Parts(b"edge", 1, 1)
     with closing(parts), pytest.raises(ApiError, match="too long"):
-        for _ in range(10_000):
+        for _ in range(1000 if size > 1 else 10_000):
             given(parts, bytes(size), 0, size)
             if size == 1:
                 parts._end_header()
@@ -136,6 +136,7 @@ def test_headers_of_a_part_are_bounded_whatever_their_parser_does(given: Callabl
         ('Multipart/Form-Data;charset="UTF-8"; boundary="an edge"', b"an edge"),
         ("multipart/form-data; boundary=----WebKitFormBoundary7M;", b"----WebKitFormBoundary7M"),
         ("multipart/form-data; x=1; boundary='a'", b"'a'"),
+        ("multipart/form-data; boundary=edge; Charset=UTF8;", b"edge"),
         ("multipart/form-data; boundary=edge; charset=latin-1", None),
         ("multipart/form-data; boundary=edge; charset=utf-8; charset=idna", None),
         ("multipart/form-data", None),
