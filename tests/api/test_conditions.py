@@ -244,7 +244,7 @@ def test_the_work_of_a_job_counts_its_pictures() -> None:
         *(
             ({"lora": lora}, "lora", "")
             for lora in (
-                "ink,gone:0.5", "ink:loud", "ink,ink", "../ink", ",".join(["ink"] * 4000), {"name": "ink"},
+                "ink,gone:0.5", "ink:loud", "ink,ink", "../ink", " ", ",".join(["ink"] * 4000), {"name": "ink"},
             )
         ),
     ],

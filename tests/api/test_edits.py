@@ -261,9 +261,10 @@ def webp_bomb() -> bytes:
     ("image", "mask", "param"),
     [
         *((data, None, "image") for data in (b"", b"hello", bomb(128, 128), as_file(pixels(), "BMP"))),
-        *((PNG, mask, "mask") for mask in (b"hello", as_file(with_alpha(255)), as_file(SOFT))),
+        *((PNG, as_file(mask), "mask") for mask in (hole(64, 64), with_alpha(255), SOFT)),
+        (PNG, b"hello", "mask"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_pictures_are_refused_by_name(
     shared: Api, worker: Worker, image: bytes, mask: bytes | None, param: str

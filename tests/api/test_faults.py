@@ -26,9 +26,12 @@ def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
         yield api, worker
 
 
-def test_a_full_queue(world: tuple[Api, Worker]) -> None:
+def test_a_full_queue_and_a_hopeless_deadline(world: tuple[Api, Worker]) -> None:
     api, worker = world
-    ids = [api.order(n=10) for _ in range(3)]  # 15 s of work each
+    ids = [api.order(n=10) for _ in range(2)]  # 15 s of work each
+    error = check_error(api.draw(deadline_s=20), 400, "deadline_s", "deadline_hopeless")
+    assert "32 s at best" in error["message"]
+    ids.append(api.order(n=10, deadline_s=3600))
     for full in (api.draw(), api.post("/v1/jobs", **JOB)):
         check_error(full, 429, code="queue_full")
     assert worker.ids() == set(ids), "no job is made"

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from core.config import Settings
 from core.jobs.record import JobState
 from tests.api.easel import asked, conclude
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened
 
 
 def test_answers_as_openai_does(shared: Api, worker: Worker) -> None:
@@ -73,7 +74,7 @@ def cancel(api: Api, worker: Worker, id: str) -> None:
 
 
 def lose(api: Api, worker: Worker, id: str) -> None:
-    conclude(worker, id, {"key": f"sha256/00/{'0' * 62}.png"})
+    conclude(worker, id, {"key": f"sha256/00/{'0' * 62}.png", "size_bytes": None})
 
 
 def wait(api: Api, worker: Worker, id: str) -> None:
@@ -132,10 +133,10 @@ def test_who_leaves_cancels_and_nobody_else_is_touched(shared: Api, worker: Work
     assert not {message["cancel"] for _, message in told} & {by_seed[seed] for seed in set(by_seed) - leaving}
 
 
-def test_a_server_that_stops_lets_those_who_wait_go(alone: tuple[Api, Worker]) -> None:
-    api, worker = alone
-    with ThreadPoolExecutor(1) as pool:
-        ordered = api.order()
+def test_a_server_that_stops_lets_those_who_wait_go(settings: Settings) -> None:
+    with opened(settings) as (api, worker), ThreadPoolExecutor(1) as pool:
+        worker.announce()
+        ordered = api.order()  # of a model that the API has not read of yet
         follows = pool.submit(api.all_events, ordered)
         drawn, answer = asked(worker, api.draw)
         worker.take(drawn)
