@@ -8,14 +8,49 @@ from __future__ import annotations
 import base64
 import io
 import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from PIL import Image
 
 from contract.content import as_recorded
 from core.jobs.record import Claim, ProgressReport
-from tests.api.world import Worker
+from tests.api.world import Worker, eventually
+
+T = TypeVar("T")
+
+
+def asked(worker: Worker, call: Callable[..., T], *arguments: Any, **fields: Any) -> tuple[str, Future[T]]:
+    """The id of the job that a call makes, and what the call returns once the job has ended."""
+    known = worker.ids()
+    pool = ThreadPoolExecutor(1)
+    answer = pool.submit(call, *arguments, **fields)
+    pool.shutdown(wait=False)
+    (id,) = eventually(lambda: worker.ids() - known)
+    return id, answer
+
+
+def drawn(worker: Worker, claim: Claim, images: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A job's images as their record has them, with these fields, of the bytes `data`."""
+    p, made = claim.parameters, []
+    for k, image in enumerate(images):
+        data = image.get("data", b"%d" % k)
+        made.append({
+            "key": worker.artifacts.put(data, "image/png"), "seed": p["seed"] + k, "width": p["width"],
+            "height": p["height"], "media_type": "image/png", "size_bytes": len(data), "warnings": [],
+            **{name: value for name, value in image.items() if name != "data"},
+        })  # fmt: skip
+    return made
+
+
+def conclude(worker: Worker, id: str, *images: dict[str, Any], **result: Any) -> Claim:
+    """End a job well with images of `drawn`; its claim."""
+    claim = worker.take(id)
+    result["images"] = drawn(worker, claim, images)
+    assert worker.store.leases.succeed(id, claim.attempt, result)
+    return claim
 
 
 class Easel:
@@ -76,14 +111,8 @@ class Easel:
         if self.failing:
             self.worker.store.leases.fail(claim.id, claim.attempt, "engine_error", "the engine failed at this job")
             return
-        images = []
-        for k in range(p["n"]):
-            data_k = self._picture(claim, k, p["width"])
-            images.append({
-                "key": self.worker.artifacts.put(data_k, "image/png"), "seed": p["seed"] + k, "width": p["width"],
-                "height": p["height"], "media_type": "image/png", "size_bytes": len(data_k), "warnings": [],
-                "fingerprint": {"model": "easel"},
-            })  # fmt: skip
+        pictures = [self._picture(claim, k, p["width"]) for k in range(p["n"])]
+        images = drawn(self.worker, claim, [{"data": data, "fingerprint": {"model": "easel"}} for data in pictures])
         for k in self.refused:
             for name in ("key", "media_type", "size_bytes", "fingerprint"):
                 del images[k][name]

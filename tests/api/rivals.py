@@ -18,19 +18,16 @@ def silent(client: socket.socket, over: threading.Event) -> None:
     over.wait()
 
 
-def trickling(client: socket.socket, over: threading.Event) -> None:
+def trickling(client: socket.socket, over: threading.Event, start: bytes = b"HTTP/1.1 200 OK\r\nX-Slow: ") -> None:
     """Answers with a header that never ends, a byte at a time."""
-    client.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-    client.sendall(b"a")
+    client.sendall(start)
     while not over.wait(0.2):
-        client.sendall(b"a")
+        client.sendall(b"0")
 
 
 def trickling_status(client: socket.socket, over: threading.Event) -> None:
     """Never gets as far as its status."""
-    client.sendall(b"HTTP/1.1 2")
-    while not over.wait(0.2):
-        client.sendall(b"0")
+    trickling(client, over, b"HTTP/1.1 2")
 
 
 def continuing(client: socket.socket, over: threading.Event) -> None:

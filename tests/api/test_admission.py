@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,57 +13,51 @@ from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
+from api.schemas import read
 from api.uploads import PictureSource, PictureUploads, Upload
-from contract.card import ImageCosts, ImageDefaults, ImageLimits
+from contract import plan
+from contract.card import ImageCard, ImageCosts, ImageDefaults, ImageLimits
+from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest, Margins
-from core.jobs.record import QueueBacklog
+from contract.plan import AUTO, DEPTHS, DeepCache
+from core.jobs.record import JobDraft, QueueBacklog
 from tests.api.world import CARD
+from workers.handlers import pictures
 
 
-def fields(**given: object) -> ImageRequest:
-    return ImageRequest.model_validate({"prompt": "a cat", **given})
+def draft_of(card: ImageCard = CARD, **fields: Any) -> JobDraft:
+    return admission.image_draft(read(ImageRequest, {"prompt": "a cat", **fields}), card)
 
 
-def refusal(**given: object) -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        admission.image_draft(fields(**given), CARD)
-    return caught.value
-
-
-@pytest.mark.parametrize(("alpha", "refused"), [(None, False), (True, False), (False, True)])
-def test_a_picture_may_be_its_own_mask_until_it_is_known_to_be_opaque(alpha: bool | None, refused: bool) -> None:
-    """For models that need a mask; others draw an opaque one at the strength of image-to-image."""
-    upload = Upload(PictureSource("image", 1, bytes, size=(128, 128), alpha=alpha))
-    edit, card = EditRequest(prompt="a cat"), dataclasses.replace(CARD, inpaint_only=True)
-    if refused:
-        with pytest.raises(ApiError) as caught:
-            admission.image_draft(edit, card, PictureUploads(upload))
-        assert caught.value.param == "mask"
-    else:
-        assert admission.image_draft(edit, card, PictureUploads(upload)).parameters["edit"]["strength"] == 1
-    drawn = admission.image_draft(edit, CARD, PictureUploads(upload)).parameters["edit"]
-    assert drawn["strength"] == (0.8 if refused else 1)
+def strength(card: ImageCard, upload: Upload) -> float | str | None:
+    """The strength of an edit, or the field by which it is refused."""
+    try:
+        edit = EditRequest(prompt="a cat")
+        return float(admission.image_draft(edit, card, PictureUploads(upload)).parameters["edit"]["strength"])
+    except ApiError as error:
+        return error.param
 
 
 @pytest.mark.parametrize("alpha", [None, True, False])
-def test_a_model_without_masks_edits_whole_pictures(alpha: bool | None) -> None:
-    """One that may have transparent pixels is none with a mask until these are found."""
+def test_a_picture_may_be_its_own_mask_until_it_is_known_to_be_opaque(alpha: bool | None) -> None:
+    """For models that need a mask; others draw an opaque one at the strength of image-to-image, and those without
+    masks any.
+    """
     upload = Upload(PictureSource("image", 1, bytes, size=(128, 128), alpha=alpha))
-    edit, card = EditRequest(prompt="a cat"), dataclasses.replace(CARD, sources=("text", "image"))
-    assert admission.image_draft(edit, card, PictureUploads(upload)).parameters["edit"]["strength"] == 0.8
-    for masked in (
-        dataclasses.replace(upload, mask=upload.image),
-        dataclasses.replace(upload, margins=Margins(left=8)),
-    ):
-        with pytest.raises(ApiError) as caught:
-            admission.image_draft(edit, card, PictureUploads(masked))
-        assert caught.value.param == "mask"
+    opaque = alpha is False
+    assert strength(CARD, upload) == (0.8 if opaque else 1)
+    assert strength(replace(CARD, inpaint_only=True), upload) == ("mask" if opaque else 1)
+    whole = replace(CARD, sources=("text", "image"))
+    assert strength(whole, upload) == 0.8
+    assert strength(whole, replace(upload, mask=upload.image)) == "mask"
+    assert strength(whole, replace(upload, margins=Margins(left=8))) == "mask"
 
 
 def test_fills_in_what_is_not_given() -> None:
-    draft = admission.image_draft(fields(), CARD)
+    draft = draft_of()
     parameters = draft.parameters
     assert 0 <= parameters.pop("seed") < 2**63
+    assert len({draft_of().parameters["seed"] for _ in range(10)}) == 10
     assert parameters == {
         "prompt": "a cat", "negative_prompt": None, "n": 1, "steps": 20, "guidance_scale": 5.0, "width": 128,
         "height": 128, "scheduler": None, "deterministic": False,
@@ -70,21 +66,15 @@ def test_fills_in_what_is_not_given() -> None:
 
 
 def test_null_means_not_given() -> None:
-    nothing = {name: None for name in ImageRequest.model_fields if name != "prompt"}
-    bare, nulls = (
-        admission.image_draft(fields(seed=1), CARD),
-        admission.image_draft(fields(**nothing | {"seed": 1}), CARD),
-    )
-    assert dataclasses.replace(bare, id="x") == dataclasses.replace(nulls, id="x")
+    nothing = {name: None for name in ImageRequest.model_fields if name not in ("prompt", "seed")}
+    drafts = [draft_of(**given, seed=1) for given in ({}, nothing, {"size": "auto"})]
+    assert len({repr(replace(draft, id="x")) for draft in drafts}) == 1
 
 
 def test_passes_on_what_is_given() -> None:
-    draft = admission.image_draft(
-        fields(
-            n=3, seed=0, steps=7, guidance_scale=0, negative_prompt="", size="96x168", scheduler="euler", priority=0,
-            deadline_s=60, deterministic=True, model="emoji-xl",
-        ),
-        CARD,
+    draft = draft_of(
+        n=3, seed=0, steps=7, guidance_scale=0, negative_prompt="", size="96x168", scheduler="euler", priority=0,
+        deadline_s=60, deterministic=True, model="emoji-xl",
     )  # fmt: skip
     assert draft.parameters == {
         "prompt": "a cat", "negative_prompt": "", "n": 3, "seed": 0, "steps": 7, "guidance_scale": 0.0, "width": 96,
@@ -93,56 +83,39 @@ def test_passes_on_what_is_given() -> None:
     assert (draft.priority, draft.deadline_s) == (0, 60)
 
 
-def test_random_seeds_differ() -> None:
-    assert len({admission.image_draft(fields(), CARD).parameters["seed"] for _ in range(10)}) == 10
-
-
 @pytest.mark.parametrize(
-    "size", ["129x128", "0x0", "128X128", "128×128", "128x128 ", "-128x128", "1e2x128", "", "99999x99999", "128", "x"]
+    "size", ["129x128", "128X128", "128×128", "128x128 ", "-128x128", "1e2x128", "", "99999x99999", "128", "x"]
 )
 def test_refuses_sizes_that_are_not_offered(size: str) -> None:
-    error = refusal(size=size)
-    assert error.param == "size"
-    assert str(error).endswith("offered: 128x128, 96x168, 168x96, 64x64")
-
-
-def test_auto_is_the_models_own_size() -> None:
-    parameters = admission.image_draft(fields(size="auto"), CARD).parameters
-    assert (parameters["width"], parameters["height"]) == (128, 128)
+    with pytest.raises(ApiError, match=r"offered: 128x128, 96x168, 168x96, 64x64$") as caught:
+        draft_of(size=size)
+    assert caught.value.param == "size"
 
 
 def test_the_cards_limits_hold() -> None:
-    tight = dataclasses.replace(
+    tight = replace(
         CARD, limits=ImageLimits(max_prompt_characters=5, max_steps=4, max_guidance=1.5, max_seed=9, max_images=2)
     )
-    draft = admission.image_draft(fields(prompt="12345"), tight)
+    draft = draft_of(tight, prompt="12345")
     assert draft.parameters["steps"] == 4 and draft.parameters["guidance_scale"] == 1.5
     assert 0 <= draft.parameters["seed"] <= 9
-    for name, value in (
-        ("prompt", "123456"),
-        ("negative_prompt", "123456"),
-        ("steps", 5),
-        ("guidance_scale", 1.6),
-        ("seed", 10),
-        ("n", 3),
-    ):
-        with pytest.raises(ApiError) as caught:
-            admission.image_draft(fields(**{"prompt": "1", name: value}), tight)
-        assert caught.value.param == name
+    with pytest.raises(ApiError) as caught:
+        draft_of(tight, prompt="1", steps=5)
+    assert caught.value.param == "steps"
 
 
 def test_the_cards_defaults_are_taken_for_what_is_not_given() -> None:
-    turbo = dataclasses.replace(CARD, defaults=ImageDefaults(steps=8, guidance_scale=0.0, guided_above=0.0))
+    turbo = replace(CARD, defaults=ImageDefaults(steps=8, guidance_scale=0.0, guided_above=0.0))
     for card, steps, guidance in ((CARD, 20, 5.0), (turbo, 8, 0.0)):
-        parameters = admission.image_draft(fields(), card).parameters
+        parameters = draft_of(card).parameters
         assert (parameters["steps"], parameters["guidance_scale"]) == (steps, guidance)
-    assert admission.image_draft(fields(), turbo).work_ms == 100 + 8 * 30 + 200, "without guidance, one row"
-    assert admission.image_draft(fields(guidance_scale=0.5), turbo).work_ms == 100 + 8 * 2 * 30 + 200
+    assert draft_of(turbo).work_ms == 100 + 8 * 30 + 200, "without guidance, one row"
+    assert draft_of(turbo, guidance_scale=0.5).work_ms == 100 + 8 * 2 * 30 + 200
 
 
 def test_work_counts_pictures_steps_and_rows() -> None:
-    def work(**given: object) -> int:
-        return admission.image_draft(fields(**given), CARD).work_ms
+    def work(**fields: Any) -> int:
+        return draft_of(**fields).work_ms
 
     assert work(steps=10) == 100 + 10 * 2 * 30 + 200
     assert work(steps=10, guidance_scale=1) == 100 + 10 * 30 + 200
@@ -155,16 +128,16 @@ def test_work_counts_pictures_steps_and_rows() -> None:
 def test_a_card_without_costs_is_no_obstacle() -> None:
     idle = QueueBacklog(0, 0, 0, 0)
     for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
-        card = dataclasses.replace(CARD, costs=costs)
-        draft = admission.image_draft(fields(deadline_s=1), card)
+        card = replace(CARD, costs=costs)
+        draft = draft_of(card, deadline_s=1)
         admission.check_deadline(draft, card, idle, 1)
         assert draft.deadline_s == 1
         with pytest.raises(ApiError):
             admission.check_deadline(draft, CARD, idle, 1)
 
 
-def hopeless(backlog_ms: int, ready: int, **given: object) -> str | None:
-    draft = admission.image_draft(fields(**given), CARD)
+def hopeless(backlog_ms: int, ready: int, **fields: Any) -> str | None:
+    draft = draft_of(**fields)
     try:
         admission.check_deadline(draft, CARD, QueueBacklog(1, backlog_ms, 0, 0), ready)
     except ApiError as error:
@@ -184,10 +157,8 @@ def test_a_deadline_is_held_against_the_best_case() -> None:
     assert hopeless(10_000, 1, deadline_s=2, priority=3) is not None
     assert hopeless(10_000, 0, deadline_s=0.001) is None, "with no worker nothing can be estimated"
     assert hopeless(10**9, 1) is None, "no deadline"
-
-
-def test_many_pictures_are_not_faster_than_full_batches() -> None:
-    assert "15 s at best" in str(hopeless(0, 1, deadline_s=14, n=10))  # 10 · (0.1 + 20 · 2 · 0.03 + 0.2)
+    # Many pictures are not faster than full batches: 10 · (0.1 + 20 · 2 · 0.03 + 0.2)
+    assert "15 s at best" in str(hopeless(0, 1, deadline_s=14, n=10))
 
 
 @given(
@@ -209,3 +180,115 @@ def test_retry_after_is_within_its_bounds(wait_s: float) -> None:
     after_s = admission.retry_after_s(wait_s)
     assert 1 <= after_s <= 120
     assert after_s in (1, 120) or after_s == math.ceil(wait_s)
+
+
+# -- DeepCache -------------------------------------------------------------------------------------------------------
+
+CACHED = replace(
+    CARD,
+    costs=replace(
+        CARD.costs,
+        shallow_solo_step_s={"block": {"128x128": 0.04}, "resnet": {"128x128": 0.02}},
+        shallow_row_step_s={"block": {"128x128": 0.015, "64x64": 0.004}, "resnet": {"128x128": 0.006}},
+    ),
+)
+SCHEDULES = st.sampled_from(["off", "auto"]) | st.fixed_dictionaries(
+    {},
+    optional={
+        "interval": st.integers(1, 9),
+        "depth": st.sampled_from(DEPTHS),
+        "first": st.integers(0, 20),
+        "last": st.integers(0, 20),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        (None, None),
+        ("off", None),
+        ("auto", AUTO),
+        ({"interval": 5, "depth": "resnet", "first": 2, "last": None}, DeepCache(5, "resnet", 2)),
+        ({"deep_steps": [0, 7, 19], "depth": "resnet"}, DeepCache(depth="resnet", deep_steps=(0, 7, 19))),
+    ],
+)
+def test_a_worker_reads_what_was_asked_for(value: Any, meant: DeepCache | None) -> None:
+    """Or is left to decide."""
+    schedule = draft_of(CACHED, deepcache=value).parameters.get("deepcache")
+    assert (schedule is None) if value is None else plan.read_schedule(schedule) == meant
+
+
+@given(SCHEDULES | st.none(), SCHEDULES, st.integers(1, 60), st.sampled_from([1.0, 5.0]), st.integers(1, 3))
+def test_the_estimate_counts_every_step_as_its_worker_makes_it(
+    asked: Any, usual: Any, steps: int, guidance: float, n: int
+) -> None:
+    """`usual` is the worker's own, for who does not say."""
+    card = replace(CACHED, deepcache=usual)
+    draft = draft_of(card, steps=steps, deepcache=asked, guidance_scale=guidance, n=n)
+    made = pictures(ImageJob.read(draft.parameters), plan.read_schedule(usual))
+    each_s = {"block": 0.015, "resnet": 0.006}
+    step_s = [
+        0.03 if deep or picture.deepcache is None else each_s[picture.deepcache.depth]
+        for picture in made
+        for deep in ((True,) * steps if picture.deepcache is None else picture.deepcache.plan(steps))
+    ]
+    rows = 2 if guidance > 1 else 1
+    assert draft.work_ms == pytest.approx(1000 * (0.3 * n + rows * sum(step_s)), abs=1)
+    assert draft.work_ms <= draft_of(steps=steps, guidance_scale=guidance, n=n).work_ms
+
+
+def test_steps_without_guidance_count_half() -> None:
+    """Of 30 ms a row, and 300 ms beside the steps; nothing is left out where there is no guidance."""
+    for interval, rows in ((None, 20), ([0, 0.5], 15), ([0.2, 1], 18), ([0, 1], 20)):
+        assert draft_of(CACHED, steps=10, guidance_interval=interval).work_ms == 300 + 30 * rows
+    assert draft_of(CACHED, steps=10, guided_steps=[0, 4, 9]).work_ms == 300 + 30 * 13
+    assert draft_of(CACHED, steps=10, guidance_scale=1.0, guidance_interval=[0, 0.5]).work_ms == 300 + 30 * 10
+
+
+def test_a_tiny_decoder_counts_as_it_is_announced() -> None:
+    both = replace(CARD, vaes=("full", "tiny"))
+    measured = replace(both, costs=replace(both.costs, vae_tiny_s=0.02))
+    assert [draft_of(card, steps=10, vae="tiny").work_ms for card in (both, measured)] == [300 + 600, 120 + 600]
+    assert draft_of(measured, steps=10).work_ms == 300 + 600
+
+
+@given(SCHEDULES, st.integers(1, 60), st.floats(0.1, 1.0))
+def test_an_edit_is_counted_by_the_steps_it_makes(asked: Any, steps: int, strength: float) -> None:
+    parameters = {**draft_of(CACHED, steps=steps).parameters, "deepcache": asked}
+    whole = ImageJob.read({**parameters, "steps": int(steps * strength)})
+    edited = ImageJob.read({**parameters, "edit": {"strength": strength}})
+    for seconds in (admission.work_s, admission.solo_s):
+        assert seconds(CACHED, edited) == pytest.approx(seconds(CACHED, whole))
+
+
+def test_a_size_that_was_not_measured_is_told_from_another() -> None:
+    named = {"depth": "block", "interval": 2}
+    assert draft_of(CACHED, steps=10, size="64x64", deepcache=named).work_ms == 300 + 2 * (5 * 10 + 5 * 4)
+    at_depth = {**named, "depth": "resnet"}  # measured at 128x128 alone
+    assert draft_of(CACHED, steps=10, size="64x64", deepcache=at_depth).work_ms == 300 + 2 * (5 * 10 + 5 * 1.5)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        CARD,
+        replace(CACHED, costs=replace(CACHED.costs, shallow_row_step_s={"block": {}})),
+        replace(CACHED, deepcache={"rhythm": 3}),
+        replace(CACHED, deepcache={"interval": 0}),
+        replace(CACHED, deepcache=7),
+    ],
+    ids=["silent", "unmeasured", "newer", "wrong", "no schedule"],
+)
+def test_what_nobody_can_tell_counts_as_deep(card: Any) -> None:
+    asked = {"deepcache": "auto"} if card.deepcache == "off" else {}
+    assert draft_of(card, steps=10, **asked).work_ms == 300 + 10 * 2 * 30
+
+
+def test_a_deadline_is_held_against_the_steps_that_are_made() -> None:
+    """All deep it takes 1.9 s at best; by "auto" 11 of 20 steps are deep: 0.3 + 11 × 0.08 + 9 × 0.02 s."""
+    for schedule, most_s in (("off", 1.9), ("auto", 1.36)):
+        for deadline_s, refused in ((most_s + 0.02, False), (most_s - 0.02, True)):
+            draft = draft_of(CACHED, priority=0, deadline_s=deadline_s, deepcache=schedule)
+            with pytest.raises(ApiError, match=f"{most_s:.1f} s at best") if refused else nullcontext():
+                admission.check_deadline(draft, CACHED, QueueBacklog(0, 0, 0, 0), 1)

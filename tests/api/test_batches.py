@@ -6,9 +6,10 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -17,37 +18,37 @@ from api.batch_feeder import BatchFeeder
 from api.batch_line_handler import BatchLineHandler, Result
 from api.batch_lines import RawLine
 from api.service import Service
+from core.config import Settings
 from core.jobs.batches import BatchStore
-from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, kept, opened, settings_of
+from tests.api.test_edits import EDITS, as_file, bomb, handed_on, hole, pixels
+from tests.api.test_expand import TEXT, expand, served
+from tests.api.test_references import ZEROS, inline, uploaded
+from tests.api.world import CARD, Api, Worker, changed, check_error, client_of, eventually, kept, opened, token_of
 
 URL = "/v1/images/generations"
+World = tuple[Api, Worker, openai.OpenAI]
 
 
-def lines(*bodies: dict[str, Any]) -> bytes:
-    asked = [{"custom_id": f"c{k}", "method": "POST", "url": URL, "body": body} for k, body in enumerate(bodies)]
+def lines(*bodies: dict[str, Any], url: str = URL) -> bytes:
+    asked = [{"custom_id": f"c{k}", "method": "POST", "url": url, "body": body} for k, body in enumerate(bodies)]
     return b"\n".join(json.dumps(line).encode() for line in asked)
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
-    settings = settings_of(redis_url, folder, batch_jobs=3)
-    with Worker(settings) as worker:
-        worker.announce()
-        with Api(settings) as api, openai.OpenAI(
-            base_url=f"{api.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S
-        ) as client:  # fmt: skip
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
-            yield api, worker, client
+def world(settings: Settings) -> Iterator[World]:
+    with opened(changed(settings, batch_jobs=3), CARD) as (api, worker), client_of(api.url) as client:
+        yield api, worker, client
 
 
-def begin(client: openai.OpenAI, data: bytes, **more: Any) -> Any:
+def begin(client: openai.OpenAI, data: bytes, url: Any = URL, **more: Any) -> Any:
     file = client.files.create(file=("asked.jsonl", data), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint=URL, completion_window="24h", **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h", **more)
+
+
+def raw(data: bytes) -> Iterator[RawLine]:
+    return (RawLine(line, 0) for line in data.split(b"\n") if line.strip())
 
 
 def ended(client: openai.OpenAI, id: str) -> Any:
@@ -56,16 +57,12 @@ def ended(client: openai.OpenAI, id: str) -> Any:
     )
 
 
-def checked(data: bytes) -> batch_lines.CheckedFile:
-    return batch_lines.check((RawLine(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL)
-
-
 def told(client: openai.OpenAI, file: str | None) -> list[dict[str, Any]]:
     assert file is not None
     return [json.loads(line) for line in client.files.content(file).text.splitlines()]
 
 
-def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+def test_from_file_to_files(world: World) -> None:
     api, worker, client = world
     asked = [{"prompt": f"cat {k}", "seed": k, "size": "64x64", "steps": 2} for k in range(8)]
     asked[2]["prompt"] = ""
@@ -80,19 +77,13 @@ def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
         done = ended(client, batch.id)
     assert done.status == "completed" and done.completed_at and not done.failed_at
     assert (done.request_counts.completed, done.request_counts.failed) == (7, 1)
-    well = told(client, done.output_file_id)
-    assert [line["custom_id"] for line in well] == [f"c{k}" for k in (0, 1, 3, 4, 5, 6, 7)]
-    assert len(easel.seen) == 7 and [claim.parameters["seed"] for claim in easel.seen] == [0, 1, 3, 4, 5, 6, 7]
-    for line in well:
-        response = line["response"]
-        assert response["status_code"] == 200 and line["error"] is None
-        assert response["body"]["data"][0]["seed"] == int(line["custom_id"][1:])
-    bodies = {line["custom_id"]: line["response"]["body"] for line in well}
-    assert len(bodies["c6"]["data"]) == 2
-    link = api.client.get(bodies["c0"]["data"][0]["url"])
-    assert link.status_code == 200
-    inside = base64.b64decode(bodies["c5"]["data"][0]["b64_json"])
-    assert inside.startswith(b"\x89PNG") and "url" not in bodies["c5"]["data"][0]
+    well, order = told(client, done.output_file_id), [0, 1, 3, 4, 5, 6, 7]
+    assert [claim.parameters["seed"] for claim in easel.seen] == order
+    assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in well)
+    images = {line["custom_id"]: line["response"]["body"]["data"] for line in well}
+    assert [(name, data[0]["seed"]) for name, data in images.items()] == [(f"c{k}", k) for k in order]
+    assert len(images["c6"]) == 2 and api.get(images["c0"][0]["url"]).status_code == 200
+    assert base64.b64decode(images["c5"][0]["b64_json"]).startswith(b"\x89PNG") and "url" not in images["c5"][0]
     (ill,) = told(client, done.error_file_id)
     assert ill["custom_id"] == "c2" and ill["response"]["status_code"] == 400
     assert ill["response"]["body"]["error"]["param"] == "prompt"
@@ -105,7 +96,7 @@ def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
 
 
 def test_a_picture_that_is_deleted_while_it_is_written_leaves_its_link(
-    world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was deleted before: the batch goes on."""
     _, worker, client = world
@@ -126,22 +117,7 @@ def test_a_picture_that_is_deleted_while_it_is_written_leaves_its_link(
     assert deleted and "url" in line["response"]["body"]["data"][0]
 
 
-def test_they_trickle(world: tuple[Api, Worker, openai.OpenAI]) -> None:
-    """However many lines there are, so many of a key's are in the queue, over all of its batches."""
-    _, worker, client = world
-    body = {"prompt": "a cat", "steps": 2}
-    ids = [begin(client, lines(*[body] * 6)).id for _ in range(2)]
-    most = 0
-    for _ in range(12):
-        (id, _), *_ = eventually(worker.messages_left)
-        most = max(most, worker.store.backlog("image").queued)
-        worker.work(id)
-    assert most == 3
-    for id in ids:
-        assert ended(client, id).request_counts.completed == 6
-
-
-def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+def test_cancelling_reaches_its_jobs_and_no_others(world: World) -> None:
     api, worker, client = world
     other = api.order()
     batch = begin(client, lines(*[{"prompt": "a cat", "steps": 2}] * 5))
@@ -152,56 +128,41 @@ def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, ope
     done = ended(client, batch.id)
     assert done.status == "cancelled" and done.cancelled_at
     assert worker.is_(other, JobState.QUEUED)
-    states = sorted(worker.job(id).state.value for id in mine)
-    assert states.count("succeeded") == 1 and set(states) == {"succeeded", "cancelled"}
-    assert done.request_counts.completed == 1
-    assert done.request_counts.failed == 0, "neither completed nor failed: they did not run"
+    assert sorted(worker.job(id).state.value for id in mine) == ["cancelled", "cancelled", "succeeded"]
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 0), "what did not run has not failed"
     left = told(client, done.error_file_id)
     assert len(left) == 4, "what was never begun is told too"
-    assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
-    assert all(line["response"] is None for line in left)
+    assert all(line["error"]["code"] == "batch_cancelled" and line["response"] is None for line in left)
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
-def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> None:
+def test_two_who_work_at_one_do_nothing_twice(settings: Settings) -> None:
     """Another takes over in mid-work, and the first does not know: jobs, counts and files are those of one."""
-    settings = settings_of(redis_url, folder, batch_jobs=4)
-    with Worker(settings) as worker:
-        worker.announce()
-        service = Service(settings)
-        try:
-            card = worker.registry.models()
-            service.cards.now = dataclasses.replace(service.cards.now, models=tuple(card))
-            file = kept(service, lines(*[{"prompt": "a cat", "steps": 2}] * 6))
-            batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
-            one, other = BatchFeeder(service), BatchFeeder(service)
-            for _ in range(3):
-                stale = service.batches.progress([batch.id])
-                one.work()
-                other._store = Stale(redis_url, stale)  # it acts on what it read before
-                other.work()
-                other._store.close()
-                for id, _ in worker.messages_left():
-                    worker.work(id)
+    service = Service(changed(settings, batch_jobs=4))
+    parts = (service.batches, service.files, service.rates, service.keyring, service.registry, service.store)
+    with Worker(settings) as worker, ExitStack() as opened_parts:
+        for part in (*parts, service.queue):
+            opened_parts.callback(part.close)
+        service.cards.now = dataclasses.replace(service.cards.now, models=(CARD,))
+        file = kept(service, lines(*[{"prompt": "a cat", "steps": 2}] * 6))
+        batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
+        one, other = BatchFeeder(service), BatchFeeder(service)
+        for _ in range(3):
+            stale = service.batches.progress([batch.id])
             one.work()
-            one.work()
-            found = service.batches.batch(batch.id)
-            assert found is not None and (found.status, found.completed, found.failed) == ("completed", 6, 0)
-            assert len(worker.ids()) == 6
-            outputs = [made for made in service.files.files("").items if made.purpose == "batch_output"]
-            assert found.output_file in {made.id for made in outputs}
-            assert len(service.artifacts.get(outputs[0].key).splitlines()) == 6
-        finally:
-            for part in (
-                service.batches,
-                service.files,
-                service.rates,
-                service.keyring,
-                service.registry,
-                service.store,
-            ):
-                part.close()
-            service.queue.close()
+            other._store = Stale(settings.redis_url, stale)  # it acts on what it read before
+            other.work()
+            other._store.close()
+            for id, _ in worker.messages_left():
+                worker.work(id)
+        one.work()
+        one.work()
+        found = service.batches.batch(batch.id)
+        assert found is not None and (found.status, found.completed, found.failed) == ("completed", 6, 0)
+        assert len(worker.ids()) == 6
+        outputs = [made for made in service.files.files("").items if made.purpose == "batch_output"]
+        assert found.output_file in {made.id for made in outputs}
+        assert len(service.artifacts.get(outputs[0].key).splitlines()) == 6
 
 
 class Stale(BatchStore):
@@ -229,7 +190,7 @@ class Stale(BatchStore):
     ],
 )
 def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int | None) -> None:
-    found = checked(data)
+    found = batch_lines.check(raw(data), URL)
     assert found.errors and (found.errors[0]["param"], found.errors[0]["line"]) == (param, line)
     assert not line or found.lines == line - 1
 
@@ -237,27 +198,22 @@ def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int |
 def test_a_long_text_is_no_number_of_values() -> None:
     """Commas inside of it are not counted; values are, as those of every body."""
     made = lines({"prompt": "a, [b], {c}" * 200_000})
-    assert len(made) > body.MAX_BYTES and not checked(made).errors
-    (error,) = checked(lines({"prompt": [1] * body.MAX_TOKENS})).errors
+    assert len(made) > body.MAX_BYTES and not batch_lines.check(raw(made), URL).errors
+    (error,) = batch_lines.check(raw(lines({"prompt": [1] * body.MAX_TOKENS})), URL).errors
     assert error["code"] == "invalid_body" and f"more than {body.MAX_TOKENS} values" in error["message"]
 
 
 def test_as_many_lines_as_are_allowed() -> None:
     made = lines(*[{"prompt": "a"}] * batch_lines.MOST_LINES)
-    found = checked(made + b"\n")
-    assert found.lines == 10_000 and not found.errors
-    assert checked(made + b"\n" + made).errors[0]["line"] is None
-
-
-def test_looking_at_a_long_file_leaves_the_interpreter_to_others_again_and_again() -> None:
     rests: list[float] = []
-    data = lines(*[{"prompt": "a"}] * 2000)
-    batch_lines.check((RawLine(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL, rests.append)
-    assert len(rests) >= len(data) / 8192
+    found = batch_lines.check(raw(made + b"\n"), URL, rests.append)
+    assert found.lines == 10_000 and not found.errors
+    assert len(rests) >= len(made) / 8192, "the interpreter is left to others again and again"
     assert all(0 <= rest <= 0.05 for rest in rests)
+    assert batch_lines.check(raw(made + b"\n" + made), URL).errors[0]["line"] is None
 
 
-def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     api, _, client = world
     failed = begin(client, b"no json")
     assert failed.status == "failed" and failed.errors.data[0].line == 1 and failed.failed_at
@@ -271,7 +227,6 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
     check_error(post("/v1/files", files={"file": ("a", b"")}, data={"purpose": "batch"}), 400, "file")
     check_error(post("/v1/files", data={"purpose": "batch"}), 415, code="unsupported_media_type")
     multipart = {"content-type": "multipart/form-data; boundary=x"}
-    check_error(post("/v1/files", content=b"--y", headers=multipart), 400)
     check_error(post("/v1/files", content=iter([b"--y"]), headers=multipart), 400, code="invalid_body")
     twice = [("file", ("a", b"x")), ("file", ("b", b"y"))]
     check_error(post("/v1/files", files=twice, data={"purpose": "batch"}), 400, "file", "repeated_field")
@@ -279,39 +234,77 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
     for content in (b"--x", iter([b"--x"])):
         check_error(post("/v1/files", content=content, headers=multipart), 413, code="body_too_large")
     for path in ("/v1/files/x", "/v1/files/x/content", "/v1/batches/x", "/v1/batches/batch_é"):
-        check_error(api.client.get(path), 404)
+        check_error(api.get(path), 404)
 
 
-def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
-    keyring = Keyring.of(settings)
-    tokens = [keyring.add(name, ["images", "files"], quota="5/day")[1] for name in ("ann", "bob")]
-    keyring.close()
-    with opened(settings) as (api, worker):
-        worker.announce()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
-        ann, bob = (
-            openai.OpenAI(base_url=f"{api.url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
-            for token in tokens
-        )
-        with ann, bob:
-            batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
-            for call in (
-                lambda: bob.batches.retrieve(batch.id), lambda: bob.batches.cancel(batch.id),
-                lambda: bob.files.content(batch.input_file_id), lambda: bob.files.delete(batch.input_file_id),
-                lambda: bob.batches.create(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h"),  # type: ignore[arg-type]
-            ):  # fmt: skip
-                with pytest.raises(openai.NotFoundError):
-                    call()
-            assert not bob.batches.list().data and not bob.files.list().data
-            with pytest.raises(openai.RateLimitError):
-                begin(ann, lines({"prompt": "a cat", "n": 2}))
-            with Easel(worker) as easel:
-                done = ended(ann, batch.id)
-            (line,) = told(ann, done.output_file_id)
-            url = line["response"]["body"]["data"][3]["url"]
-            assert "signature=" in url and api.client.get(url).status_code == 200, "links outlive the hour"
-            (job,) = (claim.id for claim in easel.seen)
-            assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
+def test_they_are_their_owners(settings: Settings, alone: tuple[Api, Worker]) -> None:
+    api, worker = alone
+    tokens = [token_of(settings, name, quota="5/day") for name in ("ann", "bob")]
+    with ExitStack() as stack:
+        ann, bob = (stack.enter_context(client_of(api.url, token)) for token in tokens)
+        batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
+        for call in (
+            lambda: bob.batches.retrieve(batch.id),
+            lambda: bob.batches.cancel(batch.id),
+            lambda: bob.files.content(batch.input_file_id),
+            lambda: bob.files.delete(batch.input_file_id),
+            lambda: bob.batches.create(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h"),  # type: ignore[arg-type]
+        ):
             with pytest.raises(openai.NotFoundError):
-                bob.get(f"/jobs/{job}", cast_to=dict)
+                call()
+        assert not bob.batches.list().data and not bob.files.list().data
+        with pytest.raises(openai.RateLimitError):
+            begin(ann, lines({"prompt": "a cat", "n": 2}))
+        with Easel(worker) as easel:
+            done = ended(ann, batch.id)
+        (line,) = told(ann, done.output_file_id)
+        url = line["response"]["body"]["data"][3]["url"]
+        assert "signature=" in url and api.get(url).status_code == 200, "links outlive the hour"
+        (job,) = (claim.id for claim in easel.seen)
+        assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
+        with pytest.raises(openai.NotFoundError):
+            bob.get(f"/jobs/{job}", cast_to=dict)
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+
+def test_edits_are_lines_too(world: World) -> None:
+    api, worker, client = world
+    arrays = [pixels(seed=k) for k in range(3)]
+    names = [uploaded(api, as_file(array)) for array in arrays]
+    data = lines(
+        {"prompt": "one", "images": [names[0]], "seed": 1, "steps": 4},
+        {"prompt": "two", "images": [names[1]], "mask": inline(as_file(hole())), "seed": 2, "steps": 4, "n": 2},
+        {"prompt": "no file", "images": [{"file_id": ZEROS}]},
+        {"prompt": "no picture", "images": [uploaded(api, b"{}", purpose="batch")]},
+        {"prompt": "no images"},
+        {"prompt": "bomb", "images": [inline(bomb(20_000, 20_000))]},
+        {"prompt": "three", "images": [names[2]], "strength": 0.5, "seed": 3, "steps": 4, "stream": True},
+        url=EDITS,
+    )
+    with Easel(worker) as easel:
+        done = ended(client, begin(client, data, EDITS).id)
+    ill = {line["custom_id"]: line["response"] for line in told(client, done.error_file_id)}
+    assert {name: (line["status_code"], line["body"]["error"]["param"]) for name, line in ill.items()} == {
+        "c2": (404, "images.file_id"), "c3": (400, "images.file_id"), "c4": (400, "images"), "c5": (400, "images"),
+    }  # fmt: skip
+    well = [(line["custom_id"], len(line["response"]["body"]["data"])) for line in told(client, done.output_file_id)]
+    assert well == [("c0", 1), ("c1", 2), ("c6", 1)]
+    for claim, array, prompt, strength in zip(easel.seen, arrays, ("one", "two", "three"), (0.8, 1, 0.5), strict=True):
+        assert (claim.parameters["prompt"], claim.parameters["edit"]["strength"]) == (prompt, strength)
+        assert np.array_equal(handed_on(worker, claim)[0], array)
+
+
+def test_an_edit_may_have_its_prompt_expanded_at_every_door(settings: Settings) -> None:
+    with served(settings, (CARD, TEXT)) as (api, worker), client_of(api.url) as client:
+        fields = {"prompt": "a cat", "images": [inline()], "expand_prompt": True, "seed": 1}
+        id = api.order(type="edit", **fields)
+        job = expand(worker)
+        assert job.id == id and job.parameters["expand_prompt"] is True and job.parameters["edit"]["image"]
+        assert api.job(id)["images"][0]["revised_prompt"] == "a cat, the 0th ☂"
+        batch = begin(client, lines(fields, url=EDITS), EDITS)
+        expand(worker, {id})
+        (line,) = told(client, ended(client, batch.id).output_file_id)
+        assert line["response"]["body"]["data"][0]["revised_prompt"] == "a cat, the 0th ☂"
+        assert all(worker.is_(one, JobState.SUCCEEDED) for one in worker.ids())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from api import body
 from api.errors import ApiError
-from tests.api.world import PATIENCE_S, Api
+from tests.api.world import PATIENCE_S, Api, check_error
 
 
 def refusal(raw: bytes | str) -> ApiError:
@@ -26,15 +26,12 @@ def refusal(raw: bytes | str) -> ApiError:
     return caught.value
 
 
-def test_takes_an_object() -> None:
-    raw = ' {"a": [1, -2.5, "tab\\tnew\\nline", null, true, {"b": "\\ud83d\\ude00"}], "n": 9223372036854775807}\n'
-    assert body.parse(raw.encode()) == json.loads(raw)
-
-
 @pytest.mark.parametrize(
-    "raw", [b"", b" \n", b"{", b'{"a":}', b"{'a': 1}", b'{"a": 1,}', b'{"a": 01}', b"{} {}", b"// x"]
-)
-def test_refuses_what_is_no_json(raw: bytes) -> None:
+    "raw",
+    [b"", b" \n", b"{", b'{"a":}', b"{'a': 1}", b'{"a": 1,}', b'{"a": 01}', b"{} {}", b"// x", b'{"a": "\xff"}',
+     b"\xfe\xff{}", b'{"a": "\xed\xa0\x80"}', "{}".encode("utf-16"), b"\xef\xbb\xbf{}"],
+)  # fmt: skip
+def test_refuses_what_is_no_json_in_utf8(raw: bytes) -> None:
     assert refusal(raw).code == "invalid_body"
 
 
@@ -43,26 +40,12 @@ def test_refuses_a_top_level_that_is_no_object(raw: str) -> None:
     assert "must be a JSON object" in str(refusal(raw))
 
 
-@pytest.mark.parametrize("raw", [b'{"a": "\xff"}', b"\xfe\xff{}", b'{"a": "\xed\xa0\x80"}', "{}".encode("utf-16")])
-def test_refuses_what_is_no_utf8(raw: bytes) -> None:
-    assert refusal(raw).code == "invalid_body"
-
-
-def test_refuses_a_byte_order_mark() -> None:
-    assert refusal(b"\xef\xbb\xbf{}").code == "invalid_body"
-
-
 @pytest.mark.parametrize(
     "number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 21, "-" + "9" * 5000, "1" + "0" * 1_000_000]
 )
 @pytest.mark.parametrize(
     ("form", "path"),
-    [
-        ('{"seed": %s}', "seed"),
-        ('{"what_is_this": %s}', "what_is_this"),
-        ('{"a": {"b": [0, {"c": %s}]}}', "a.b[1].c"),
-        ('{"a": [[], [1, %s]]}', "a[1][1]"),
-    ],
+    [('{"seed": %s}', "seed"), ('{"a": {"b": [0, {"c": %s}]}}', "a.b[1].c"), ('{"a": [[], [1, %s]]}', "a[1][1]")],
 )
 def test_refuses_numbers_that_are_none(number: str, form: str, path: str) -> None:
     assert refusal(form % number).param == path
@@ -116,11 +99,8 @@ def test_refuses_deep_nesting(depth: int, pair: str) -> None:
     opening, closing = (pair[:-1], pair[-1])
     raw = '{"a":' + opening * (depth - 1) + "1" + closing * (depth - 1) + "}"
     assert ("nested" if depth < body.MAX_TOKENS else "values") in str(refusal(raw))
-
-
-def test_takes_what_is_not_too_deep() -> None:
-    raw = '{"a":' + "[" * (body.MAX_DEPTH - 1) + "]" * (body.MAX_DEPTH - 1) + "}"
-    assert body.parse(raw.encode()) == json.loads(raw)
+    deepest = '{"a":' + "[" * (body.MAX_DEPTH - 1) + "]" * (body.MAX_DEPTH - 1) + "}"
+    assert body.parse(deepest.encode()) == json.loads(deepest)
 
 
 VALUES = st.recursive(
@@ -160,9 +140,7 @@ def test_any_bytes_give_an_object_or_a_refusal(raw: bytes) -> None:
 def test_very_many_values_in_a_deep_place_take_no_gigabytes() -> None:
     """Paths of very many values in a deep place: kept as words they would fill a machine."""
     name = "n" * 64
-    deep = 20
-    zeros = ",".join(["0"] * 49_000)
-    raw = "".join(f'{{"{name}":' for _ in range(deep)) + f"[{zeros}]" + "}" * deep
+    raw = f'{{"{name}":' * 20 + f"[{','.join(['0'] * 49_000)}]" + "}" * 20
     assert len(raw) < body.MAX_BYTES
     assert body.parse(raw.encode())
     assert str(refusal(raw.replace("0]", "NaN]"))).startswith(f"{name}.{name}")
@@ -198,12 +176,8 @@ def test_large_bodies_are_parsed_beside_the_event_loop(shared: Api, monkeypatch:
     threads: list[str] = []
     parse = body.parse
     monkeypatch.setattr(body, "parse", lambda raw: threads.append(threading.current_thread().name) or parse(raw))
-    for size in (10, 900_000):
-        answer = shared.client.post(
-            "/v1/images/generations", content=b'{"prompt": [' + b"[]," * (size // 3) + b"[]]}",
-            headers={"content-type": "application/json"},
-        )  # fmt: skip
-        assert answer.status_code == 400
+    for count in (3, 300_000):
+        check_error(shared.post("/v1/images/generations", prompt=[[]] * count), 400)
     loop, beside = threads
     assert loop != beside
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.card import ImageCard
-from tests.api.test_expand import URL, served
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, parsed
+from core.config import Settings
+from tests.api.easel import asked, conclude
+from tests.api.test_expand import served
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, parsed
 
 DRAFT = replace(CARD, name="sketcher", sizes=((64, 64), (128, 128)))
 FULL = replace(CARD, cascades={"sketcher": 76.5, "untuned": None})
@@ -21,57 +20,30 @@ TOLD = [("sketcher", 80.25), ("emoji-xl", 12.5)]
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
-    with served(redis_url, folder, (FULL, DRAFT)) as world:
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
+    with served(settings, (FULL, DRAFT)) as world:
         yield world
 
 
-def draw(worker: Worker) -> None:
-    """Do what comes next as a worker does that keeps the first draft of two."""
-    (id,) = eventually(worker.ids)
-    claim = worker.take(id)
-    assert claim.parameters["cascade"] == {"draft": "sketcher", "gate": 76.5}
-    images = [
-        {
-            "key": worker.artifacts.put(name.encode(), "image/png"), "seed": claim.parameters["seed"] + k,
-            "width": 128, "height": 128, "media_type": "image/png", "size_bytes": 3, "warnings": [],
-            "drawn_by": name, "draft_score": score, "fingerprint": {"model": name},
-        }
-        for k, (name, score) in enumerate(TOLD)
-    ]  # fmt: skip
-    assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": images, "deepcache": "off"})
-
-
-def test_answers_tell_which_model_drew_each_picture(world: tuple[Api, Worker]) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_tell_which_model_drew_each_picture(world: tuple[Api, Worker], stream: bool) -> None:
     api, worker = world
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(api.post, URL, prompt="a cat", n=2, seed=1, cascade={"draft": "sketcher"}, model="emoji-xl")
-        draw(worker)
-        answer = asked.result(PATIENCE_S).json()
-    assert [(image["drawn_by"], image["draft_score"]) for image in answer["data"]] == TOLD
-    job = api.job(answer["job_id"])
+    cascade = {"draft": "sketcher", "gate": 76.5}
+    id, answer = asked(worker, api.draw, n=2, cascade={"draft": "sketcher"}, model="emoji-xl", stream=stream)
+    made = [{"drawn_by": name, "draft_score": score, "fingerprint": {"model": name}} for name, score in TOLD]
+    claim = conclude(worker, id, *made, deepcache="off")
+    assert claim.parameters["cascade"] == cascade
+    drawn = answer.result(PATIENCE_S)
+    images = [event.data for event in parsed(iter(drawn.text.split("\n")))] if stream else drawn.json()["data"]
+    assert [(image["drawn_by"], image["draft_score"]) for image in images] == TOLD
+    job = api.job(id)
     assert [(image["drawn_by"], image["draft_score"]) for image in job["images"]] == TOLD
-    assert job["request"]["cascade"] == {"draft": "sketcher", "gate": 76.5}
-
-
-def test_streams_tell_it_too(world: tuple[Api, Worker]) -> None:
-    api, worker = world
-
-    def read() -> list[dict[str, Any]]:
-        fields = {"prompt": "a cat", "n": 2, "seed": 1, "cascade": {"draft": "sketcher"}, "stream": True}
-        with api.client.stream("POST", URL, json={**fields, "model": "emoji-xl"}) as answer:
-            return [event.data for event in parsed(answer.iter_lines())]
-
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(read)
-        draw(worker)
-        assert [(event["drawn_by"], event["draft_score"]) for event in asked.result(PATIENCE_S)] == TOLD
+    assert job["request"]["cascade"] == cascade
 
 
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"cascade": {"draft": "nobody"}}, "cascade.draft"),
         ({"cascade": {"draft": "untuned"}}, "cascade.gate"),
         ({"cascade": {"draft": "sketcher", "gate": 101}}, "cascade.gate"),
         ({"cascade": {"gate": 10}}, "cascade.draft"),
@@ -82,15 +54,13 @@ def test_what_cannot_be_drawn_is_refused_before_there_is_a_job(
     world: tuple[Api, Worker], fields: dict[str, Any], field: str
 ) -> None:
     api, worker = world
-    for path, more in ((URL, {}), ("/v1/jobs", {"type": "image"})):
-        answer = api.post(path, prompt="a cat", model="emoji-xl", **fields, **more)
-        assert answer.status_code == 400, answer.text
-        check_error(answer, 400, field, answer.json()["error"]["code"])
+    asked = {"prompt": "a cat", "model": "emoji-xl", **fields}
+    for answer in (api.draw(**asked), api.post("/v1/jobs", type="image", **asked)):
+        check_error(answer, 400, field)
     assert not worker.ids()
 
 
 def test_the_models_list_has_the_gates(world: tuple[Api, Worker]) -> None:
     api, _ = world
-    assert isinstance(FULL, ImageCard)
-    model = api.client.get("/v1/models/emoji-xl").json()
+    model = api.get("/v1/models/emoji-xl").json()
     assert model["diptych"]["cascades"] == json.loads(json.dumps(FULL.cascades))

@@ -5,10 +5,10 @@ picture nothing is kept, shown or said in any of them.
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ from core.jobs.keyring import Keyring
 from deployment.redis import address_in
 from pipeline import content
 from pipeline.checkpoints import tiny
-from tests.api.world import PATIENCE_S, Sent, check_error, eventually, parsed
+from tests.api.test_batches import begin, ended, lines, told
+from tests.api.world import PATIENCE_S, Sent, bearer, check_error, client_of, eventually, ok, parsed
 from tests.deployment.served import Served
 from tests.pipeline import checkers
 from workers import draw
@@ -36,6 +37,8 @@ from workers.build import build
 SERVICE = "blur"
 KEYS = {"lax": "off", "tagging": "tag", "usual": "", "strict": "refuse"}
 SEEDS = range(12)
+DRAW = "/v1/images/generations"
+PLAIN = {"num_inference_steps": 3, "width": 32, "height": 32}
 FIELDS: dict[str, Any] = {"prompt": "a fox", "steps": 3, "size": "32x32"}
 
 
@@ -49,7 +52,7 @@ class Checked:
     whole: dict[int, Any]
     redis: redis.Redis
 
-    def post(self, key: str, path: str = "/v1/images/generations", **fields: Any) -> httpx2.Response:
+    def post(self, key: str, path: str = DRAW, **fields: Any) -> httpx2.Response:
         return self.clients[key].post(path, json={**FIELDS, **fields})
 
     def ended(self, key: str, **fields: Any) -> dict[str, Any]:
@@ -57,6 +60,21 @@ class Checked:
         id = self.post(key, "/v1/jobs", type="image", **fields).json()["id"]
         job = lambda: self.clients[key].get(f"/v1/jobs/{id}").json()  # noqa: E731
         return eventually(lambda: (seen := job())["status"] not in ("queued", "running") and seen)
+
+    def events(self, key: str, method: str, path: str, **fields: Any) -> list[Sent]:
+        with self.clients[key].stream(method, path, json=fields or None) as answer:
+            return [*parsed(answer.iter_lines())]
+
+    def sdapi(self, **fields: Any) -> httpx2.Response:
+        """The answer to the key `strict` by AUTOMATIC1111's API."""
+        asked = {"prompt": "a fox", "steps": 3, "width": 32, "height": 32, **fields}
+        return self.clients["strict"].post("/sdapi/v1/txt2img", json=asked)
+
+    def predict(self, **fields: Any) -> dict[str, Any]:
+        """The prediction of the key `strict` by Replicate's API."""
+        asked = {"input": {"prompt": "a fox", **PLAIN, **fields}}
+        answer = self.clients["strict"].post("/predictions", json=asked, headers={"Prefer": "wait=60"})
+        return dict(answer.json())
 
     @property
     def unsafe(self) -> int:
@@ -99,28 +117,20 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     network = content.load(folder / "safety", torch.device("cpu"), {})
     flagged = {seed: network.verdicts(network.prepare(image)[None])[0].flagged for seed, image in enumerate(seen)}
     variables = {"DIPTYCH_CHECKER": str(folder / "safety"), "DIPTYCH_CHECKER_ACTION": SERVICE, "DIPTYCH_SDAPI": "1"}
-    served = Served(folder / "service", model=str(model), variables=variables)
-    try:
+    whole = {seed: np.asarray(image).astype(int) for seed, image in enumerate(seen)}
+    with ExitStack() as stack:
+        served = stack.enter_context(closing(Served(folder / "service", model=str(model), variables=variables)))
         served.ready()
         url = address_in(served.folder / "data" / "redis")
         assert url
-        keyring, store = Keyring(url), redis.Redis.from_url(url)
-        tokens = {name: keyring.add(name, checker=action)[1] for name, action in KEYS.items()}
-        clients = {
-            name: httpx2.Client(
-                base_url=served.url, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE_S, verify=False
-            )
-            for name, token in tokens.items()
-        }
+        keyring, store = stack.enter_context(closing(Keyring(url))), stack.enter_context(redis.Redis.from_url(url))
+        clients = {}
+        for name, action in KEYS.items():
+            headers = bearer(keyring.add(name, checker=action)[1])
+            client = httpx2.Client(base_url=served.url, headers=headers, timeout=PATIENCE_S, verify=False)
+            clients[name] = stack.enter_context(client)
         eventually(lambda: clients["strict"].get("/v1/models").status_code == 200)
-        whole = {seed: np.asarray(image).astype(int) for seed, image in enumerate(seen)}
         yield Checked(served, clients, flagged, whole, store)
-        for client in clients.values():
-            client.close()
-        keyring.close()
-        store.close()
-    finally:
-        served.close()
 
 
 def test_every_key_has_its_action_while_they_draw_together(checked: Checked) -> None:
@@ -128,8 +138,7 @@ def test_every_key_has_its_action_while_they_draw_together(checked: Checked) -> 
     with ThreadPoolExecutor(len(names)) as pool:
         answers = [*pool.map(lambda name: checked.post(name, seed=checked.mixed, n=2, steps=3), names)]
     for name, answer in zip(names, answers, strict=True):
-        assert answer.status_code == 200, answer.text
-        data, action = answer.json()["data"], KEYS[name] or SERVICE
+        data, action = ok(answer).json()["data"], KEYS[name] or SERVICE
         for seed, image in enumerate(data, checked.mixed):
             flagged = checked.flagged[seed]
             if action == "off":
@@ -149,28 +158,20 @@ def test_nothing_of_a_refused_picture_is_in_any_answer_or_store(checked: Checked
     before = checked.stored()
     for more in ({}, {"response_format": "url"}, {"output_format": "jpeg"}, {"moderation": "low"}, {"checker": "tag"}):
         check_error(checked.post("strict", seed=seed, **more), 400, None, REFUSED)
-    with client.stream(
-        "POST", "/v1/images/generations", json={**FIELDS, "seed": seed, "stream": True, "partial_images": 3}
-    ) as answer:
-        events = [*parsed(answer.iter_lines())]
+    events = checked.events("strict", "POST", DRAW, **FIELDS, seed=seed, stream=True, partial_images=3)
     assert [event.type for event in events] == ["error"] and events[0].data["error"]["code"] == REFUSED
     job = checked.ended("strict", seed=seed, preview_every=1)
     assert job["status"] == "failed" and job["error"]["code"] == REFUSED and job["images"] is None
     assert "previews" not in (job["progress"] or {})
     for path, status in (("images/0", 404), ("preview", 204)):
         assert client.get(f"/v1/jobs/{job['id']}/{path}").status_code == status
-    with client.stream("GET", f"/v1/jobs/{job['id']}/events") as answer:
-        heard = [*parsed(answer.iter_lines())]
+    heard = checked.events("strict", "GET", f"/v1/jobs/{job['id']}/events")
     assert heard and not any("previews" in event.data for event in heard)
-    alone = client.post("/", json={"inputs": "a fox", "parameters": _plain(seed)})
+    alone = client.post("/", json={"inputs": "a fox", "parameters": {**PLAIN, "seed": seed}})
     assert alone.status_code == 400 and alone.json()["code"] == REFUSED
-    sdapi = {"prompt": "a fox", "steps": 3, "seed": seed, "width": 32, "height": 32}
-    assert client.post("/sdapi/v1/txt2img", json=sdapi).status_code == 400
+    assert checked.sdapi(seed=seed).status_code == 400
     assert client.get("/sdapi/v1/progress").json()["current_image"] is None
-    given = {"prompt": "a fox", "num_inference_steps": 3, "seed": seed, "width": 32, "height": 32}
-    prediction = client.post(
-        "/predictions", json={"input": {**given, "disable_safety_checker": True}}, headers={"Prefer": "wait=60"}
-    ).json()
+    prediction = checked.predict(seed=seed, disable_safety_checker=True)
     assert prediction["status"] == "failed" and prediction["output"] is None and "refused" in prediction["error"]
     assert checked.stored() == before and not [*checked.redis.scan_iter("diptych:preview:*")]
 
@@ -181,13 +182,15 @@ def test_a_request_may_ask_for_more_and_not_for_less(checked: Checked) -> None:
     (image,) = checked.post("usual", seed=checked.unsafe, checker="tag").json()["data"]
     assert image["content"]["action"] == SERVICE
     check_error(checked.post("strict", seed=1, checker="off"), 400, "checker", "invalid_value")
+    (model,) = checked.clients["strict"].get("/v1/models").json()["data"]
+    assert model["diptych"]["checker"] == SERVICE
 
 
 @pytest.mark.parametrize(("name", "previews"), [("lax", True), ("tagging", True), ("usual", False), ("strict", False)])
 def test_previews_are_of_keys_whose_pictures_are_never_hidden(checked: Checked, name: str, previews: bool) -> None:
     job = checked.ended(name, seed=checked.mixed, n=2, preview_every=1)
-    with checked.clients[name].stream("GET", f"/v1/jobs/{job['id']}/events") as answer:
-        assert any("previews" in event.data for event in parsed(answer.iter_lines())) is previews
+    events = checked.events(name, "GET", f"/v1/jobs/{job['id']}/events")
+    assert any("previews" in event.data for event in events) is previews
 
 
 def test_of_a_job_with_a_refused_picture_every_endpoint_shows_the_other(checked: Checked) -> None:
@@ -201,75 +204,37 @@ def test_of_a_job_with_a_refused_picture_every_endpoint_shows_the_other(checked:
     assert [image["seed"] for image in record["images"] if image["key"]] == [first + 1 - at], "for older APIs"
     for url in (f"/v1/jobs/{job['id']}/images/{at}", shown["url"].replace(f"images/{1 - at}", f"images/{at}")):
         assert client.get(url).status_code in (400, 403) and b"PNG" not in client.get(url).content
-    with client.stream(
-        "POST", "/v1/images/generations", json={**FIELDS, "seed": first, "n": 2, "stream": True}
-    ) as answer:
-        events: list[Sent] = [*parsed(answer.iter_lines())]
+    events = checked.events("strict", "POST", DRAW, **FIELDS, seed=first, n=2, stream=True)
     kinds = {event.data["image_index"]: event for event in events}
     assert kinds[at].type == "image_generation.refused" and "b64_json" not in kinds[at].data
     assert kinds[1 - at].type == "image_generation.completed"
-    sdapi = {"prompt": "a fox", "steps": 3, "seed": first, "width": 32, "height": 32, "batch_size": 2}
-    answer = client.post("/sdapi/v1/txt2img", json=sdapi).json()
+    answer = checked.sdapi(seed=first, batch_size=2).json()
     info = json.loads(answer["info"])
     assert len(answer["images"]) == len(info["infotexts"]) == len(info["all_seeds"]) == 1
     assert any("refused" in warning for warning in info["warnings"])
-    given = {"prompt": "a fox", "num_inference_steps": 3, "seed": first, "width": 32, "height": 32, "num_outputs": 2}
-    prediction = client.post("/predictions", json={"input": given}, headers={"Prefer": "wait=60"}).json()
+    prediction = checked.predict(seed=first, num_outputs=2)
     assert prediction["status"] == "succeeded" and len(prediction["output"]) == 1 and "refused" in prediction["logs"]
 
 
-def test_openais_own_client_gets_its_error_and_an_image_without_bytes(checked: Checked) -> None:
-    openai = pytest.importorskip("openai")
+def test_openais_own_client_gets_an_image_without_bytes(checked: Checked) -> None:
     token = checked.clients["strict"].headers["Authorization"].removeprefix("Bearer ")
-    with openai.OpenAI(api_key=token, base_url=f"{checked.served.url}/v1", max_retries=2) as client:
-        fields: dict[str, Any] = {
-            "prompt": "a fox",
-            "size": "32x32",
-            "extra_body": {"steps": 3, "seed": checked.unsafe},
-        }
-        with pytest.raises(openai.BadRequestError) as raised:
-            client.images.generate(**fields)
-        assert raised.value.code == REFUSED
-        fields["extra_body"]["seed"] = checked.mixed
-        images = client.images.generate(**fields, n=2).data
+    with client_of(checked.served.url, token) as client:
+        more = {"steps": 3, "seed": checked.mixed}
+        fields: dict[str, Any] = {"prompt": "a fox", "size": "32x32", "n": 2, "extra_body": more}
+        images = client.images.generate(**fields).data
         assert [image.b64_json is None for image in images] == [checked.flagged[checked.mixed + k] for k in range(2)]
-        events = [*client.images.generate(**fields, n=2, stream=True)]
+        events = [*client.images.generate(**fields, stream=True)]
         done = [event for event in events if event.type == "image_generation.completed"]
         assert len(events) == 2 and len(done) == 1 and base64.b64decode(done[0].b64_json)
 
 
 def test_lines_of_a_batch_obey_their_key(checked: Checked) -> None:
-    client = checked.clients["strict"]
-    lines = [
-        {"custom_id": f"{seed}", "method": "POST", "url": "/v1/images/generations", "body": {**FIELDS, **more}}
-        for seed, more in (
-            (0, {"seed": checked.unsafe}),
-            (1, {"seed": checked.mixed, "n": 2, "response_format": "b64_json"}),
-        )
-    ]
-    file = io.BytesIO("\n".join(map(json.dumps, lines)).encode())
-    given = client.post("/v1/files", files={"file": ("x.jsonl", file)}, data={"purpose": "batch"}).json()
-    batch = client.post(
-        "/v1/batches",
-        json={"input_file_id": given["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"},
-    ).json()
-    look = lambda: client.get(f"/v1/batches/{batch['id']}").json()  # noqa: E731
-    ended = eventually(lambda: (seen := look())["status"] == "completed" and seen)
-    output, errors = (
-        [json.loads(line) for line in client.get(f"/v1/files/{ended[name]}/content").text.splitlines()]
-        for name in ("output_file_id", "error_file_id")
-    )
-    assert [line["response"]["body"]["error"]["code"] for line in errors] == [REFUSED]
-    (line,) = output
+    token = checked.clients["strict"].headers["Authorization"].removeprefix("Bearer ")
+    mixed = {**FIELDS, "seed": checked.mixed, "n": 2, "response_format": "b64_json"}
+    with client_of(checked.served.url, token) as client:
+        batch = ended(client, begin(client, lines({**FIELDS, "seed": checked.unsafe}, mixed)).id)
+        (line,), (error,) = told(client, batch.output_file_id), told(client, batch.error_file_id)
+    assert error["response"]["body"]["error"]["code"] == REFUSED
     bytes_of = ["b64_json" in image for image in line["response"]["body"]["data"]]
     assert bytes_of == [not checked.flagged[checked.mixed + k] for k in range(2)]
     assert not any("url" in image for image in line["response"]["body"]["data"])
-
-
-def test_the_models_list_tells_of_the_checker(checked: Checked) -> None:
-    (model,) = checked.clients["strict"].get("/v1/models").json()["data"]
-    assert model["diptych"]["checker"] == SERVICE
-
-
-def _plain(seed: int) -> dict[str, Any]:
-    return {"num_inference_steps": 3, "seed": seed, "width": 32, "height": 32}

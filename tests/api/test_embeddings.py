@@ -12,18 +12,17 @@ import numpy as np
 import openai
 import pytest
 import torch
-from openai.types import CreateEmbeddingResponse
 
 from api.text_drafts import EMBEDDINGS
 from contract.card import TextOffer
 from contract.embeddings import EmbeddingFields
 from contract.errors import Invalid
 from contract.text import MAX_EMBEDDED, MAX_INPUTS
-from deployment.redis import RedisServer
+from core.config import Settings
 from llm import tiny
 from llm.pooling import Pooling
 from tests.api.test_text_batches import done, whole
-from tests.api.world import PATIENCE_S, Api, check_error, eventually, settings_of
+from tests.api.world import Api, check_error, eventually
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
@@ -33,28 +32,15 @@ OFFER = TextOffer(context=256, embedding_dimensions=1024)
 
 
 @pytest.fixture(scope="module")
-def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, TextWorker]]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with TextWorker(settings, stage.small(), kernels=stage.kernels()) as worker, Api(settings) as api:
-        yield api, worker
+def serving(module_settings: Settings) -> Iterator[TextWorker]:
+    with TextWorker(module_settings, stage.small(), kernels=stage.kernels()) as worker:
+        yield worker
 
 
-@pytest.fixture
-def api(worker: tuple[Api, TextWorker]) -> Api:
-    return worker[0]
-
-
-@pytest.fixture
-def client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        yield client
-
-
-def test_a_job_is_erased_once_its_embeddings_are_delivered(api: Api) -> None:
-    jobs = {job["id"] for job in api.client.get("/v1/jobs").json()["data"]}
-    answer = api.post(EMBEDDINGS, input=TEXTS)
-    assert answer.status_code == 200 and len(answer.json()["data"]) == len(TEXTS)
-    eventually(lambda: {job["id"] for job in api.client.get("/v1/jobs").json()["data"]} <= jobs, "it is kept")
+@pytest.fixture(scope="module")
+def shared(module_settings: Settings, serving: TextWorker) -> Iterator[Api]:
+    with Api(module_settings) as api:
+        yield api
 
 
 def expected(text: str | list[int]) -> np.ndarray[Any, Any]:
@@ -73,51 +59,45 @@ def test_openais_client_gets_transformers_vectors(client: openai.OpenAI) -> None
         np.testing.assert_allclose(one.embedding, expected(text), atol=1e-5)
     tokens = sum(len(stage.small().tokenizer(text)["input_ids"]) for text in TEXTS)
     assert made.usage.prompt_tokens == made.usage.total_tokens == tokens
-    ids = [[5, 6, 7], [8, 9]]
-    for given, several in ((ids, ids), (ids[0], ids[:1]), ("a cat", ["a cat"])):
-        for format in ("float", "base64"):
-            again = client.embeddings.create(model=tiny.TINY, input=given, encoding_format=format)  # type: ignore[arg-type]
-            assert len(again.data) == len(several)
-            for one, each in zip(again.data, several, strict=True):
-                data: Any = one.embedding
-                values = np.frombuffer(base64.b64decode(data), "<f4") if format == "base64" else np.array(data)
-                np.testing.assert_allclose(values, expected(each), atol=1e-5)
+    (short,) = client.embeddings.create(model=tiny.TINY, input="a cat", dimensions=5).data
+    first = expected("a cat")[:5]
+    np.testing.assert_allclose(short.embedding, first / np.linalg.norm(first), atol=1e-5)
 
 
-def test_both_encodings_have_the_same_bits(api: Api) -> None:
+@pytest.mark.parametrize("given", [[[5, 6, 7], [8, 9]], [5, 6, 7], "a cat"])
+def test_both_encodings_have_the_same_bits(shared: Api, given: Any) -> None:
     floats, packed = (
-        api.post(EMBEDDINGS, input=TEXTS[1], **options).json()["data"][0]["embedding"]
+        [one["embedding"] for one in shared.post(EMBEDDINGS, input=given, **options).json()["data"]]
         for options in ({}, {"encoding_format": "base64"})
     )
-    assert struct.pack(f"<{WIDTH}f", *floats) == base64.b64decode(packed)
+    assert [struct.pack(f"<{WIDTH}f", *one) for one in floats] == [base64.b64decode(one) for one in packed]
+    several = given if isinstance(given[0], list) else [given]
+    np.testing.assert_allclose(floats, [expected(each) for each in several], atol=1e-5)
 
 
-def test_fewer_dimensions_are_the_first_of_length_one(client: openai.OpenAI) -> None:
-    (one,) = client.embeddings.create(model=tiny.TINY, input="a cat", dimensions=5).data
-    first = expected("a cat")[:5]
-    np.testing.assert_allclose(one.embedding, first / np.linalg.norm(first), atol=1e-5)
+def test_a_job_is_erased_once_its_embeddings_are_delivered(shared: Api) -> None:
+    def jobs() -> set[str]:
+        return {job["id"] for job in shared.get("/v1/jobs").json()["data"]}
+
+    before = jobs()
+    assert len(shared.post(EMBEDDINGS, input=TEXTS).json()["data"]) == len(TEXTS)
+    eventually(lambda: jobs() <= before, "it is kept")
 
 
-def test_many_inputs_are_embedded_in_order(api: Api, client: openai.OpenAI) -> None:
+def test_many_inputs_are_embedded_in_order(client: openai.OpenAI) -> None:
     inputs = [[3 + k % 200, 3 + k // 200] for k in range(400)]
     made = client.embeddings.create(model=tiny.TINY, input=inputs)
     assert [one.index for one in made.data] == [*range(len(inputs))]
     for k in (0, 199, 200, 399):
         np.testing.assert_allclose(made.data[k].embedding, expected(inputs[k]), atol=1e-5)
-    check_error(api.post(EMBEDDINGS, input=[[3]] * (MAX_INPUTS + 1)), 400, "input")
 
 
 BAD: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({}, "input", "missing_required_parameter"),
-    ({"input": ""}, "input", None),
-    ({"input": ["a", ""]}, "input", None),
-    ({"input": []}, "input", None),
-    ({"input": [[]]}, "input", None),
-    ({"input": ["a", [5]]}, "input", None),
-    ({"input": [5.5]}, "input", None),
-    ({"input": "a\x01"}, "input", None),
-    ({"input": [99_999]}, "input", None),
-    ({"input": [-1]}, "input", None),
+    *(
+        ({"input": value}, "input", None)
+        for value in ("", ["a", ""], [], [[]], ["a", [5]], [5.5], "a\x01", [99_999], [-1], [[3]] * (MAX_INPUTS + 1))
+    ),
     ({"input": ["a", "word " * 500]}, "input", "context_length_exceeded"),
     ({"input": "a", "dimensions": 0}, "dimensions", None),
     ({"input": "a", "dimensions": WIDTH + 1}, "dimensions", None),
@@ -129,28 +109,24 @@ BAD: list[tuple[dict[str, Any], str | None, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), BAD)
-def test_bad_input_is_refused_by_name(api: Api, fields: dict[str, Any], param: str | None, code: str | None) -> None:
-    error = check_error(api.post(EMBEDDINGS, **fields), 404 if "model" in fields else 400, param, code)
+def test_bad_input_is_refused_by_name(shared: Api, fields: dict[str, Any], param: str | None, code: str | None) -> None:
+    error = check_error(shared.post(EMBEDDINGS, **fields), 404 if "model" in fields else 400, param, code)
     assert "word word" not in error["message"]
 
 
-def test_batches_are_answered_and_refused_as_alone(api: Api, client: openai.OpenAI) -> None:
+def test_batches_are_answered_and_refused_as_alone(shared: Api, client: openai.OpenAI) -> None:
     asked = [{"input": TEXTS, "dimensions": 4}, {"input": [5, 6], "encoding_format": "base64"}]
     bad = [fields for fields, _, _ in BAD]
     _, well, ill = done(client, EMBEDDINGS, *asked, *bad)
     assert list(well) == ["c0", "c1"] and len(ill) == len(bad)
     for line, fields in zip(well.values(), asked, strict=True):
-        made = whole(line)
-        assert made == api.post(EMBEDDINGS, **fields).json()
-        if "dimensions" in fields:
-            assert len(CreateEmbeddingResponse.model_validate(made).data[0].embedding) == 4
+        assert whole(line) == shared.post(EMBEDDINGS, **fields).json()
     for line, fields in zip(ill.values(), bad, strict=True):
-        alone = api.post(EMBEDDINGS, **fields)
+        alone = shared.post(EMBEDDINGS, **fields)
         assert (line["response"]["status_code"], line["response"]["body"]) == (alone.status_code, alone.json())
 
 
-def test_models_say_whether_they_embed(worker: tuple[Api, TextWorker]) -> None:
-    _, serving = worker
+def test_models_say_whether_they_embed(serving: TextWorker) -> None:
     assert serving.handler.card().limits.embedding_dimensions == WIDTH and serving.handler.card().limits.generates
     model = serving.runner.model
     serving.runner.model = dataclasses.replace(model, pooling=Pooling(reason="why"), generates=False)

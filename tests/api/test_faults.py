@@ -7,31 +7,33 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from api import cards, job_follower
+from core.config import Settings
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.easel import asked
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, changed, check_error, eventually, opened
+
+JOB = {"type": "image", "prompt": "a cat"}
 
 
 @pytest.fixture
-def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
-    settings = settings_of(redis_url, folder, max_queued=3)
-    with opened(settings, CARD) as (api, worker):
+def world(settings: Settings) -> Iterator[tuple[Api, Worker]]:
+    with opened(changed(settings, max_queued=3), CARD) as (api, worker):
         yield api, worker
 
 
-def test_a_full_queue(world: tuple[Api, Worker]) -> None:
+def test_a_full_queue_and_a_hopeless_deadline(world: tuple[Api, Worker]) -> None:
     api, worker = world
-    ids = [api.order(n=10) for _ in range(3)]  # 15 s of work each
-    for path in ("/v1/jobs", "/v1/images/generations"):
-        fields = {"type": "image"} if path == "/v1/jobs" else {}
-        full = api.post(path, prompt="a cat", **fields)
+    ids = [api.order(n=10) for _ in range(2)]  # 15 s of work each
+    error = check_error(api.draw(deadline_s=20), 400, "deadline_s", "deadline_hopeless")
+    assert "32 s at best" in error["message"]
+    ids.append(api.order(n=10, deadline_s=3600))
+    for full in (api.draw(), api.post("/v1/jobs", **JOB)):
         check_error(full, 429, code="queue_full")
-        assert 1 <= int(full.headers["retry-after"]) <= 120
     assert worker.ids() == set(ids), "no job is made"
     # What is told follows what is queued and who is there to do it.
     eventually(lambda: api.draw().headers["retry-after"] == "45")
@@ -42,30 +44,15 @@ def test_a_full_queue(world: tuple[Api, Worker]) -> None:
     api.order()
 
 
-def test_a_hopeless_deadline(world: tuple[Api, Worker]) -> None:
-    api, worker = world
-    ids = {api.order(n=10) for _ in range(2)}
-    hopeless = api.draw(deadline_s=20)
-    error = check_error(hopeless, 400, "deadline_s", "deadline_hopeless")
-    assert "32 s at best" in error["message"]
-    assert worker.ids() == ids
-    ids.add(api.order(deadline_s=40))
-    assert worker.ids() == ids
-
-
 def test_a_full_redis(world: tuple[Api, Worker]) -> None:
     api, worker = world
     waiting = api.order()
-    before = set(worker.redis.keys("diptych:*"))
     worker.redis.config_set("maxmemory", 1)
     try:
-        for path in ("/v1/jobs", "/v1/images/generations"):
-            fields = {"type": "image"} if path == "/v1/jobs" else {}
-            full = api.post(path, prompt="a cat", **fields)
+        for full in (api.draw(), api.post("/v1/jobs", **JOB)):
             check_error(full, 503, code="store_full")
             assert 1 <= int(full.headers["retry-after"]) <= 120
-        made = {key for key in set(worker.redis.keys("diptych:*")) - before if ":wake:" not in key}
-        assert not {key for key in made if key.startswith(("diptych:job:", "diptych:events:"))}, "nothing half-made"
+        assert worker.ids() == {waiting} and len(worker.redis.keys("diptych:events:*")) == 1, "nothing half-made"
         assert api.job(waiting)["status"] == "queued"
         assert api.client.post(f"/v1/jobs/{waiting}/cancel").json()["status"] == "cancelled"
     finally:
@@ -76,7 +63,6 @@ def test_a_full_redis(world: tuple[Api, Worker]) -> None:
 def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: RedisServer) -> None:
     api, worker = world
     watched = api.order()
-    eventually(lambda: api.client.get("/readyz").status_code == 200)
     followed = threading.Event()
 
     def follow() -> list[str]:
@@ -85,33 +71,29 @@ def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: Redi
             followed.set()
             return [first.type, *(event.type for event in events)]
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         follows = pool.submit(follow)
-        answer = pool.submit(api.draw, seed=3)
-        eventually(lambda: len(worker.ids()) == 2)
+        drawn, answer = asked(worker, api.draw, seed=3)
         assert followed.wait(PATIENCE_S)
-        (drawn,) = worker.ids() - {watched}
         redis_server.kill()
         try:
             for response in (
                 api.draw(),
-                api.post("/v1/jobs", type="image", prompt="a cat"),
-                api.client.get(f"/v1/jobs/{watched}"),
-                api.client.get(f"/v1/jobs/{watched}/events"),
-                api.client.get(f"/v1/jobs/{watched}/images/0"),
+                api.post("/v1/jobs", **JOB),
+                *(api.get(f"/v1/jobs/{watched}{path}") for path in ("", "/events", "/images/0")),
                 api.client.post(f"/v1/jobs/{watched}/cancel"),
             ):
                 check_error(response, 503, code="store_down")
                 assert 1 <= int(response.headers["retry-after"]) <= 120
             check_error(api.draw(steps=0), 400, "steps")  # what is wrong is wrong without Redis too
             check_error(api.draw(size="1x1"), 400, "size")
-            not_ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 503 and r)
+            not_ready = eventually(lambda: (r := api.get("/readyz")).status_code == 503 and r)
             assert not_ready.json()["error"]["message"] == "Redis does not answer." and not not_ready.json()["redis"]
-            assert api.client.get("/healthz").status_code == 200
-            assert api.client.get("/v1/models").status_code == 200
+            assert api.get("/healthz").status_code == 200
+            assert api.get("/v1/models").status_code == 200
         finally:
             redis_server.start()
-        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        eventually(lambda: api.get("/readyz").status_code == 200)
         worker.work(watched)
         worker.work(drawn)
         assert follows.result(PATIENCE_S) == ["queued", "running", "succeeded"]
@@ -121,18 +103,17 @@ def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: Redi
     worker.work(id)
 
 
-def test_starts_without_redis(redis_url: str, redis_server: RedisServer, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_starts_without_redis(settings: Settings, redis_server: RedisServer) -> None:
     redis_server.stop()
     try:
         with opened(settings) as (api, worker):
-            assert api.client.get("/healthz").status_code == 200
-            assert api.client.get("/readyz").json()["error"]["message"] == "Redis does not answer."
+            assert api.get("/healthz").status_code == 200
+            assert api.get("/readyz").json()["error"]["message"] == "Redis does not answer."
             check_error(api.draw(), 503, code="store_down")
-            check_error(api.client.get("/v1/models"), 503, code="store_down")  # nobody knows which keys there are
+            check_error(api.get("/v1/models"), 503, code="store_down")  # nobody knows which keys there are
             redis_server.start()
             worker.announce()
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            eventually(lambda: api.get("/readyz").status_code == 200)
             worker.work(api.order())
     finally:
         if redis_server.process is None or redis_server.process.poll() is not None:
@@ -143,16 +124,15 @@ def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monke
     """It neither answers nor refuses. The API says so, and goes on as soon as it does."""
     monkeypatch.setattr(cards, "_STALE_S", 1.5)
     api, _ = world
-    eventually(lambda: api.client.get("/readyz").status_code == 200)
     assert redis_server.process is not None
     os.kill(redis_server.process.pid, signal.SIGSTOP)
     try:
-        assert api.client.get("/healthz").status_code == 200
-        not_ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 503 and r)
+        assert api.get("/healthz").status_code == 200
+        not_ready = eventually(lambda: (r := api.get("/readyz")).status_code == 503 and r)
         assert not_ready.json()["error"]["message"] == "Redis does not answer."
     finally:
         os.kill(redis_server.process.pid, signal.SIGCONT)
-    eventually(lambda: api.client.get("/readyz").status_code == 200)
+    eventually(lambda: api.get("/readyz").status_code == 200)
     api.order()
 
 
@@ -167,63 +147,37 @@ def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], mo
     worker.work(id)
 
 
-def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    api, worker = world
-    monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)
-    ids = [api.order() for _ in range(3)]
-    assert worker.messages() == [(id, 3) for id in ids]
-    worker.redis.lrem("image.emoji-xl:3", 1, worker.redis.lindex("image.emoji-xl:3", 1))  # the second's
-    worker.redis.rpop("image.emoji-xl:3")  # a worker takes the first, and dies
-    assert worker.messages() == [(ids[2], 3)]
-    worker.redis.rpop("image.emoji-xl:3")
-    worker.work(ids[2])
-    assert eventually(lambda: len(worker.messages()) == 2)
-    assert worker.messages() == [(ids[0], 3), (ids[1], 3)], "as they came"
-    for id in ids[:2]:
-        worker.work(id)
-
-
 def test_an_unexpected_error_is_a_500_that_tells_nothing(world: tuple[Api, Worker]) -> None:
     api, worker = world
     id = api.order()
     worker.take(id)
     worker.redis.hset(f"diptych:job:{id}", "progress", '{"steps_done": "MARKER", "steps": "MARKER"}')
-    answer = api.client.get(f"/v1/jobs/{id}")
+    answer = api.get(f"/v1/jobs/{id}")
     check_error(answer, 500, code="internal_error")
     assert "MARKER" not in answer.text and "Traceback" not in answer.text
 
 
-@pytest.mark.parametrize("lost", ["record", "event"])
+@pytest.mark.parametrize("lost", ["record", "record of a stream", "event"])
 def test_what_redis_lost_when_it_came_back(
     world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """Up to a second of writes may be gone after a power cut. Nobody waits for ever for what was in them."""
     monkeypatch.setattr(job_follower, "_LOOK_S", 0.2)
     api, worker = world
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(api.draw)
-        (id,) = eventually(worker.ids)
-        eventually(worker.messages)
-        with worker.redis.pipeline() as pipe:
-            pipe.delete(f"diptych:events:{id}")
-            if lost == "record":
-                pipe.delete(f"diptych:job:{id}")
-            else:
-                error = '{"code": "crashed", "message": "three workers were lost"}'
-                pipe.hset(f"diptych:job:{id}", mapping={"state": JobState.FAILED.value, "error": error})
-            pipe.execute()
-        told = answer.result(PATIENCE_S)
-    check_error(told, 500, code="job_lost" if lost == "record" else "crashed")
-    assert told.headers["x-should-retry"] == "false"
-
-
-def test_a_stream_ends_where_redis_lost_its_job(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_follower, "_LOOK_S", 0.2)
-    api, worker = world
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(api.draw, stream=True)
-        (id,) = eventually(worker.ids)
-        eventually(worker.messages)
-        worker.redis.delete(f"diptych:events:{id}", f"diptych:job:{id}")
-        told = answer.result(PATIENCE_S)
-    assert "event: error" in told.text and "The job's record is gone." in told.text
+    stream = lost == "record of a stream"
+    id, answer = asked(worker, api.draw, stream=stream)
+    eventually(worker.messages)
+    with worker.redis.pipeline() as pipe:
+        pipe.delete(f"diptych:events:{id}")
+        if lost == "event":
+            error = '{"code": "crashed", "message": "three workers were lost"}'
+            pipe.hset(f"diptych:job:{id}", mapping={"state": JobState.FAILED.value, "error": error})
+        else:
+            pipe.delete(f"diptych:job:{id}")
+        pipe.execute()
+    told = answer.result(PATIENCE_S)
+    if stream:
+        assert "event: error" in told.text and "The job's record is gone." in told.text
+    else:
+        check_error(told, 500, code="crashed" if lost == "event" else "job_lost")
+        assert told.headers["x-should-retry"] == "false"

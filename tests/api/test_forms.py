@@ -7,6 +7,8 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -80,6 +82,17 @@ def test_limits_are_those_of_a_json_body(body: bytes, message: str) -> None:
         parsed(body)
 
 
+def posted(chunks: Iterator[bytes], length: bytes) -> Request:
+    """A request whose body comes in these chunks, with its declared length."""
+
+    async def receive() -> dict[str, Any]:
+        chunk = next(chunks, b"")
+        return {"type": "http.request", "body": chunk, "more_body": bool(chunk)}
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=edge"), (b"content-length", length)]
+    return Request({"type": "http", "headers": headers}, receive)
+
+
 @pytest.mark.parametrize("epilogue", [False, True])
 def test_the_bytes_that_come_are_counted_whatever_length_is_declared(epilogue: bool) -> None:
     """Also those behind the last part, which no parser keeps."""
@@ -87,13 +100,8 @@ def test_the_bytes_that_come_are_counted_whatever_length_is_declared(epilogue: b
     chunks = [whole, *[bytes(1000)] * 50] if epilogue else [whole[at : at + 1000] for at in range(0, len(whole), 1000)]
     left = iter(chunks)
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": next(left), "more_body": True}
-
     async def read() -> None:
-        headers = [(b"content-type", b"multipart/form-data; boundary=edge"), (b"content-length", b"100")]
-        request = Request({"type": "http", "headers": headers}, receive)
-        async with form(request, "", max_bytes=9_999, max_files=1, max_fields=1):
+        async with form(posted(left, b"100"), "", max_bytes=9_999, max_files=1, max_fields=1):
             pass
 
     with pytest.raises(ApiError, match="larger than 9999 bytes") as caught:
@@ -108,24 +116,17 @@ def test_headers_of_a_part_are_bounded(head: bytes) -> None:
         parsed(b"--edge\r\n" + head + b'Content-Disposition: form-data; name="a"\r\n\r\n\r\n--edge--\r\n')
 
 
-@pytest.mark.parametrize("given", ["field", "value"])
-def test_headers_of_a_part_are_bounded_whatever_their_parser_does(given: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "size"), [(_Parts._header_field, 100), (_Parts._header_value, 100), (_Parts._header_field, 1)]
+)
+def test_headers_of_a_part_are_bounded_whatever_their_parser_does(given: Callable[..., None], size: int) -> None:
     """Other versions of it have other limits, or none."""
     parts = _Parts(b"edge", 1, 1)
-    callback = parts._header_field if given == "field" else parts._header_value
-    with pytest.raises(ApiError, match="too long"):
-        for _ in range(1000):
-            callback(bytes(100), 0, 100)
-    parts.close()
-
-
-def test_many_headers_of_a_part_are_bounded_whatever_their_parser_does() -> None:
-    parts = _Parts(b"edge", 1, 1)
-    with pytest.raises(ApiError, match="too long"):
-        for _ in range(10_000):
-            parts._header_field(b"a", 0, 1)
-            parts._end_header()
-    parts.close()
+    with closing(parts), pytest.raises(ApiError, match="too long"):
+        for _ in range(1000 if size > 1 else 10_000):
+            given(parts, bytes(size), 0, size)
+            if size == 1:
+                parts._end_header()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_many_headers_of_a_part_are_bounded_whatever_their_parser_does() -> None
         ('Multipart/Form-Data;charset="UTF-8"; boundary="an edge"', b"an edge"),
         ("multipart/form-data; boundary=----WebKitFormBoundary7M;", b"----WebKitFormBoundary7M"),
         ("multipart/form-data; x=1; boundary='a'", b"'a'"),
+        ("multipart/form-data; boundary=edge; Charset=UTF8;", b"edge"),
         ("multipart/form-data; boundary=edge; charset=latin-1", None),
         ("multipart/form-data; boundary=edge; charset=utf-8; charset=idna", None),
         ("multipart/form-data", None),
@@ -144,7 +146,6 @@ def test_many_headers_of_a_part_are_bounded_whatever_their_parser_does() -> None
         ('multipart/form-data; boundary="' + '";' * 100, None),
         ("multipart/form-data; boundary=" + "a" * 70, b"a" * 70),
         ("multipart/form-data; boundary=" + "a" * 71, None),
-        ("multipart/form-data; boundary=" + "a" * 300, None),
     ],
 )  # fmt: skip
 def test_the_content_type_is_read_strictly(given: str, boundary: bytes | None) -> None:
@@ -160,8 +161,7 @@ def test_forms_of_a_tenant_are_parsed_one_chunk_at_a_time_and_no_faster_than_its
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sixteen at once took all threads, and most of two cores from everybody else."""
-    running: Counter[bytes] = Counter()
-    most: Counter[bytes] = Counter()
+    running, most = Counter[bytes](), Counter[bytes]()
     lock, feed = threading.Lock(), _Parts.feed
 
     def counted(parts: _Parts, chunk: bytes) -> None:
@@ -176,19 +176,12 @@ def test_forms_of_a_tenant_are_parsed_one_chunk_at_a_time_and_no_faster_than_its
     async def read(tenant: str) -> None:
         head = b'--edge\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
         chunks = iter([head, *[tenant.encode() * 65_536] * 8, b"\r\n--edge--\r\n"])
-
-        async def receive() -> dict[str, Any]:
-            chunk = next(chunks)
-            return {"type": "http.request", "body": chunk, "more_body": not chunk.endswith(b"--\r\n")}
-
-        headers = [(b"content-type", b"multipart/form-data; boundary=edge"), (b"content-length", b"600000")]
-        request = Request({"type": "http", "headers": headers}, receive)
-        async with form(request, tenant, max_bytes=600_000, max_files=1, max_fields=1) as parts:
+        async with form(posted(chunks, b"600000"), tenant, max_bytes=600_000, max_files=1, max_fields=1) as parts:
             file = parts["image"]
             assert not isinstance(file, str) and await file.read() == tenant.encode() * 8 * 65_536
 
     async def all_at_once() -> None:
-        await asyncio.gather(*[read(tenant) for tenant in "aaaab"])
+        await asyncio.gather(*map(read, "aaaab"))
 
     monkeypatch.setattr(_Parts, "feed", counted)
     monkeypatch.setattr(request_body, "_RATE", 4 * 2**20)

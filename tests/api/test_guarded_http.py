@@ -20,27 +20,21 @@ PRIVATE = ["127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0",
            "[fec0::1]", "[::7f00:1]", "[::ffff:0:7f00:1]"]  # fmt: skip
 
 Call = Callable[[str, bool], object]
+Server = tuple[SecureServer, list[str]]
 
 
-def post(url: str, private: bool) -> None:
-    webhooks.call(url, {}, b"{}", private=private)
-
-
-def get(url: str, private: bool) -> bytes:
-    return picture_fetcher.fetch(url, private=private, claim=lambda _: None)
-
-
-@pytest.fixture(params=[post, get])
+@pytest.fixture(params=["webhook", "picture"])
 def call(request: pytest.FixtureRequest) -> Call:
-    function: Call = request.param
-    return function
+    if request.param == "webhook":
+        return lambda url, private: webhooks.call(url, {}, b"{}", private=private)
+    return lambda url, private: picture_fetcher.fetch(url, private=private, claim=lambda _: None)
 
 
-def check(name: str, url: str, *, private: bool) -> None:
-    if name == "webhook_url":
-        webhooks.check(url, private=private)
-    else:
-        picture_fetcher.check_url(name, url, private=private)
+@pytest.fixture(params=["webhook", "picture"])
+def check(request: pytest.FixtureRequest) -> Call:
+    if request.param == "webhook":
+        return lambda url, private: webhooks.check(url, private=private)
+    return lambda url, private: picture_fetcher.check_url("webhook_url", url, private=private)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 
 @pytest.fixture
-def server(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SecureServer, list[str]]]:
+def server(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server with TLS that answers 200 to all, and the hosts that its requests named."""
     hosts: list[str] = []
 
@@ -63,10 +57,6 @@ def server(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield server, hosts
 
 
-NAMES = ["webhook_url", "image"]
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://a.example", "https://", "https://user@a.example/", "https://a b", "https://a.example:0",
@@ -74,18 +64,17 @@ NAMES = ["webhook_url", "image"]
      "https://[::1]x/", "https://a..b/", "https://a%20b/", "https://a\\b/", "https://a:", "gopher://a.example/",
      "file:///etc/passwd"],
 )  # fmt: skip
-def test_what_is_no_address(name: str, url: str) -> None:
+def test_what_is_no_address(check: Call, url: str) -> None:
     with pytest.raises(ApiError) as caught:
-        check(name, url, private=True)
-    assert caught.value.param == name and (len(url) < 9 or url not in str(caught.value))
+        check(url, True)
+    assert caught.value.param == "webhook_url" and (len(url) < 9 or url not in str(caught.value))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("host", [*PRIVATE, "localhost", "a.localhost"])
-def test_private_addresses_are_refused_before_any_call(name: str, host: str) -> None:
+def test_private_addresses_are_refused_before_any_call(check: Call, host: str) -> None:
     with pytest.raises(ApiError, match="must be a public address"):
-        check(name, f"https://{host}/x.png", private=False)
-    check(name, f"https://{host}/x.png", private=True)
+        check(f"https://{host}/x.png", False)
+    check(f"https://{host}/x.png", True)
 
 
 @pytest.mark.parametrize("host", [*PRIVATE, "127.1", "2130706433", "0x7f.1"])
@@ -111,7 +100,7 @@ def resolving(monkeypatch: pytest.MonkeyPatch, name: str, addresses: list[list[s
 
 
 def test_the_address_that_was_looked_at_is_the_one_that_is_called(
-    call: Call, server: tuple[SecureServer, list[str]], monkeypatch: pytest.MonkeyPatch
+    call: Call, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name that means something else the second time it is asked for. The certificate is the name's."""
     asked = resolving(monkeypatch, "pictures.example", [["127.0.0.1"], ["10.255.255.1"]])
@@ -120,7 +109,7 @@ def test_the_address_that_was_looked_at_is_the_one_that_is_called(
 
 
 def test_a_host_is_called_at_the_first_address_that_answers(
-    call: Call, server: tuple[SecureServer, list[str]], monkeypatch: pytest.MonkeyPatch
+    call: Call, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within the same bound."""
     resolving(monkeypatch, "pictures.example", [["127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.1"]])
@@ -137,9 +126,7 @@ def test_mixed_names_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch) ->
         call("https://mixed.example/", False)
 
 
-def test_another_names_certificate_is_refused(
-    call: Call, server: tuple[SecureServer, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_names_certificate_is_refused(call: Call, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     resolving(monkeypatch, "other.example", [["127.0.0.1"]])
     with pytest.raises(Unreachable, match="SSLCertVerificationError"):
         call(f"https://other.example:{server[0].port}/", True)

@@ -7,8 +7,6 @@ import contextlib
 import random
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -16,55 +14,33 @@ import pytest
 from api import inline_images
 from api.held_bytes import HeldBytes
 from api.service import Service
-from core.artifacts import ArtifactError, Artifacts
-from tests.api.test_images import new_job
-from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
+from core.artifacts import ArtifactError
+from core.config import Settings
+from tests.api.easel import asked, conclude
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, parsed, process
 from tests.faults.monitor import Monitor, usage
 
 MIB = 2**20
 
 
-def finish(worker: Worker, id: str, pictures: list[bytes]) -> None:
-    """End a job with these pictures."""
-    claim = worker.take(id)
-    images = [
-        {"key": worker.artifacts.put(data, "image/png"), "seed": k, "width": 64, "height": 64, "size_bytes": len(data),
-         "media_type": "image/png", "warnings": []}
-        for k, data in enumerate(pictures)
-    ]  # fmt: skip
-    assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.1})
+SIZES = (MIB + 1, 0, 1, 2, 3 * 2**17, 3 * 2**17 + 1, 6 * MIB)
+PICTURES = [random.Random(size).randbytes(size) for size in SIZES]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_large_and_small_pictures_arrive_as_they_are(shared: Api, worker: Worker, stream: bool) -> None:
-    pictures = [random.Random(k).randbytes(size) for k, size in enumerate((MIB + 1, 0, 1, 2, 3 * 2**17, 3 * 2**17 + 1))]
-    with ThreadPoolExecutor(1) as pool:
-        known = worker.ids()
-        answer = pool.submit(shared.draw, n=6, response_format="b64_json", stream=stream)
-        finish(worker, new_job(worker, known), pictures)
-        response = answer.result(PATIENCE_S)
-    assert response.status_code == 200
-    if stream:
-        lines = [line for line in response.text.splitlines() if line.startswith("data: ") and "b64_json" in line]
-        parts = [line.split('"b64_json":"')[1].split('"')[0] for line in lines]
-    else:
-        assert int(response.headers["content-length"]) == len(response.content)
-        parts = [image["b64_json"] for image in response.json()["data"]]
-    assert [base64.b64decode(part, validate=True) for part in parts] == pictures
+def test_large_and_small_pictures_are_streamed_as_they_are(shared: Api, worker: Worker) -> None:
+    id, answer = asked(worker, shared.draw, n=len(SIZES), stream=True)
+    worker.finish(worker.take(id), *PICTURES)
+    events = parsed(iter(answer.result(PATIENCE_S).text.split("\n")))
+    assert [base64.b64decode(event.data["b64_json"], validate=True) for event in events] == PICTURES
 
 
 def test_a_damaged_picture_is_an_error_before_the_first_byte(shared: Api, worker: Worker) -> None:
     data = random.Random(9).randbytes(MIB)
-    with ThreadPoolExecutor(1) as pool:
-        known = worker.ids()
-        answer = pool.submit(shared.draw, response_format="b64_json")
-        id = new_job(worker, known)
-        key = Artifacts(shared.settings.artifacts).put(data, "image/png")
-        (shared.settings.data_dir / "artifacts" / key).write_bytes(data[:-1] + b"!")
-        claim = worker.take(id)
-        image = {"key": key, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "warnings": []}
-        assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": [image]})
-        check_error(answer.result(PATIENCE_S), 500, code="artifact_unreadable")
+    id, answer = asked(worker, shared.draw, response_format="b64_json")
+    key = worker.artifacts.put(data, "image/png")
+    (shared.settings.data_dir / "artifacts" / key).write_bytes(data[:-1] + b"!")
+    conclude(worker, id, {"key": key, "size_bytes": None})
+    check_error(answer.result(PATIENCE_S), 500, code="artifact_unreadable")
 
 
 def test_a_store_that_fails_inside_an_event_ends_the_connection(
@@ -79,23 +55,24 @@ def test_a_store_that_fails_inside_an_event_ends_the_connection(
         return read(service, key, at, length)
 
     monkeypatch.setattr(inline_images, "_part", failing)
-    received = b""
-    with ThreadPoolExecutor(1) as pool:
-        known = worker.ids()
-        finishes = pool.submit(lambda: finish(worker, new_job(worker, known), [bytes(7 * MIB)]))
-        fields = {"prompt": "x", "stream": True}
+
+    def receive() -> bytes:
+        received, fields = b"", {"prompt": "x", "stream": True}
         stream = shared.client.stream("POST", "/v1/images/generations", json=fields)
         with stream as response, contextlib.suppress(httpx2.RemoteProtocolError):
             for piece in response.iter_bytes():
                 received += piece
             received += b" (complete)"
-        finishes.result(PATIENCE_S)
+        return received
+
+    id, answer = asked(worker, receive)
+    worker.finish(worker.take(id), bytes(7 * MIB))
+    received = answer.result(PATIENCE_S)
     assert received.startswith(b"event: image_generation.completed\ndata: {")
     assert b"event: error" not in received and not received.endswith(b" (complete)")
 
 
-def test_a_client_that_does_not_read_holds_no_pictures(redis_url: str, folder: Path) -> None:
-    settings = settings_of(redis_url, folder)
+def test_a_client_that_does_not_read_holds_no_pictures(settings: Settings) -> None:
     body = b'{"prompt": "x", "n": 10, "response_format": "b64_json"}'
     with Worker(settings) as worker, process(SERVE, settings) as (child, client):
         worker.announce()
@@ -107,7 +84,7 @@ def test_a_client_that_does_not_read_holds_no_pictures(redis_url: str, folder: P
             (id,) = eventually(worker.ids)
             before = usage(child.pid)[0]
             with Monitor(str(client.base_url), child.pid) as monitor:
-                finish(worker, id, [random.Random(k).randbytes(4 * MIB) for k in range(10)])
+                worker.finish(worker.take(id), *(random.Random(k).randbytes(4 * MIB) for k in range(10)))
                 assert connection.recv(12) == b"HTTP/1.1 200"
                 time.sleep(1.5)  # some more readings of the memory
         assert monitor.peak_mib() - before < 60
@@ -129,12 +106,10 @@ def test_answers_hold_no_more_than_the_service_allows_and_let_go_of_it(
         return part(service, key, at, length)
 
     monkeypatch.setattr(inline_images, "_part", counted)
-    pictures = [random.Random(k).randbytes(size) for k, size in enumerate((MIB, 6 * MIB, MIB))]
-    with ThreadPoolExecutor(1) as pool:
-        known = worker.ids()
-        answer = pool.submit(shared.draw, n=3, response_format="b64_json")
-        finish(worker, new_job(worker, known), pictures)
-        parts = [image["b64_json"] for image in answer.result(PATIENCE_S).json()["data"]]
-    assert [base64.b64decode(part, validate=True) for part in parts] == pictures
-    assert len(set(reads)) == {0: 3, 3 * MIB: 1, 64 * MIB: 1}[limit]
+    id, answer = asked(worker, shared.draw, n=len(SIZES), response_format="b64_json")
+    worker.finish(worker.take(id), *PICTURES)
+    response = answer.result(PATIENCE_S)
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert [base64.b64decode(image["b64_json"], validate=True) for image in response.json()["data"]] == PICTURES
+    assert len(set(reads)) == (1 if limit else 6)
     eventually(lambda: held.count == 0)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 
 import openai
 import pytest
-from PIL import Image
 
 from api import files
+from core.config import Settings
 from tests.api.test_batches import begin
-from tests.api.world import TEXT, Api, Worker, check_error, eventually, settings_of
+from tests.api.test_edits import PNG
+from tests.api.world import TEXT, Api, Worker, check_error, client_of, eventually
 
 COUNT = 7
 
 
 @pytest.fixture(scope="module")
 def client(shared: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
+    with client_of(shared.url) as client:
         yield client
 
 
@@ -29,14 +29,8 @@ def made(client: openai.OpenAI, shared: Api) -> tuple[list[str], list[str]]:
     for k in range(COUNT):
         batch = begin(client, b"no json")  # which has failed at once
         batches.append(batch.id)
-        uploads += [batch.input_file_id, client.files.create(file=(f"{k}.png", picture()), purpose="vision").id]
+        uploads += [batch.input_file_id, client.files.create(file=(f"{k}.png", PNG), purpose="vision").id]
     return batches, uploads
-
-
-def picture() -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, "PNG")
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize("limit", [1, 3, COUNT, 100])
@@ -78,48 +72,41 @@ def test_what_comes_meanwhile_moves_no_page(client: openai.OpenAI, made: tuple[l
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/batches", "/v1/files"])
 def test_what_is_refused(shared: Api, path: str) -> None:
     for limit in ("", "0", "-1", "1.0", "1e1", "100000", "x"):
-        check_error(shared.client.get(path, params={"limit": limit}), 400, "limit")
+        check_error(shared.get(path, params={"limit": limit}), 400, "limit")
     for after in ("", "x y", "é", "file-1\n"):
-        check_error(shared.client.get(path, params={"after": after}), 400, "after")
-    gone = {"/v1/jobs": "job_" + "0" * 24, "/v1/batches": "batch_" + "0" * 24, "/v1/files": "file-" + "0" * 24}[path]
-    check_error(shared.client.get(path, params={"after": gone}), 400, "after")
+        check_error(shared.get(path, params={"after": after}), 400, "after")
+    for kind in ("job_", "batch_", "file-"):
+        check_error(shared.get(path, params={"after": kind + "0" * 24}), 400, "after")
+
+    if path == "/v1/files":
+        check_error(shared.get("/v1/files?purpose=fine-tune"), 400, "purpose")
+        check_error(shared.get("/v1/files?order=up"), 400, "order")
 
 
-def test_files_of_no_such_kind(shared: Api) -> None:
-    check_error(shared.client.get("/v1/files?purpose=fine-tune"), 400, "purpose")
-    check_error(shared.client.get("/v1/files?order=up"), 400, "order")
-
-
-def test_models_of_the_other_kind(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_models_of_the_other_kind(settings: Settings) -> None:
     """A request says what the model that it names is, and where to ask it; also as a stream and as a job."""
-    settings = settings_of(redis_url, tmp_path_factory.mktemp("data"))
-    text = TEXT.name
     with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
         worker.announce()
         other.announce(card=TEXT)
-        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
-        drawn = {"prompt": "a cat", "model": text}
-        written = {"messages": [{"role": "user", "content": "a cat"}], "model": "emoji-xl"}
-        for path, fields in (
-            ("/v1/images/generations", drawn), ("/v1/jobs", {"type": "image", **drawn}),
-            ("/v1/images/generations", {**drawn, "stream": True}),
+        eventually(lambda: len(api.get("/v1/models").json()["data"]) == 2)
+        drawn = {"prompt": "a cat", "model": TEXT.name}
+        chat = {"messages": [{"role": "user", "content": "a cat"}], "model": "emoji-xl"}
+        text = f"model: {TEXT.name} is a text model; use POST /v1/chat/completions"
+        image = "model: emoji-xl is an image model; use POST /v1/images/generations"
+        for answer, message in (
+            (api.draw(**drawn), text), (api.draw(**drawn, stream=True), text),
+            (api.post("/v1/jobs", type="image", **drawn), text), (api.post("/v1/chat/completions", **chat), image),
+            (api.post("/v1/chat/completions", **chat, stream=True), image),
+            (api.post("/v1/completions", prompt="a", model="emoji-xl"), image),
         ):  # fmt: skip
-            error = check_error(api.post(path, **fields), 400, "model", "wrong_modality")
-            assert error["message"] == f"model: {text} is a text model; use POST /v1/chat/completions"
-        for fields in (written, {**written, "stream": True}):
-            error = check_error(api.post("/v1/chat/completions", **fields), 400, "model", "wrong_modality")
-            assert error["message"] == "model: emoji-xl is an image model; use POST /v1/images/generations"
-        check_error(api.post("/v1/completions", prompt="a", model="emoji-xl"), 400, "model", "wrong_modality")
+            assert check_error(answer, 400, "model", "wrong_modality")["message"] == message
         check_error(api.post("/v1/completions", prompt="a", model="none"), 404, "model", "model_not_found")
 
 
-def test_what_is_not_offered_says_what_is(shared: Api) -> None:
+def test_what_is_not_offered_says_what_is(shared: Api, client: openai.OpenAI) -> None:
     path = "/v1/images/variations"
-    for answer in (shared.post(path, input="a"), shared.client.get(path)):
+    for answer in (shared.post(path, input="a"), shared.get(path)):
         assert "/v1/images/edits" in check_error(answer, 404, code="not_offered")["message"]
-    check_error(shared.client.get(f"{path}/x"), 404, code="not_found")
-
-
-def test_openais_client_is_told(client: openai.OpenAI) -> None:
+    check_error(shared.get(f"{path}/x"), 404, code="not_found")
     with pytest.deprecated_call(), pytest.raises(openai.NotFoundError, match="not offered"):
         client.images.create_variation(image=b"x", model="emoji-xl")
