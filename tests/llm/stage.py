@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.batching.engine import Engine
-from core.batching.request import Request
+from core.batching.request import Outcome, Request
+from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.adapters import CONFIG, WEIGHTS
 from llm.attention import cacheless
@@ -72,6 +74,19 @@ def other() -> TextModel:
     return replace(small(), name="other", network=network.eval().requires_grad_(False))
 
 
+def read(execution: Any, texts: Sequence[Sequence[int]], cuts: Sequence[int]) -> list[Tensor]:
+    """Logits of every token of these texts: the first `cuts` of each in one step, and then one of each a step."""
+    logits: list[list[Tensor]] = [[] for _ in texts]
+    spans = [(0, cut) for cut in cuts]
+    while rows := [(s, t) for s, (start, end) in enumerate(spans) for t in range(start, end)]:
+        tokens, positions, sequences = [texts[s][t] for s, t in rows], [t for _, t in rows], [s for s, _ in rows]
+        found = execution(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).clone()
+        for s, row in zip(sequences, found, strict=True):
+            logits[s].append(row)
+        spans = [(end, min(end + 1, len(text))) for (_, end), text in zip(spans, texts, strict=True)]
+    return [torch.stack(each) for each in logits]
+
+
 def step_graphs(channels: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> StepGraphs:
     """The graphs of a model's steps of two sequences, as far as a drafter needs them."""
     model: Any = SimpleNamespace(
@@ -99,6 +114,11 @@ def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
         else:
             made.append(chat(model, f"{one} and a {two}" if i % 2 else f"draw a {two} {one} please"))
     return made
+
+
+def prompt_of(model: TextModel, length: int) -> tuple[int, ...]:
+    """A prompt of so many tokens."""
+    return tuple(itertools.islice(itertools.cycle(prompts(model, 1)[0]), length))
 
 
 @contextmanager
@@ -150,13 +170,25 @@ def serving(model: TextModel, **options: Any) -> Iterator[tuple[Engine, TextRunn
         runner.close()
 
 
+def submit(engine: Engine, parameters: TextParameters, id: str = "a", **options: Any) -> Future[GeneratedText]:
+    return engine.submit(Request(id, "text", parameters, **options))
+
+
 def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedText]:
-    futures = [engine.submit(Request(f"{i}", "text", one)) for i, one in enumerate(wanted)]
+    futures = [submit(engine, parameters, f"{i}") for i, parameters in enumerate(wanted)]
     return [future.result(timeout=300) for future in futures]
 
 
-def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> GeneratedText:
-    """The text of a request that runs alone, without an engine, and is preempted before these iterations."""
+def write(
+    model: TextModel, requests: Sequence[TextParameters], *, native: bool = True, **options: Any
+) -> list[GeneratedText]:
+    """Answers of an engine of its own, on the CPU kernels or by torch."""
+    with serving(model, kernels=kernels() if native else None, **options) as (engine, _):
+        return answers(engine, requests)
+
+
+def iterations(runner: TextRunner, parameters: TextParameters, *at: int) -> Iterator[tuple[SequenceState, Outcome]]:
+    """The iterations of a request that runs alone, without an engine, and is preempted before some of them."""
     request = Request("0", "text", parameters)
     runner.check(request)
     for iteration in itertools.count():
@@ -164,13 +196,19 @@ def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> Gener
             if iteration:
                 runner.preempt(request)
             assert runner.admit(request) is None
-        assert runner.reserve([request])
+        assert runner.reserve([request]) and runner.rows(request) > 0
         outcome = runner.launch([request]).outcome()[request.id]
         assert outcome.error is None
+        yield request.work, outcome
         if outcome.finished:
             break
     runner.release(request)
     assert runner.held() == 0
+
+
+def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> GeneratedText:
+    """The text of a request that runs alone, without an engine, and is preempted before these iterations."""
+    *_, (_, outcome) = iterations(runner, parameters, *at)
     text: GeneratedText = outcome.result
     return text
 

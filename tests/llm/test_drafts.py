@@ -75,11 +75,10 @@ def test_a_drafter_gets_the_features_of_every_position(
     model = stage.small()
     shared = stage.plain(model, "abcabcabcabcabcabca")[:17]
     prompts = [(*shared[: 17 - i % 2], *range(5 + i, 9 + i)) for i in range(8)]
-    kernels = stage.kernels() if on_kernels else None
     wanted = [stage.greedy(prompt, 40, ignore_end=True) for prompt in prompts]
-    with stage.serving(model, kernels=kernels) as (engine, _):
-        plain = stage.answers(engine, wanted)
+    plain = stage.write(model, wanted, native=on_kernels)
     witness = Witness({prompt: text.tokens for prompt, text in zip(prompts, plain, strict=True)})
+    kernels = stage.kernels() if on_kernels else None
     with stage.serving(model, kernels=kernels, draft=witness, **options) as (engine, runner):
         made = stage.answers(engine, wanted)
         assert runner.guessing.accepted > 50

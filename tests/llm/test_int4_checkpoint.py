@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from core.kernels.kv_cache import TokenBatch
 from core.quant.fp4 import Fp4Linear

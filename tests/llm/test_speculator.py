@@ -82,15 +82,6 @@ def test_what_came_of_guesses_is_counted(kept: int) -> None:
     assert guessing.guessed == 3
 
 
-def test_what_was_planned_is_what_is_brought() -> None:
-    guessing, one, other = Speculator(LookupDrafter()), work(), work((1, 2))
-    for each in (one, other):
-        guessing.plan(each)
-    made = [ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)]
-    guessing.make(made)
-    assert made[0].guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses] != [] == made[1].guess.tokens
-
-
 @pytest.mark.parametrize("beside_lane", [False, True])
 def test_a_drafter_is_timed_before_requests_come(beside_lane: bool) -> None:
     """On tokens of nobody: its guesses do not count, and its first, slow ones do not stay its price."""

@@ -53,8 +53,7 @@ def test_an_answer_that_has_ended_leaves_memory() -> None:
             works.append(weakref.ref(request.work))
 
     with stage.serving(stage.small(), kernels=stage.kernels(), max_requests=2) as (engine, _):
-        request = Request("0", "text", stage.greedy((1, 2, 3), 8, frequency_penalty=1.0), listener=listener)
-        engine.submit(request).result(60)
+        stage.submit(engine, stage.greedy((1, 2, 3), 8, frequency_penalty=1.0), listener=listener).result(60)
         stage.answers(engine, [stage.greedy((1, 2, 3), 2)])
         gc.collect()
         assert works and all(work() is None for work in works)
