@@ -65,14 +65,8 @@ class Service:
     def keys(self, *words: str) -> str:
         """The output of the release's `diptych keys`."""
         command = [PYTHON, "-m", "diptych", "keys", *words, "--data", str(self.folder / "data")]
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env=environment(PYTHONPATH=str(self.before)),
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        paths = environment(PYTHONPATH=str(self.before))
+        return subprocess.run(command, cwd=self.folder, env=paths, capture_output=True, text=True, check=True).stdout
 
     def client(self) -> httpx2.Client:
         assert self.served is not None

@@ -29,13 +29,9 @@ _SPANS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
 def play(
-    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S,
-    without: Sequence[str] = (),
-) -> History:  # fmt: skip
-    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done.
-
-    `without`: what clients do not do.
-    """
+    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S
+) -> History:
+    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done."""
     world.settle()
     if not world.warm:
         warm_up(world, world.gallery)
@@ -51,7 +47,7 @@ def play(
         line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
         hook = f"http://127.0.0.1:{world.receiver.port}/{name}"
         tenant = TENANTS[k % len(TENANTS)]
-        crowd.append(Client(f"{name}c{k}", tenant, line, made, things, world.gallery, hook, over, without))
+        crowd.append(Client(f"{name}c{k}", tenant, line, made, things, world.gallery, hook, over))
     for client in crowd:
         client.start()
     playing = Play(world, schedule)
