@@ -74,16 +74,17 @@ def other() -> TextModel:
     return replace(small(), name="other", network=network.eval().requires_grad_(False))
 
 
-def read(execution: Any, texts: Sequence[Sequence[int]], cuts: Sequence[int]) -> list[Tensor]:
-    """Logits of every token of these texts: the first `cuts` of each in one step, and then one of each a step."""
+def read(execution: Any, texts: Sequence[Sequence[int]], *counts: Sequence[int]) -> list[Tensor]:
+    """Logits of every token of these texts: so many of each in the first steps, and then one of each a step."""
     logits: list[list[Tensor]] = [[] for _ in texts]
-    spans = [(0, cut) for cut in cuts]
-    while rows := [(s, t) for s, (start, end) in enumerate(spans) for t in range(start, end)]:
+    steps = itertools.chain(counts, itertools.repeat([1] * len(texts)))
+    while any(len(found) < len(text) for found, text in zip(logits, texts, strict=True)):
+        ends = [len(found) + count for found, count in zip(logits, next(steps), strict=True)]
+        rows = [(s, t) for s, text in enumerate(texts) for t in range(len(logits[s]), min(ends[s], len(text)))]
         tokens, positions, sequences = [texts[s][t] for s, t in rows], [t for _, t in rows], [s for s, _ in rows]
         found = execution(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).clone()
         for s, row in zip(sequences, found, strict=True):
             logits[s].append(row)
-        spans = [(end, min(end + 1, len(text))) for (_, end), text in zip(spans, texts, strict=True)]
     return [torch.stack(each) for each in logits]
 
 

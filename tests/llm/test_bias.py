@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 
@@ -27,27 +24,6 @@ def test_greedy_answers_are_transformers_own() -> None:
         sequence_bias = [[[token], value] for token, value in bias.items()]
         assert [tokens] == stage.generated(model, [prompt], 20, sequence_bias=sequence_bias)
     assert sum(map(tuple.__ne__, found, free)) > 4, "the biases do something"
-
-
-@pytest.mark.parametrize("draft", [None, "lookup"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
-def test_never_and_always(temperature: float, draft: Any) -> None:
-    """Beside others without a bias, which are as ever; with guesses too."""
-    model = stage.small()
-    prompts = stage.prompts(model, 6)
-    plain = [TextParameters(prompt, 12, temperature=temperature, seed=k) for k, prompt in enumerate(prompts)]
-    with stage.serving(model, kernels=stage.kernels(), draft=draft) as (engine, _):
-        free = stage.answers(engine, plain)
-        banned = [tuple((token, -100) for token in sorted({*text.tokens[:3], *model.ends})) for text in free]
-        never = [replace(one, logit_bias=bias) for one, bias in zip(plain, banned, strict=True)]
-        always = [replace(one, logit_bias=((30, 100), (31, -5))) for one in plain]
-        found = stage.answers(engine, [*plain, *never, *always])
-        alone = [stage.answers(engine, [one])[0] for one in never]
-    assert [text.tokens for text in found[:6]] == [text.tokens for text in free]
-    for text, other, bias in zip(found[6:12], alone, banned, strict=True):
-        assert not {*text.tokens} & {token for token, _ in bias} and len(text.tokens) == 12
-        assert text.tokens == other.tokens, "equal seeds, equal answers, whoever is beside"
-    assert all(text.tokens == (30,) * 12 for text in found[12:])
 
 
 def _asked(temperature: float, bias: dict[int, float], first: int) -> ScheduledTokens:

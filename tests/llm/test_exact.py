@@ -103,14 +103,6 @@ def test_prompts_on_torch(drafted: bool) -> None:
     check(found, wanted()[:14], given)
 
 
-def test_a_flip_that_is_no_near_tie_is_found() -> None:
-    """What decides about flips can say no."""
-    given, expected = asked()[:1], wanted()[:1]
-    other = (expected[0][0] + 1, *expected[0][1:])
-    with pytest.raises(AssertionError, match="prompt 0 differs at token 0"):
-        check([other], expected, given)
-
-
 def watch(runner: Any) -> list[str]:
     """Ids of requests that were sent away."""
     seen: list[str] = []

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from contract.precision import PRECISIONS
-from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.execution import KERNELS, TORCH, TextExecution
 from llm.load import TextModelError, load
@@ -83,15 +82,7 @@ def logits(execution: TextExecution, ids: torch.Tensor, chunks: list[int]) -> to
     each = -(-length // 16)
     for s in range(count):
         execution.cache.place(s, order[s * each : (s + 1) * each])
-    made, start = [], 0
-    for size in chunks:
-        rows = [(s, t) for s in range(count) for t in range(start, start + size)]
-        step = TokenBatch.of([int(ids[s, t]) for s, t in rows], [t for _, t in rows], [s for s, _ in rows],
-                       list(range(len(rows))))  # fmt: skip
-        made.append(execution(step).clone().view(count, size, -1))
-        start += size
-    assert start == length
-    return torch.cat(made, dim=1)
+    return torch.stack(stage.read(execution, ids.tolist(), *([size] * count for size in chunks)))
 
 
 @pytest.mark.quick("mixtral", "qwen3", "gemma2", "phi3", "llama", "cohere2", "olmo3")

@@ -129,35 +129,28 @@ def test_other_seeds_give_other_texts_and_no_seed_any() -> None:
     assert {(len(text.tokens), text.finish) for text in texts} == {(12, "length")}
 
 
-def test_events_add_up_to_the_result() -> None:
-    """Text and tokens as they came, one iteration after another; progress counts up."""
+@pytest.mark.parametrize("stops", [False, True])
+def test_events_add_up_to_the_result(stops: bool) -> None:
+    """Text and tokens as they came, one iteration after another; progress counts up; stops are left out."""
     model, told = stage.emoji(), []
-    wanted = TextParameters(stage.chat(model, "cat"), 30, temperature=0, logprobs=3)
+    wanted = stage.greedy(stage.chat(model, "cat"), 30, logprobs=3)
     with stage.serving(model, kernels=stage.kernels(), draft="lookup") as (engine, _):
+        (whole,) = stage.answers(engine, [wanted])
+        stop = whole.text[len(whole.text) // 2 :][:3]
+        wanted = replace(wanted, stop=("never", stop) if stops else ())
         text = stage.submit(engine, wanted, listener=lambda _, outcome: told.append(outcome)).result()
     deltas = [outcome.token for outcome in told if outcome.token is not None]
-    assert all(isinstance(delta, TextDelta) for delta in deltas) and len(deltas) > 3
+    assert all(isinstance(delta, TextDelta) for delta in deltas) and len(deltas) > 1
     assert "".join(delta.text for delta in deltas) == text.text
     assert tuple(t for delta in deltas for t in delta.tokens) == text.tokens
     assert tuple(p for delta in deltas for p in delta.logprobs) == text.logprobs
     assert [outcome.progress[0] for outcome in told] == sorted(outcome.progress[0] for outcome in told)
-    assert text.finish == "stop" and text.tokens[-1] in model.ends
-    assert text.text == model.tokenizer.decode(text.tokens, skip_special_tokens=True)
-
-
-def test_stop_strings_end_the_text_and_are_left_out() -> None:
-    model = stage.emoji()
-    prompt = stage.plain(model, "Two dogs play with")
-    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        whole = stage.answers(engine, [stage.greedy(prompt, 24)])[0]
-        stop = whole.text[len(whole.text) // 2 :][:3]
-        assert len(stop) == 3
-        told: list[str] = []
-        request = stage.greedy(prompt, 24, stop=("never", stop))
-        cut = stage.submit(engine, request, listener=lambda _, outcome: told.append(outcome.token.text)).result()
-    at = whole.text.index(stop)
-    assert cut.text == whole.text[:at] == "".join(told) and cut.finish == "stop"
-    assert len(cut.tokens) < len(whole.tokens)
+    assert text.finish == "stop"
+    if stops:
+        assert text.text == whole.text[: whole.text.index(stop)] and len(text.tokens) < len(whole.tokens)
+    else:
+        assert text.tokens == whole.tokens and text.tokens[-1] in model.ends
+        assert text.text == model.tokenizer.decode(text.tokens, skip_special_tokens=True)
 
 
 def test_answers_that_must_be_json() -> None:

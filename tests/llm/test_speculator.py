@@ -31,10 +31,10 @@ def work(tokens: tuple[int, ...] = REPEATED, **wanted: Any) -> SequenceState:
 
 def test_nobody_guesses_for_what_looks_at_every_token_or_where_nobody_can() -> None:
     guessing = Speculator(LookupDrafter())
-    free, penalized = work(), work(repetition_penalty=1.3)
-    for one in (free, penalized):
+    free, penalized, biased = work(), work(repetition_penalty=1.3), work(logit_bias=((8, -100),))
+    for one in (free, penalized, biased):
         guessing.plan(one)
-    assert free.guesses and penalized.guesses == 0
+    assert free.guesses and penalized.guesses == biased.guesses == 0
     free.guesses = 2
     Speculator().plan(free)
     assert free.guesses == 0 and Speculator().lengths(4) is None

@@ -21,7 +21,7 @@ from tests.faults.histories.checker import check
 from tests.faults.histories.faults import draw, possible
 from tests.faults.histories.history import play
 from tests.faults.histories.planted import BUGS
-from tests.faults.histories.record import Fault, History, faults
+from tests.faults.histories.record import Fault, History
 from tests.faults.histories.shrink import shrink
 from tests.faults.histories.world import World, checkout
 from tests.faults.parts import ROOT
@@ -110,7 +110,8 @@ def main() -> int:
     try:
         if options.replay:
             raw = json.loads(options.replay.read_text())
-            _, problems = one(house, raw["seed"], faults(raw["faults"]), raw["objects"], raw["span_s"])
+            schedule = [Fault(**fault) for fault in raw["faults"]]
+            _, problems = one(house, raw["seed"], schedule, raw["objects"], raw["span_s"])
             print("\n".join(problems) or "well")
             return int(bool(problems))
         return _run(house, options)
