@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,10 @@ def operand(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
     return to_levels(40 * normal(generator, *shape), dtype) if dtype in EIGHT else normal(generator, *shape).to(dtype)
 
 
+def ints(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
 def close(found: Tensor, wanted: Tensor) -> None:
     """Equal up to one level of 8 bits, else to the type's last digits."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
@@ -64,10 +69,8 @@ def test_stream(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None
     generator = draw(0)
     x, weight = operand(generator, dtype, rows, depth), operand(generator, dtype, columns, depth)
     found, wanted = stream(x, weight).sum(0, keepdim=True).to(torch.float32), stream_reference(x, weight).float()
-    if dtype == torch.int8:
-        assert torch.equal(found, wanted)
-    else:
-        close(found, wanted)
+    assert dtype != torch.int8 or torch.equal(found, wanted)
+    close(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [*EIGHT, *([DTYPE] if CUDA else [])])  # numpy's sums of floats depend on the shape
@@ -84,15 +87,11 @@ def test_a_row_does_not_depend_on_its_companions(dtype: torch.dtype) -> None:
 def test_gated(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
     generator = draw(2)
     x, weight = operand(generator, dtype, rows, depth), operand(generator, dtype, 2 * columns, depth)
-    quantized = dtype in EIGHT
     scale = torch.rand(2 * columns, generator=generator, device=DEVICE) * (1e-5 if dtype == torch.int8 else 1e-4)
     bias, inverse = normal(generator, 2 * columns), 20 + normal(generator, columns)
-    if quantized:
-        close(gated(x, weight, scale, bias, inverse, dtype), gated_reference(x, weight, scale, bias, inverse, dtype))
-    else:
-        gelu = rows == 5
-        arguments = (x, weight, None, bias, None, dtype)
-        close(gated(*arguments, gelu=gelu), gated_reference(*arguments, gelu=gelu))
+    arguments = (x, weight, scale, bias, inverse, dtype) if dtype in EIGHT else (x, weight, None, bias, None, dtype)
+    options = {} if dtype in EIGHT else {"gelu": rows == 5}
+    close(gated(*arguments, **options), gated_reference(*arguments, **options))
 
 
 def test_splits_fit_the_shapes_of_8b() -> None:
@@ -121,7 +120,7 @@ def test_add_norm(to: torch.dtype, splits: int) -> None:
     wanted_kept, wanted = add_norm_reference(x, weight, 1e-5, inverse, to, sums)
     close(kept, wanted_kept)
     close(found, wanted)
-    index = torch.tensor([4, 0, 4], dtype=torch.int32, device=DEVICE)
+    index = ints([4, 0, 4])
     if sums is None:
         assert torch.equal(add_norm(x, weight, 1e-5, inverse, to, index=index).float(), found.float()[index.long()])
 
@@ -147,8 +146,8 @@ KINDS: list[Kind] = ["float", "int8", "fp8"] if len(EIGHT) > 1 else ["float", "i
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotate(kind: Kind, heads: int, kv_heads: int, d: int, normed: bool) -> None:
     generator, rows = draw(4), 7
-    positions = torch.tensor([0, 15, 16, 17, 255, -1, 100], dtype=torch.int32, device=DEVICE)
-    sequences = torch.tensor([0, 1, 2, 3, 4, 0, 5], dtype=torch.int32, device=DEVICE)
+    positions = ints([0, 15, 16, 17, 255, -1, 100])
+    sequences = ints([0, 1, 2, 3, 4, 0, 5])
     parts = normal(generator, 2, rows, (heads + 2 * kv_heads) * d)
     angle = normal(generator, 256, d // 2)
     angles = torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -185,17 +184,17 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     generator = draw(6)
     cache = cache_of(kind, kv_heads, d)
     for s in range(6):
-        every = torch.arange(256, dtype=torch.int32, device=DEVICE)
+        every = ints(range(256))
         step = TokenBatch(every, every, torch.full_like(every, s), every[:0])
         keys, values = (normal(generator, 256, kv_heads, d).to(DTYPE) for _ in range(2))
         cache.write(0, keys, values, step)
     spans = [(0, 0, 40), (1, 90, 1), (2, 17, 70), (3, 0, 1), (4, 200, 2)]  # sequence, first position, rows
-    positions = torch.tensor([p for _, a, n in spans for p in range(a, a + n)], dtype=torch.int32, device=DEVICE)
-    sequences = torch.tensor([s for s, _, n in spans for _ in range(n)], dtype=torch.int32, device=DEVICE)
+    positions = ints([p for _, a, n in spans for p in range(a, a + n)])
+    sequences = ints([s for s, _, n in spans for _ in range(n)])
     firsts = [0, 40, 41, 111, 112]
     runs = [(first, n, s) for first, (s, _, n) in zip(firsts, spans, strict=True) if n > 1]
-    cut = torch.tensor(tiles(runs, heads // kv_heads), dtype=torch.int32, device=DEVICE)
-    singles = torch.tensor([40, 111], dtype=torch.int32, device=DEVICE)
+    cut = ints(tiles(runs, heads // kv_heads))
+    singles = ints([40, 111])
     q = normal(generator, len(positions), heads, d).to(DTYPE)
     layer = (*cache.layer(0), cache.table)
     for inverse, to, limits in (
@@ -224,8 +223,8 @@ def test_what_others_left_in_pages_reaches_nobody(kind: Kind, d: int) -> None:
     finite = normal(generator, 1, 16, 3 * heads * d)
     left = finite.clone()
     left[:, ::3], left[:, 1::3], left[:, 2::3] = torch.inf, torch.nan, 3e38
-    positions = torch.arange(16, dtype=torch.int32, device=DEVICE)
-    own, cut = positions[:5], torch.tensor([[0, 5, 0]], dtype=torch.int32, device=DEVICE)
+    positions = ints(range(16))
+    own, cut = positions[:5], ints([[0, 5, 0]])
     results = []
     for before in (None, left, 1e6 * finite):
         cache = cache_of(kind, heads, d)
@@ -255,17 +254,15 @@ def model_of(kind: Any, name: str = tiny.TINY) -> TextModel:
     return quantize(model, texts, scheme=kind, recipe=llama())
 
 
-def fused(
-    model: TextModel, kv: Kind = "float", sequences: int = 4, features: tuple[int, ...] = ()
-) -> FusedTextExecution:
+def fused(model: TextModel, kv: Kind = "float", **options: Any) -> FusedTextExecution:
     cache = KVCache(
-        layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=sequences,
-        context=160, dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
+        layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=4, context=160,
+        dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
     )  # fmt: skip
-    for s in range(sequences):
+    for s in range(4):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(CudaDecoder(model.network, cache, features=features), cache, sequences, 160, 64)
+    return FusedTextExecution(CudaDecoder(model.network, cache, **options), cache, 4, 160, 64)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -341,10 +338,8 @@ def test_hidden_states_beside_logits() -> None:
         theirs, layers = output.last_hidden_state[0].float(), [x[0].float() for x in output.hidden_states]
     run = fused(model, features=(1, 0))
     rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
-    step = TokenBatch.of(
-        [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [2], [*range(3, len(rows))]
-    )
-    logits = run(step)
+    columns = [[texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows]]
+    logits = run(TokenBatch.of(*columns, [2], [*range(3, len(rows))]))
     assert run.model.states is not None and run.graphs.features is not None
     for found, expected in (
         (run.model.states.float(), theirs),

@@ -24,6 +24,7 @@ SIZE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+CACHE: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256}
 MIXED: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1}
 GEMMA: dict[str, Any] = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
@@ -94,10 +95,9 @@ def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCa
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         wanted = theirs(ids, use_cache=False).logits
-    size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256}
     for kernels, expected in ((None, TORCH), (stage.kernels(), kind)):
         with caplog.at_level(logging.WARNING):
-            execution = TextExecution(model, kernels=kernels, **size)
+            execution = TextExecution(model, kernels=kernels, **CACHE)
         assert execution.kind == expected
         found = logits(execution, ids, [20, 1, 1, 5, 16])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -107,9 +107,8 @@ def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCa
 def test_int8_pages_on_torch_and_on_kernels_agree() -> None:
     model = stage.emoji()
     ids = torch.randint(6, 4096, (2, 40), generator=torch.Generator().manual_seed(3))
-    size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256}
     exact, plain, ours = (
-        logits(TextExecution(model, kv=kv, kernels=kernels, **size), ids, [30, 1, 9])  # type: ignore[arg-type]
+        logits(TextExecution(model, kv=kv, kernels=kernels, **CACHE), ids, [30, 1, 9])  # type: ignore[arg-type]
         for kv, kernels in (("float", None), ("int8", None), ("int8", stage.kernels()))
     )
     assert 1e-4 < (plain - exact).abs().max() < 0.05 * exact.abs().max()
@@ -121,7 +120,7 @@ def test_weights_are_held_once_if_wished() -> None:
     """Packed weights do without the model's own, also in programs that are written later, and where ends are tied."""
     model = load(str(stage.LM))
     ids = torch.randint(6, 4096, (2, 30), generator=torch.Generator().manual_seed(5))
-    execution = TextExecution(model, pages=8, sequences=2, context=256, kernels=stage.kernels())
+    execution = TextExecution(model, kernels=stage.kernels(), **CACHE)
     wanted = logits(execution, ids, [30])
     before = sum(weight.numel() for weight in model.network.parameters())
     execution.release()
@@ -204,7 +203,7 @@ def test_bf16_weights_on_kernels() -> None:
     model = stage.emoji()
     folder = load(str(stage.LM), precision="bf16")
     ids = torch.randint(6, 4096, (2, 20), generator=torch.Generator().manual_seed(3))
-    size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256, "kernels": stage.kernels()}
+    size = {**CACHE, "kernels": stage.kernels()}
     half = logits(TextExecution(folder, **size), ids, [20])
     rounded = replace(model, network=load(str(stage.LM), precision="bf16").network.float())
     torch.testing.assert_close(half, logits(TextExecution(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)

@@ -47,10 +47,9 @@ def test_rejection_sampling_follows_the_target(kind: str) -> None:
     q = q / q.sum(-1, keepdim=True)
     index = np.full(N, 17, np.int64)
     seeds = settings(N)
-    first = sample.draw(q[:1].expand(N, -1), sample.uniform(seeds.seeds, index, sample.DRAFT)).tolist()
-    second = sample.draw(q[1:].expand(N, -1), sample.uniform(seeds.seeds, index + 1, sample.DRAFT)).tolist()
-    known = None if kind in ("certain", "disjoint") else q
-    guesses = [DraftTokens([a, b], known) for a, b in zip(first, second, strict=True)]
+    u = [sample.uniform(seeds.seeds, index + k, sample.DRAFT) for k in (0, 1)]
+    drafts = torch.stack([sample.draw(q[k].expand(N, -1), u[k]) for k in (0, 1)], 1).tolist()
+    guesses = [DraftTokens(tokens, None if kind in ("certain", "disjoint") else q) for tokens in drafts]
     made = accepted(target.repeat(N, 1), range(0, 3 * N, 3), guesses, seeds, index)
     # Where a guess was rejected the answer ends early: its other tokens come from later forwards.
     heads = torch.bincount(torch.tensor([tokens[0] for tokens in made]), minlength=WORDS)
