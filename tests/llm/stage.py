@@ -235,6 +235,11 @@ def greedy(prompt: tuple[int, ...], most: int = 32, **options: Any) -> TextParam
     return TextParameters(prompt, most, temperature=0, **options)
 
 
+def state_of(parameters: TextParameters, matcher: Any = None, vocabulary: int = 262) -> SequenceState:
+    """The state of a sequence of the small model."""
+    return SequenceState(parameters, small().tokenizer, vocabulary, matcher)
+
+
 def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> ScheduledTokens:
     """What asks for a next token, by the logits at row `first`."""
     work.row = first

@@ -9,7 +9,6 @@ from contract.errors import Invalid
 from llm.choose import choose
 from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
-from llm.sequence import SequenceState
 from tests.llm import stage
 
 
@@ -28,7 +27,7 @@ def test_greedy_answers_are_transformers_own() -> None:
 
 def _asked(temperature: float, bias: dict[int, float], first: int) -> ScheduledTokens:
     wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
-    return stage.asking(SequenceState(wanted, stage.small().tokenizer, 64, None), first)
+    return stage.asking(stage.state_of(wanted, vocabulary=64), first)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])

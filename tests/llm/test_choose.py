@@ -58,9 +58,7 @@ KINDS = {
 
 
 def work_of(kind: Kind) -> SequenceState:
-    model = stage.small()
-    parameters = TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted)
-    made = SequenceState(parameters, model.tokenizer, model.vocabulary, None)
+    made = stage.state_of(TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted))
     made.take(list(kind.said), [], set())
     return made
 
@@ -159,7 +157,7 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched(compiler: G
     model = stage.small()
     logits = normal(3, 3, model.vocabulary, scale=3)
     held, drawn, free = (
-        SequenceState(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher)
+        stage.state_of(TextParameters(PROMPT, 50, **wanted), matcher)
         for wanted, matcher in (
             (GREEDY, compiler.compile('{"type": "boolean"}').matcher()),
             (SEEDED, compiler.compile('{"type": "integer"}').matcher()),

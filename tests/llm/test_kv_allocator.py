@@ -21,9 +21,7 @@ def places(*, pages: int, sequences: int) -> tuple[KVAllocator, KVCache, PageAll
 
 
 def sequence(first: int, length: int) -> SequenceState:
-    model = stage.small()
-    prompt = tuple(range(first, first + length))
-    return SequenceState(TextParameters(prompt, 8), model.tokenizer, model.vocabulary, None)
+    return stage.state_of(TextParameters(tuple(range(first, first + length)), 8))
 
 
 def test_too_few_pages_hold_nothing() -> None:

@@ -24,9 +24,7 @@ REPEATED = (7, 8, 9, 10) * 4  # whose end stood there before
 
 
 def work(tokens: tuple[int, ...] = REPEATED, **wanted: Any) -> SequenceState:
-    model = stage.small()
-    parameters = TextParameters(tokens, **{"max_tokens": 20, "temperature": 0.0, **wanted})
-    return SequenceState(parameters, model.tokenizer, model.vocabulary, None)
+    return stage.state_of(TextParameters(tokens, **{"max_tokens": 20, "temperature": 0.0, **wanted}))
 
 
 def test_nobody_guesses_for_what_looks_at_every_token_or_where_nobody_can() -> None:

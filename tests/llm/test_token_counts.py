@@ -29,7 +29,7 @@ def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int],
     for number, (row, another, tokens, token) in enumerate(events):
         if another or row not in works:
             parameters = TextParameters((1, *tokens), 99, frequency_penalty=1.0)
-            works[row] = SequenceState(parameters, stage.small().tokenizer, VOCABULARY, None)
+            works[row] = stage.state_of(parameters, vocabulary=VOCABULARY)
         else:
             works[row].tokens += tokens
         work = works[row]
