@@ -143,18 +143,26 @@ def logits(model: TextModel, tokens: Sequence[int]) -> Tensor:
 def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int, **options: Any) -> list[tuple[int, ...]]:
     """What transformers' `generate` answers greedily, up to and with the end token."""
     answers: dict[int, tuple[int, ...]] = {}
-    with by_transformers(model) as network:
-        for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
-            group = [i for i, prompt in enumerate(given) if len(prompt) == length]
-            ids = torch.tensor([given[i] for i in group])
-            made = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
-                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
-            )  # fmt: skip
-            for i, row in zip(group, made[:, length:].tolist(), strict=True):
-                end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
-                answers[i] = tuple(row[:end])
+    for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
+        group = [i for i, prompt in enumerate(given) if len(prompt) == length]
+        rows = generate(model, [given[i] for i in group], most, **options)[:, length:].tolist()
+        answers |= {i: until_end(model, row) for i, row in zip(group, rows, strict=True)}
     return [answers[i] for i in range(len(given))]
+
+
+def generate(model: TextModel, prompts: Sequence[tuple[int, ...]], most: int, **options: Any) -> Any:
+    """What transformers' `generate` returns for prompts of one length."""
+    ids = torch.tensor(prompts)
+    with by_transformers(model) as network:
+        return network.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
+            eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
+        )  # fmt: skip
+
+
+def until_end(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
+    """An answer up to and with its first end token."""
+    return tuple(tokens[: next((n for n, token in enumerate(tokens, 1) if token in model.ends), len(tokens))])
 
 
 @contextmanager

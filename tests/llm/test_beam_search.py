@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 
 from contract.errors import Invalid
 from core.batching.request import Outcome, Request
@@ -44,18 +43,13 @@ def searched(name: str, search: Search, count: int) -> list[list[tuple[tuple[int
     """transformers' answers and scores, best first."""
     model: TextModel = getattr(stage, name)()
     texts = []
-    with stage.by_transformers(model) as network:
-        for prompt in stage.prompts(model, count):
-            ids = torch.tensor([prompt])
-            output = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST, do_sample=False, num_beams=search.width,
-                num_return_sequences=search.width, eos_token_id=sorted(model.ends), return_dict_in_generate=True,
-                output_scores=True, pad_token_id=model.tokenizer.pad_token_id, **search.options,
-            )  # fmt: skip
-            rows = [row[len(prompt) :] for row in output.sequences.tolist()]
-            ends = [next((n for n, token in enumerate(row, 1) if token in model.ends), len(row)) for row in rows]
-            scores = output.sequences_scores.tolist()
-            texts.append([(tuple(row[:end]), score) for row, end, score in zip(rows, ends, scores, strict=True)])
+    for prompt in stage.prompts(model, count):
+        output = stage.generate(
+            model, [prompt], MOST, num_beams=search.width, num_return_sequences=search.width, output_scores=True,
+            return_dict_in_generate=True, **search.options,
+        )  # fmt: skip
+        rows = [stage.until_end(model, row) for row in output.sequences[:, len(prompt) :].tolist()]
+        texts.append([*zip(rows, output.sequences_scores.tolist(), strict=True)])
     return texts
 
 

@@ -15,7 +15,7 @@ from llm import tiny
 from llm.execution import KERNELS, TextExecution
 from llm.load import TextModel, load
 from llm.quantized import quantize
-from tests.llm import stage
+from tests.llm import stage, test_exact
 from tests.llm.test_exact import check, watch
 from tests.llm.test_load import config, logits, saved
 
@@ -44,11 +44,9 @@ def answered(name: str, count: int, **options: Any) -> tuple[str, list[tuple[int
     few = "pages" in options
     with stage.serving(model, **options) as (engine, runner):
         preempted = watch(runner)
-        requests = [stage.greedy(prompt, 2 * MOST if few else MOST, ignore_end=few) for prompt in prompts[:count]]
-        texts = stage.answers(engine, requests)
+        found = test_exact.answered(model, engine, prompts[:count], MOST, on=few)
         assert bool(preempted) == few
-    ends = [next((n for n, t in enumerate(text.tokens, 1) if t in model.ends), MOST) for text in texts]
-    return runner.execution.kind, [text.tokens[:end][:MOST] for text, end in zip(texts, ends, strict=True)]
+    return runner.execution.kind, found
 
 
 @pytest.mark.quick(0, 1, 2)
