@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults.histories.checker import check
 from tests.faults.histories.clocks import Clocks
-from tests.faults.histories.faults import KINDS, draw, possible
+from tests.faults.histories.faults import draw, possible
 from tests.faults.histories.history import play
 from tests.faults.histories.proxy import CUT, HANG, PASS, SLOW, Proxy
 from tests.faults.histories.record import Fault, History
@@ -41,14 +41,6 @@ def test_a_short_history_is_accepted(tmp_path: Path) -> None:
         assert {"hostile", "upload", "text", "files"} <= ops and len(history.levels) == len(world.parts)
     history.write(tmp_path / "played.json")
     assert History.read(tmp_path / "played.json") == history
-
-
-def test_a_seed_draws_one_schedule() -> None:
-    kinds = list(KINDS)
-    drawn = draw(5, kinds, 400, 10.0)
-    assert drawn == draw(5, kinds, 400, 10.0) != draw(6, kinds, 400, 10.0)
-    assert {fault.kind for fault in drawn} == set(kinds)
-    assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
 
 
 class Echo(socketserver.BaseRequestHandler):

@@ -1,4 +1,4 @@
-"""Tests ddmin: the result is the cause, in its order; tries are counted."""
+"""Tests ddmin: the result is the cause, in its order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,3 @@ from tests.faults.histories.shrink import shrink
 def test_no_more_than_the_cause_is_left(whole: list[int], data: st.DataObject) -> None:
     cause = set(data.draw(st.lists(st.sampled_from(whole), unique=True, max_size=5))) if whole else set()
     assert shrink(whole, lambda part: cause <= set(part)) == [one for one in whole if one in cause]
-
-
-def test_tries_are_counted() -> None:
-    asked: list[list[int]] = []
-
-    def fails(part: list[int]) -> bool:
-        asked.append(part)
-        return 7 in part and 3 in part
-
-    assert {3, 7} <= set(shrink(list(range(64)), fails, tries=5))
-    assert len(asked) == 5

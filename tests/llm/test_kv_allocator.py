@@ -69,20 +69,6 @@ def test_all_rows_taken_is_full_until_one_is_freed() -> None:
     assert not allocator.full and allocator.allocate(other)
 
 
-def test_pages_that_were_published_are_computed_for_the_next_one() -> None:
-    allocator, cache, pages = places(pages=8, sequences=2)
-    one, other = sequence(0, 2 * PAGE + 3), sequence(0, 2 * PAGE + 3)
-    assert allocator.allocate(one) and one.computed == 0
-    allocator.publish(one, PAGE - 1)
-    assert one.holding.published == 0
-    allocator.publish(one, 2 * PAGE)
-    assert allocator.allocate(other) and other.computed == other.cached == other.drafted == 2 * PAGE
-    assert other.holding.pages[:2] == one.holding.pages[:2] and other.row != one.row
-    cache.settle()
-    assert cache.table[other.row, :3].tolist() == other.holding.pages
-    assert pages.hits == 2 * PAGE
-
-
 def test_a_forked_beam_forgets_what_its_row_had_drafted() -> None:
     """Of another beam, before; and of its source a drafter has the shared pages alone."""
     allocator, _, _ = places(pages=16, sequences=2)

@@ -76,12 +76,6 @@ def test_the_last_token_is_never_found() -> None:
     assert pages.hits == PAGE
 
 
-def test_equal_tokens_behind_other_beginnings_are_not_found() -> None:
-    pages = PageAllocator(8)
-    published(pages, [1] * PAGE + [2] * PAGE)
-    assert found(pages, [3] * PAGE + [2] * PAGE + [0]).pages == []
-
-
 def test_two_that_computed_the_same_keep_a_page_each() -> None:
     pages, tokens = PageAllocator(8), [5] * (2 * PAGE)
     one, other = published(pages, tokens), published(pages, tokens)

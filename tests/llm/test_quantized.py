@@ -68,10 +68,9 @@ READ = (
 TEXTS = [line for part in CAPTIONS.split("\n") for line in part.split("|") if line]
 
 
-def perplexity(model: TextModel, texts: Sequence[str] = TEXTS, **options: Any) -> float:
-    """Of captions, on our kernels by default."""
-    options = {"kernels": stage.kernels(), **options}
-    execution = TextExecution(model, pages=16, sequences=1, context=256, **options)
+def perplexity(model: TextModel, texts: Sequence[str] = TEXTS) -> float:
+    """Of captions, on our kernels."""
+    execution = TextExecution(model, pages=16, sequences=1, context=256, kernels=stage.kernels())
     execution.cache.place(0, list(range(16)))
     total, count = 0.0, 0
     for text in texts:
