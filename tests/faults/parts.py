@@ -78,11 +78,6 @@ class Part:
         """SIGTERM, and wait for the end. Returns the exit status; raises AssertionError if it never ends."""
         assert self.process is not None
         self.process.terminate()
-        return self.ended(timeout_s)
-
-    def ended(self, timeout_s: float) -> int:
-        """Wait until it has ended by itself; returns the exit status."""
-        assert self.process is not None
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
