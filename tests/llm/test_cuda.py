@@ -338,8 +338,8 @@ def test_hidden_states_beside_logits() -> None:
         theirs, layers = output.last_hidden_state[0].float(), [x[0].float() for x in output.hidden_states]
     run = fused(model, features=(1, 0))
     rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
-    columns = [[texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows]]
-    logits = run(TokenBatch.of(*columns, [2], [*range(3, len(rows))]))
+    tokens, positions, sequences = [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows]
+    logits = run(TokenBatch.of(tokens, positions, sequences, [2], [*range(3, len(rows))]))
     assert run.model.states is not None and run.graphs.features is not None
     for found, expected in (
         (run.model.states.float(), theirs),
