@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -184,7 +185,16 @@ def submit(engine: Engine, parameters: TextParameters, id: str = "a", **options:
 
 
 def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedText]:
-    futures = [submit(engine, parameters, f"{i}") for i, parameters in enumerate(wanted)]
+    """The answers to requests of which none goes on before all are submitted, however slow a machine is at that."""
+    submitted = threading.Event()
+
+    def wait(*_: object) -> None:
+        submitted.wait()
+
+    try:
+        futures = [submit(engine, parameters, f"{i}", listener=wait) for i, parameters in enumerate(wanted)]
+    finally:
+        submitted.set()
     return [future.result(timeout=300) for future in futures]
 
 
