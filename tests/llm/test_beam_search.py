@@ -158,6 +158,20 @@ def test_beams_share_all_pages_but_the_last() -> None:
     runner.close()
 
 
+def test_a_search_that_finds_no_pages_to_grow_into_reserves_none() -> None:
+    """Beside an answer that has taken what was left."""
+    runner = TextRunner(stage.small(), max_requests=8, pages=20)
+    search = Request("0", "text", stage.greedy((1, 2, 3), 3 * PAGE, beams=3))
+    other = Request("1", "text", stage.greedy((1, *[7] * 14 * PAGE), 8))
+    assert runner.admit(search) is None and runner.admit(other) is None
+    while runner.reserve([search]):
+        assert not runner.launch([search]).outcome()["0"].finished
+    for request in (search, other):
+        runner.release(request)
+    runner.pages.check()
+    runner.close()
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "stop": {"stop": ("x",)}, "logit_bias": {"logit_bias": ((3, 1.0),)}, "json_schema": {"json_schema": "{}"},
     "repetition_penalty": {"repetition_penalty": 1.1}, "temperature": {"temperature": 1.0}, "n": {"answers": 5},
