@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import struct
-import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from playwright.sync_api import Browser
 
 from deployment.redis import free_port
 from tests.api.conftest import browser
+from tests.clients.programs import running
 from tests.deployment.served import READY_S, ROOT, Served, wait_until
 
 __all__ = ["browser"]
@@ -66,9 +66,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 class Comfy:
     """A ComfyUI, by its own HTTP and WebSocket API."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.url = folder, url
-        self.client = httpx2.Client(base_url=url, timeout=READY_S, verify=False)
+    def __init__(self, folder: Path, client: httpx2.Client) -> None:
+        self.folder, self.client, self.url = folder, client, str(client.base_url).rstrip("/")
 
     def info(self, node: str) -> dict[str, Any]:
         return dict(self.client.get(f"/object_info/{node}").json()[node])
@@ -170,33 +169,9 @@ def comfy(service: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     shutil.copytree(FOLDER, folder / "custom_nodes" / "diptych")
     words = ["--cpu", "--base-directory", str(folder), "--port", str(port), "--disable-api-nodes"]
     words += ["--database-url", "sqlite:///:memory:"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DIPTYCH_"))}
-    environment |= {"DIPTYCH_URL": service.url, "DIPTYCH_API_KEY": SECRET, "HF_HUB_OFFLINE": "1"}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [python(), "main.py", *words],
-            cwd=COMFYUI,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    comfy = Comfy(folder, f"http://127.0.0.1:{port}")
-    try:
-        wait_until(lambda: process.poll() is not None or healthy(comfy), "ComfyUI")
-        assert process.poll() is None, (folder / "log").read_text("utf-8", "replace")[-3000:]
-        yield comfy
-    finally:
-        comfy.client.close()
-        process.kill()
-        process.wait()
-
-
-def healthy(comfy: Comfy) -> bool:
-    try:
-        return comfy.client.get("/system_stats").status_code == 200
-    except httpx2.TransportError:
-        return False
+    environment = {"DIPTYCH_URL": service.url, "DIPTYCH_API_KEY": SECRET, "HF_HUB_OFFLINE": "1"}
+    with running([python(), "main.py", *words], folder, COMFYUI, port, "/system_stats", environment) as client:
+        yield Comfy(folder, client)
 
 
 def workflow(comfy: Comfy, nodes: Mapping[str, Any] = {}, **inputs: Any) -> dict[str, Any]:
@@ -292,9 +267,7 @@ def test_loras_controls_and_image_prompts_take_part(comfy: Comfy, service: Serve
     (plain,) = drawn(service)
     seen = [plain]
     for links in ({"loras": ["3", 0]}, {"controls": ["4", 0]}, {"image_prompts": ["6", 0]}):
-        run = comfy.run(workflow(comfy, nodes, **links, options='{"deterministic": true}'))
-        assert len(run.pixels) == 1, run
-        (pixels,) = run.pixels
+        (pixels,) = comfy.run(workflow(comfy, nodes, **links, options='{"deterministic": true}')).pixels
         assert not any(np.array_equal(pixels, other) for other in seen)
         seen.append(pixels)
     assert np.array_equal(seen[1], drawn(service, lora="mosaic:0.8,pencil:0.5", deterministic=True)[0])
@@ -308,7 +281,10 @@ def test_interrupt_cancels_the_jobs(comfy: Comfy, service: Served) -> None:
     before = {job["id"] for job in jobs(service)}
     run = comfy.run(both, interrupt_at="progress")
     assert run.of("execution_interrupted") and not run.pictures, run
-    states = lambda: [job["status"] for job in jobs(service) if job["id"] not in before]  # noqa: E731
+
+    def states() -> list[str]:
+        return [job["status"] for job in jobs(service) if job["id"] not in before]
+
     wait_until(lambda: states() == ["cancelled", "cancelled"], f"the end of {states()}", 30)
     assert comfy.run(workflow(comfy, seed=31)).pictures, "the next workflow runs"
 

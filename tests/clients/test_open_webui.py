@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import io
 import os
-import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import pytest
 from PIL import Image
 
 from deployment.redis import free_port
-from tests.deployment.served import READY_S, Served, wait_until
+from tests.clients.programs import running
+from tests.deployment.served import Served
 
 COMMAND = os.environ.get("OPEN_WEBUI", "")
 
@@ -36,41 +37,24 @@ def client(service: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "AUTOMATIC1111_BASE_URL": service.url,
     }  # fmt: skip
     offline = {"WEBUI_AUTH": "false", "OFFLINE_MODE": "true", "HF_HUB_OFFLINE": "1", "RAG_EMBEDDING_ENGINE": "openai"}
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port)],
-            cwd=folder, env=inherited | openai | images | offline | {"DATA_DIR": str(folder)}, stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_S, verify=False) as client:
-            wait_until(lambda: process.poll() is not None or healthy(client), "Open WebUI")
-            assert process.poll() is None, (folder / "log").read_text("utf-8", "replace")[-2000:]
-            token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
-            client.headers["Authorization"] = f"Bearer {token}"
-            yield client
-    finally:
-        process.kill()
-        process.wait()
+    environment = openai | images | offline | {"DATA_DIR": str(folder)}
+    command = [COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port)]
+    with running(command, folder, folder, port, "/health", environment) as client:
+        token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+        client.headers["Authorization"] = f"Bearer {token}"
+        yield client
 
 
-def healthy(client: httpx2.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx2.TransportError:
-        return False
-
-
-def picture(client: httpx2.Client, answer: httpx2.Response) -> Image.Image:
-    """The only one that an answer names."""
+def pictures(client: httpx2.Client, path: str, **body: Any) -> list[Image.Image]:
+    """Those that the answer to a post names."""
+    answer = client.post(f"/api/v1/images/{path}", json=body)
     assert answer.status_code == 200, answer.text
-    (named,) = answer.json()
-    return Image.open(io.BytesIO(client.get(named["url"]).content))
+    return [Image.open(io.BytesIO(client.get(named["url"]).content)) for named in answer.json()]
 
 
 def test_it_draws(client: httpx2.Client) -> None:
-    answer = client.post("/api/v1/images/generations", json={"prompt": "a cat", "n": 1})
-    assert picture(client, answer).size == (32, 32)
+    (picture,) = pictures(client, "generations", prompt="a cat", n=1)
+    assert picture.size == (32, 32)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -78,8 +62,8 @@ def test_it_edits(client: httpx2.Client, several: bool) -> None:
     stream = io.BytesIO()
     Image.new("RGB", (32, 32), "red").save(stream, "PNG")
     image = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    answer = client.post("/api/v1/images/edit", json={"prompt": "a hat", "image": [image] if several else image})
-    assert picture(client, answer).size == (32, 32)
+    (picture,) = pictures(client, "edit", prompt="a hat", image=[image] if several else image)
+    assert picture.size == (32, 32)
 
 
 @pytest.fixture
@@ -101,11 +85,9 @@ def test_it_draws_by_automatic1111s_api(client: httpx2.Client) -> None:
     """With the models that it lists, steps and a negative prompt, several at once."""
     assert [model["id"] for model in client.get("/api/v1/images/models").json()] == ["tiny"]
     body = {"prompt": "a cat", "negative_prompt": "blurry", "n": 2, "steps": 3, "model": "tiny"}
-    answer = client.post("/api/v1/images/generations", json=body)
-    assert answer.status_code == 200, answer.text
-    pictures = [Image.open(io.BytesIO(client.get(named["url"]).content)) for named in answer.json()]
-    assert [one.size for one in pictures] == [(32, 32)] * 2
-    texts = [str(one.info["parameters"]) for one in pictures]
+    drawn = pictures(client, "generations", **body)
+    assert [picture.size for picture in drawn] == [(32, 32)] * 2
+    texts = [str(picture.info["parameters"]) for picture in drawn]
     assert all("Steps: 3," in text and "Negative prompt: blurry" in text for text in texts) and texts[0] != texts[1]
 
 

@@ -32,6 +32,10 @@ def client(api: Api) -> Iterator[Any]:
     client._client.close()
 
 
+def predict(client: Any, **options: Any) -> Any:
+    return client.predictions.create(version=MODEL, input=INPUT, **options)
+
+
 def opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data))
 
@@ -110,14 +114,13 @@ def test_a_wait_that_is_too_short_is_polled_on(client: Any, easel: Easel) -> Non
 
 def test_an_input_that_was_answered_is_an_input(client: Any, easel: Easel) -> None:
     first = client.predictions.create(version=MODEL, input={**INPUT, "output_format": "webp", "num_outputs": 2})
-    first.wait()
     second = client.predictions.create(version=MODEL, input=first.input)
-    second.wait()
+    first.wait(), second.wait()
     assert easel.seen[-1].parameters == easel.seen[-2].parameters and second.input == first.input
 
 
 def test_cancel(client: Any, worker: Worker) -> None:
-    waiting, running = (client.predictions.create(version=MODEL, input=INPUT) for _ in range(2))
+    waiting, running = (predict(client) for _ in range(2))
     worker.take(running.id)
     for prediction in (waiting, running):
         prediction.cancel()
@@ -141,7 +144,7 @@ def test_stream(client: Any, easel: Easel) -> None:
 
 def test_pages(client: Any, worker: Worker) -> None:
     for _ in range(3):
-        client.predictions.create(version=MODEL, input=INPUT)
+        predict(client)
     made = [prediction.id for page in replicate.pagination.paginate(client.predictions.list) for prediction in page]
     assert len(made) == len(set(made)) >= 3 and client.predictions.get(made[0]).input["prompt"] == "a cat"
 
@@ -197,7 +200,7 @@ def heard(receiver: Receiver, client: Any) -> list[dict[str, Any]]:
 
 def test_a_webhook_is_told_of_start_logs_and_end(client: Any, worker: Worker) -> None:
     with Receiver() as receiver:
-        prediction = client.predictions.create(version=MODEL, input=INPUT, webhook=f"{receiver.url}/hook")
+        prediction = predict(client, webhook=f"{receiver.url}/hook")
         claim = worker.take(prediction.id)
         eventually(lambda: len(receiver.heard) == 1)
         worker.report(claim, 2)
@@ -222,16 +225,14 @@ def test_a_webhook_is_told_of_start_logs_and_end(client: Any, worker: Worker) ->
 )
 def test_a_filter_selects_its_events(client: Any, worker: Worker, events: list[str], statuses: list[str]) -> None:
     with Receiver() as receiver, Receiver() as other:
-        prediction = client.predictions.create(
-            version=MODEL, input=INPUT, webhook=receiver.url, webhook_events_filter=events
-        )
+        prediction = predict(client, webhook=receiver.url, webhook_events_filter=events)
         claim = worker.take(prediction.id)
         worker.report(claim, 2) if "logs" in events else None
         early = len(statuses) - any(status == "succeeded" for status in statuses)
         eventually(lambda: len(receiver.heard) == early)
         worker.finish(claim)
         # One that ends later is told of later: then nothing of the first is to come.
-        last = client.predictions.create(version=MODEL, input=INPUT, webhook_completed=other.url)
+        last = predict(client, webhook_completed=other.url)
         worker.work(last.id)
         eventually(lambda: other.heard and not worker.redis.keys("diptych:webhook*"))
         assert [message["status"] for message in heard(receiver, client)] == statuses
@@ -240,9 +241,7 @@ def test_a_filter_selects_its_events(client: Any, worker: Worker, events: list[s
 def test_a_start_that_is_not_heard_costs_the_end_nothing(client: Any, worker: Worker) -> None:
     """It is not repeated, and neither is its failure counted."""
     with Receiver(500) as receiver:
-        prediction = client.predictions.create(
-            version=MODEL, input=INPUT, webhook=receiver.url, webhook_events_filter=["start", "completed"]
-        )
+        prediction = predict(client, webhook=receiver.url, webhook_events_filter=["start", "completed"])
         claim = worker.take(prediction.id)
         eventually(lambda: receiver.heard)
         worker.finish(claim)

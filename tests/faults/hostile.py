@@ -86,9 +86,8 @@ def attack(count: int, seed: int, folder: Path) -> Attack:
             while some := list(islice(asked, 200)):
                 for request, status in zip(some, pool.map(partial(send, api.port), some), strict=True):
                     statuses.setdefault(request.kind, Counter())[status] += 1
-        rss_mib = [reading[0] for reading in monitor.own_mib]
         log = (folder / "api.log").read_text("utf-8", "replace")
-        return Attack(statuses, monitor.gaps_s, rss_mib, api.child.poll() is None, log)
+        return Attack(statuses, monitor.gaps_s, monitor.own_mib, api.child.poll() is None, log)
 
 
 def summary(found: Attack) -> dict[str, Any]:

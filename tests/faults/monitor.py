@@ -1,4 +1,4 @@
-"""Asks an API's /healthz and reads the memory of processes, twenty and five times a second, in a process of its own.
+"""Asks an API's /healthz and reads the memory of its process, twenty and five times a second, in a process of its own.
 
 What else the caller's process computes therefore does not show in the times. How late the monitor itself is woken up
 by the machine is recorded beside them.
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import urllib.parse
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -46,32 +45,27 @@ def own_mib(pid: int) -> float:
 
 
 class Monitor:
-    """Monitors an API, and processes with their children. Use as a context manager; results are there at its end."""
+    """Monitors an API and its process. Use as a context manager; results are there at its end."""
 
-    def __init__(self, url: str, *pids: int) -> None:
-        self.url, self.pids = url, pids
+    def __init__(self, url: str, pid: int) -> None:
+        self._command = [sys.executable, "-m", "tests.faults.monitor", url, str(pid)]
         self.gaps_s: list[float] = []  # seconds of each answer of /healthz
         self.late_s: list[float] = []  # by which the monitor was woken up later than it asked for, before each of them
         self.failures: list[str] = []  # of /healthz: what was not answered, or not with 200
-        self.rss_mib: list[list[float]] = []  # at each reading, by process: with its children
-        self.own_mib: list[list[float]] = []  # and without
+        self.rss_mib: list[float] = []  # at each reading, of the process with its children
+        self.own_mib: list[float] = []  # and without
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.monitor", self.url, *map(str, self.pids)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None and self._process.stdout.readline() == "ready\n"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        found: dict[str, Any] = json.loads(self._process.communicate()[0])
-        self.gaps_s, self.late_s = found["gaps_s"], found["late_s"]
-        self.failures, self.rss_mib, self.own_mib = found["failures"], found["rss_mib"], found["own_mib"]
+    def __exit__(self, *_: object) -> None:
+        vars(self).update(json.loads(self._process.communicate()[0]))
 
-    def peak_mib(self, k: int = 0, *, own: bool = False) -> float:
-        """The most memory of the k-th process with its children; `own`: without them."""
-        return max(reading[k] for reading in (self.own_mib if own else self.rss_mib))
+    def peak_mib(self) -> float:
+        """The most memory of the process with its children."""
+        return max(self.rss_mib)
 
     def healthz_ms(self) -> dict[str, float]:
         """Milliseconds of /healthz, and how late the monitor was woken up at most."""
@@ -85,37 +79,31 @@ class Monitor:
 
 def main() -> None:
     """Monitor until the standard input ends, then print what was found as JSON."""
-    url, *pids = sys.argv[1:]
+    url, pid = sys.argv[1], int(sys.argv[2])
     address = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=_ANSWER_S)
-    gaps_s: list[float] = []
-    late_s: list[float] = []
-    failures: list[str] = []
-    rss_mib: list[list[float]] = []
-    owns_mib: list[list[float]] = []
+    found: dict[str, list[Any]] = {"gaps_s": [], "late_s": [], "failures": [], "rss_mib": [], "own_mib": []}
     print("ready", flush=True)
     while True:
         due = time.perf_counter() + _PERIOD_S
         if select.select([sys.stdin], [], [], _PERIOD_S)[0]:
             break
         started = time.perf_counter()
-        late_s.append(started - due)
+        found["late_s"].append(started - due)
         try:
             connection.request("GET", "/healthz")
             answer = connection.getresponse()
             answer.read()
             if answer.status != 200:
-                failures.append(str(answer.status))
+                found["failures"].append(str(answer.status))
         except (OSError, http.client.HTTPException) as error:
-            failures.append(repr(error))
+            found["failures"].append(repr(error))
             connection.close()
-        gaps_s.append(time.perf_counter() - started)
-        if len(gaps_s) % _MEMORY_PERIODS == 1:
-            rss_mib.append([usage(int(pid))[0] for pid in pids])
-            owns_mib.append([own_mib(int(pid)) for pid in pids])
-    print(json.dumps({
-        "gaps_s": gaps_s, "late_s": late_s, "failures": failures, "rss_mib": rss_mib, "own_mib": owns_mib,
-    }))  # fmt: skip
+        found["gaps_s"].append(time.perf_counter() - started)
+        if len(found["gaps_s"]) % _MEMORY_PERIODS == 1:
+            found["rss_mib"].append(usage(pid)[0])
+            found["own_mib"].append(own_mib(pid))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ class Part:
     environment: Mapping[str, str]
     log: Path
     guard: Guard
-    niceness: int = 0
     descriptors: tuple[int, ...] = ()
     starts: int = 0
     root: Path = ROOT
@@ -48,11 +47,11 @@ class Part:
             if self.preload and self.root == ROOT and "LD_PRELOAD" not in self.environment:
                 self.process = forker(*self.preload).start(
                     self.command[1:], env=inherited | dict(self.environment), stderr=output.fileno(),
-                    pass_fds=self.descriptors, start_new_session=True, niceness=self.niceness,
+                    pass_fds=self.descriptors, start_new_session=True,
                 )  # fmt: skip
             else:
                 self.process = subprocess.Popen(
-                    launched(self.command, niceness=self.niceness), cwd=self.root,
+                    launched(self.command), cwd=self.root,
                     env=inherited | dict(self.environment), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     start_new_session=True, pass_fds=self.descriptors,
                 )  # fmt: skip
@@ -79,11 +78,6 @@ class Part:
         """SIGTERM, and wait for the end. Returns the exit status; raises AssertionError if it never ends."""
         assert self.process is not None
         self.process.terminate()
-        return self.ended(timeout_s)
-
-    def ended(self, timeout_s: float) -> int:
-        """Wait until it has ended by itself; returns the exit status."""
-        assert self.process is not None
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -113,11 +107,9 @@ class Part:
         return "\n".join((f"=== {self.name} ({'runs' if state is None else state})", *text))
 
 
-def wait_for(what: str, condition: Callable[[], object], timeout_s: float, every_s: float = 0.05) -> float:
-    """Ask `condition()` until it is true; returns the seconds it took. Raises AssertionError naming `what`."""
-    started = time.monotonic()
+def wait_for(what: str, condition: Callable[[], object], timeout_s: float, every_s: float = 0.05) -> None:
+    """Ask `condition()` until it is true. Raises AssertionError naming `what`."""
+    until = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() - started > timeout_s:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        assert time.monotonic() < until, f"not within {timeout_s:g} s: {what}"
         time.sleep(every_s)
-    return time.monotonic() - started

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import struct
 import zlib
 from functools import cache
@@ -18,10 +17,10 @@ def chunk(kind: bytes, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, chunks: bytes = b"", *, rows: bytes = b"", claims: int = 0, level: int = 9) -> bytes:
+def png(width: int, height: int, chunks: bytes = b"", *, claims: int = 0) -> bytes:
     """A PNG of 8-bit grey, with these chunks behind its header, which may claim another height than there are rows."""
     header = struct.pack(">IIBBBBB", width, claims or height, 8, 0, 0, 0, 0)
-    data = zlib.compress(rows or bytes((width + 1) * height), level)
+    data = zlib.compress(bytes((width + 1) * height), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunks + chunk(b"IDAT", data) + chunk(b"IEND")
 
 
@@ -33,13 +32,6 @@ def small_png(chunks: bytes = b"", side: int = 64) -> bytes:
 def png_of_empty_chunks(count: int) -> bytes:
     """Twelve bytes each."""
     return small_png(chunk(b"IDAT") * count)
-
-
-@cache
-def heavy_png(size_bytes: int) -> bytes:
-    """A sound picture of nearly this size, of pixels that cannot be compressed."""
-    side = int(size_bytes**0.5) - 8
-    return png(side, side, rows=b"".join(b"\0" + random.Random(y).randbytes(side) for y in range(side)), level=0)
 
 
 def form_body(fields: dict[str, bytes], files: dict[str, bytes], boundary: str = "edge") -> bytes:

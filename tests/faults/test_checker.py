@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -64,14 +63,6 @@ def histories(draw: st.DrawFn) -> History:
 @given(histories())
 def test_what_goes_well_is_accepted(history: History) -> None:
     assert check(history) == []
-
-
-@given(histories())
-def test_a_history_survives_its_file(history: History) -> None:
-    path = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / "history.json"
-    history.write(path)
-    assert History.read(path) == history
-    path.unlink()
 
 
 def broken(rule: str, history: History) -> None:
@@ -153,15 +144,26 @@ def waited(k: int) -> tuple[Told, ...]:
 
 SHARED, RATED = Limits(share=2), Limits(requests={"anna": (5, 2.0)}, pictures={"anna": (5, 2.0)})
 FILES = Limits(files={"anna": 10})
+SHARE, RATE, QUOTA = "queue_share_full", "rate_limit_exceeded", "files_quota_exceeded"
+BATCH = call("batch", 2, "", ids=("batch_1",), wants=("0 x", "1 y"))
 
 
 def refused(op: str, at: float, about: str, status: int, code: str = "", **more: object) -> Call:
     return replace(call(op, at, about, **more), outcome=REFUSED, status=status, code=code)  # type: ignore[arg-type]
 
 
+def unknown(op: str, at: float, about: str, status: int = 503, **more: object) -> Call:
+    return replace(call(op, at, about), outcome=UNKNOWN, status=status, **more)  # type: ignore[arg-type]
+
+
 def waiting(op: str, count: int) -> list[Call]:
     """Calls that may have made a job each, of which nobody knows the end."""
-    return [replace(call(op, k + 1, f"w{k}"), outcome=UNKNOWN, status=503) for k in range(count)]
+    return [unknown(op, k + 1, f"w{k}") for k in range(count)]
+
+
+def full(at: float, code: str, op: str = "submit", status: int = 429, **more: object) -> Call:
+    """A refusal for want of room."""
+    return refused(op, at, "b", status, code, **more)
 
 
 def asked(count: int, at: float) -> list[Call]:
@@ -187,7 +189,7 @@ WRONG: dict[str, list[History]] = {
         job(call("content", 60, "file-1", wants=("mine",), got=("another's",))),
         job(call("erase", 60, "a"), call("picture", 70, "a", got=("mine",))),
     ],
-    "pictures_are_there": [job(replace(call("picture", 60, "a", whole=True), outcome=REFUSED, status=404))],
+    "pictures_are_there": [job(refused("picture", 60, "a", 404, whole=True))],
     "own_things_only": [
         job(call("list", 60, "", seen("a", "succeeded"), tenant="bert")),
         job(call("probe", 60, "a", seen("a", "succeeded"), tenant="bert")),
@@ -215,18 +217,13 @@ WRONG: dict[str, list[History]] = {
         job(*(call("stream", 60, f"b{k}", told=waited(k), whole=True) for k in range(30)), limits=Limits(max_queued=4)),
     ],
     "answers_are_documented": [
-        job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=status, code=code))
-        for status, code in ((500, ""), (502, "x"), (-1, ""))
+        job(unknown("look", 60, "a", status, code=code)) for status, code in ((500, ""), (502, "x"), (-1, ""))
     ],
     "batches_are_whole": [
-        job(call("batch", 2, "", ids=("batch_1",), wants=("line-0 x", "line-1 y")), *ends)
-        for ends in (
-            (),
-            (call("batch_end", 60, "batch_1", code="in_progress"),),
-            (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x",)),),
-            (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x", "line-0 x", "line-1 y")),),
-            (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x", "line-1 another's")),),
-        )
+        job(BATCH),
+        job(BATCH, call("batch_end", 60, "batch_1", code="in_progress")),
+        *(job(BATCH, call("batch_end", 60, "batch_1", code="completed", got=got))
+          for got in (("0 x",), ("0 x", "0 x", "1 y"), ("0 x", "1 another's"))),
     ],
     "strangers_get_nothing": [
         job(call("probe file content", 60, "file-1", owner="anna", tenant=tenant)) for tenant in ("bert", "")
@@ -236,28 +233,27 @@ WRONG: dict[str, list[History]] = {
         for tenant, status in (("bert", 400), ("bert", 403), ("bert", 409), ("bert", 401), ("", 404), ("", 403))
     ],
     "refusals_are_due": [
-        job(refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
-        job(*waiting("text", 1), refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
-        job(refused("text", 60, "b", 429, "queue_share_full"), *waiting("submit", 5), limits=SHARED),
+        job(full(60, SHARE), limits=SHARED),
+        job(*waiting("text", 1), full(60, SHARE), limits=SHARED),
+        job(*waiting("submit", 5), full(60, SHARE, "text"), limits=SHARED),
         # All that waited have ended, or are erased.
         job(
             call("submit", 1, "b", seen("b", "queued", 0)), call("erase", 2, "b"), call("batch", 1, "", ids=("x",)),
-            call("batch_end", 50, "x", code="completed"), refused("submit", 60, "c", 429, "queue_share_full"),
-            limits=Limits(share=1),
+            call("batch_end", 50, "x", code="completed"), full(60, SHARE), limits=Limits(share=1),
         ),
-        job(refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
-        job(*asked(20, at=40), refused("erase", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
-        job(*asked(3, at=59), refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
-        job(*asked(1, at=59), refused("submit", 60, "b", 429, "quota_exceeded"), limits=RATED),
-        job(refused("submit", 60, "b", 400, "invalid_value")),
+        job(full(60, RATE), limits=RATED),
+        job(*asked(20, at=40), full(60, RATE, "erase"), limits=RATED),
+        job(*asked(3, at=59), full(60, RATE), limits=RATED),
+        job(*asked(1, at=59), full(60, "quota_exceeded"), limits=RATED),
+        job(full(60, "invalid_value", status=400)),
     ],
     "quiet_calls_are_answered": [
-        job(refused("upload", 60, "", 429, "files_quota_exceeded", quiet=True, size=9)),
-        job(refused("text", 60, "", 429, "queue_share_full", quiet=True), limits=Limits(share=1)),
-        job(refused("text", 60, "", 503, "store_down", quiet=True)),
-        job(*filled(6, refused("upload", 60, "", 429, "files_quota_exceeded", quiet=True, size=4)), limits=FILES),
+        job(full(60, QUOTA, "upload", quiet=True, size=9)),
+        job(full(60, SHARE, "text", quiet=True), limits=Limits(share=1)),
+        job(full(60, "store_down", "text", 503, quiet=True)),
+        job(*filled(6, full(60, QUOTA, "upload", quiet=True, size=4)), limits=FILES),
         job(*filled(6, call("upload", 60, "", quiet=True, size=5)), limits=FILES),
-        job(*filled(6, refused("upload", 60, "", 500, "", quiet=True, size=5)), limits=FILES),
+        job(*filled(6, full(60, "", "upload", 500, quiet=True, size=5)), limits=FILES),
     ],
     "resources_return": [
         job(levels=[Level("api-0", 20 + DESCRIPTORS + 1, 100, 20, 100)]),
@@ -280,33 +276,29 @@ def test_every_rule_is_tried() -> None:
 
 ALLOWED = [
     job(),
-    job(call("erase", 40, "a"), replace(call("look", 45, "a"), outcome=REFUSED, status=404)),
+    job(call("erase", 40, "a"), refused("look", 45, "a", 404)),
     job(call("erase", 55, "a"), call("submit", 60, "a", seen("a", "queued", 0, created=2.0), wants=("second",)),
         *again()),
-    job(replace(call("erase", 40, "a"), outcome=UNKNOWN), call("picture", 70, "a", got=("mine",))),
+    job(unknown("erase", 40, "a"), call("picture", 70, "a", got=("mine",))),
     # What was submitted and got no answer takes effect after the erasure.
-    job(replace(call("submit", 3, "a", wants=("second",)), outcome=UNKNOWN), call("erase", 40, "a"), *again()),
+    job(unknown("submit", 3, "a", wants=("second",)), call("erase", 40, "a"), *again()),
     job(*ended("b", "failed", error="artifact_error"), faults=("disk_full",)),
-    job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=503)),
-    job(replace(call("look", 60, "a", tenant="bert"), outcome=REFUSED, status=404)),
+    job(unknown("look", 60, "a")),
+    job(refused("look", 60, "a", 404, tenant="bert")),
     *(job(refused("probe job look", 60, "a", status, owner="anna", tenant=tenant))
       for tenant, status in (("bert", 404), ("bert", 429), ("", 401))),
-    job(replace(call("probe job look", 60, "a", owner="anna", tenant="bert"), outcome=UNKNOWN, status=503)),
+    job(unknown("probe job look", 60, "a", owner="anna", tenant="bert")),
     job(refused("probe picture control", 60, "file-1", 400, owner="anna", tenant="bert")),
-    job(*waiting("submit", 2), refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
-    job(*waiting("text", 2), refused("text", 60, "b", 429, "queue_share_full"), limits=SHARED),
+    *(job(*waiting(op, 2), full(60, SHARE, op), limits=SHARED) for op in ("submit", "text")),
     # A job that nobody saw end may wait, and so may all lines of a batch.
-    job(call("submit", 1, "b", seen("b", "queued", 0)), refused("submit", 40, "c", 429, "queue_share_full"),
-        call("finally", 50, "b", seen("b", "succeeded")), limits=SHARED),
-    job(replace(call("batch", 1, "", wants=("x", "y")), outcome=UNKNOWN),
-        refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
-    job(*asked(5, at=58), refused("erase", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+    job(*ended("b", "succeeded"), full(40, SHARE), limits=SHARED),
+    job(unknown("batch", 1, "", wants=("x", "y")), full(60, SHARE), limits=SHARED),
+    job(*asked(5, at=58), full(60, RATE, "erase"), limits=RATED),
     # What was asked for before the history began is not known; after a jump of the clock, windows last longer.
-    job(refused("submit", 3, "b", 429, "rate_limit_exceeded"), limits=RATED),
-    replace(job(*asked(5, at=50), refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
-            faults=[Fault(1, "clock_redis", size=-6.0)]),
-    job(*waiting("submit", 5), refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
-    job(*filled(6, refused("upload", 60, "", 429, "files_quota_exceeded", quiet=True, size=5)), limits=FILES),
+    job(full(3, RATE), limits=RATED),
+    replace(job(*asked(5, at=50), full(60, RATE), limits=RATED), faults=[Fault(1, "clock_redis", size=-6.0)]),
+    job(*waiting("submit", 5), full(60, RATE), limits=RATED),
+    job(*filled(6, full(60, QUOTA, "upload", quiet=True, size=5)), limits=FILES),
     job(*filled(6, call("upload", 60, "", quiet=True, size=4)), limits=FILES),
     job(levels=[Level("api-0", 20 + DESCRIPTORS, 100 + RSS_MIB, 20, 100)]),
 ]  # fmt: skip

@@ -48,12 +48,10 @@ def runner(world: World, own: Own, attempt: int = 1, steps: int = 0) -> Part:
 
     def runs() -> bool:
         job = world.store.get(own.id)
-        if job is None or job.state.value != "running" or job.attempt < attempt:
-            return False
-        if (job.progress or {"steps_done": 0})["steps_done"] < steps:
-            return False
-        pids = {card.id: card.pid for card in world.registry.workers()}
-        found[:] = [part for part in world.crew if part.pid == pids.get(job.worker)]
+        if job is not None and job.state.value == "running" and job.attempt >= attempt:
+            pids = {card.id: card.pid for card in world.registry.workers()}
+            if (job.progress or {"steps_done": 0})["steps_done"] >= steps:
+                found[:] = [part for part in world.crew if part.pid == pids.get(job.worker)]
         return bool(found)
 
     wait_for("it runs", runs, PATIENCE_S)
@@ -80,13 +78,11 @@ def killed(world: World, client: Client) -> list[Fault]:
 
 def peaceful(world: World, client: Client) -> list[Fault]:
     """Jobs are made and looked at, one is erased, and another takes its id."""
-    for _ in range(6):
-        client.put()
+    taken(world, client)
     _all_end(client)
     own = client.own[0]
     client.look(own)
-    client.line.erase(client.tenant, own.id)
-    client.own.remove(own)
+    client._erase(own)
     client.others.remove((client.tenant, own))
     client._make(own.id)
     return []

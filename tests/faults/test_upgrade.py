@@ -55,24 +55,19 @@ class Service:
                        "DIPTYCH_IMAGE_JOBS": "4"},
         )  # fmt: skip
         self.served.ready()
-        wait_until(self.served_models, "both models")
-
-    def served_models(self) -> bool:
         with self.client() as client:
-            listed = client.get("/v1/models").json().get("data", [])
-        return {model["diptych"]["modality"] for model in listed if model["diptych"]["live"]} == {"image", "text"}
+
+            def live() -> set[str]:
+                cards = [model["diptych"] for model in client.get("/v1/models").json().get("data", [])]
+                return {card["modality"] for card in cards if card["live"]}
+
+            wait_until(lambda: live() == {"image", "text"}, "both models")
 
     def keys(self, *words: str) -> str:
         """The output of the release's `diptych keys`."""
         command = [PYTHON, "-m", "diptych", "keys", *words, "--data", str(self.folder / "data")]
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env=environment(PYTHONPATH=str(self.before)),
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        paths = environment(PYTHONPATH=str(self.before))
+        return subprocess.run(command, cwd=self.folder, env=paths, capture_output=True, text=True, check=True).stdout
 
     def client(self) -> httpx2.Client:
         assert self.served is not None
@@ -120,12 +115,12 @@ def post(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
 
 def state(client: httpx2.Client, path: str) -> str:
     """The state in which a job or a batch ends."""
-    running = ("queued", "running", "validating", "in_progress", "finalizing")
-    until = time.monotonic() + ENDED_S
-    while (found := client.get(path).json()["status"]) in running:
-        assert time.monotonic() < until, f"{path} is {found}"
-        time.sleep(1)
-    return str(found)
+
+    def ended() -> str:
+        status = str(client.get(path).json()["status"])
+        return "" if status in ("queued", "running", "validating", "in_progress", "finalizing") else status
+
+    return wait_until(ended, f"the end of {path}", ENDED_S)
 
 
 def lines(endpoint: str) -> str:

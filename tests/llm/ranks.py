@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,6 +18,7 @@ from llm.followers import Followers
 from llm.load import TextModel, load
 from llm.runner import TextRunner
 from llm.shards import Rank
+from tests.llm import stage
 
 
 class ThreadedRank(threading.Thread):
@@ -69,15 +69,7 @@ def loaded(name: str, parallel: str, digest: str = "", **options: Any) -> tuple[
     return model, followers
 
 
-@contextmanager
-def serving(name: str, parallel: str, **options: Any) -> Iterator[tuple[Engine, TextRunner]]:
+def serving(name: str, parallel: str, **options: Any) -> AbstractContextManager[tuple[Engine, TextRunner]]:
     """An engine on a model that is spread over ranks."""
     model, followers = loaded(name, parallel)
-    runner = TextRunner(model, followers=followers, **options)
-    try:
-        with Engine([runner]) as engine:
-            yield engine, runner
-        assert runner.held() == 0
-        runner.pages.check()
-    finally:
-        runner.close()
+    return stage.serving(model, followers=followers, **options)

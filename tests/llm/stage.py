@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.batching.engine import Engine
-from core.batching.request import Request
+from core.batching.request import Outcome, Request
+from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.adapters import CONFIG, WEIGHTS
 from llm.attention import cacheless
@@ -72,6 +75,20 @@ def other() -> TextModel:
     return replace(small(), name="other", network=network.eval().requires_grad_(False))
 
 
+def read(execution: Any, texts: Sequence[Sequence[int]], *counts: Sequence[int]) -> list[Tensor]:
+    """Logits of every token of these texts: so many of each in the first steps, and then one of each a step."""
+    logits: list[list[Tensor]] = [[] for _ in texts]
+    steps = itertools.chain(counts, itertools.repeat([1] * len(texts)))
+    while any(len(found) < len(text) for found, text in zip(logits, texts, strict=True)):
+        ends = [len(found) + count for found, count in zip(logits, next(steps), strict=True)]
+        rows = [(s, t) for s, text in enumerate(texts) for t in range(len(logits[s]), min(ends[s], len(text)))]
+        tokens, positions, sequences = [texts[s][t] for s, t in rows], [t for _, t in rows], [s for s, _ in rows]
+        found = execution(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).clone()
+        for s, row in zip(sequences, found, strict=True):
+            logits[s].append(row)
+    return [torch.stack(each) for each in logits]
+
+
 def step_graphs(channels: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> StepGraphs:
     """The graphs of a model's steps of two sequences, as far as a drafter needs them."""
     model: Any = SimpleNamespace(
@@ -101,6 +118,11 @@ def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
     return made
 
 
+def prompt_of(model: TextModel, length: int) -> tuple[int, ...]:
+    """A prompt of so many tokens."""
+    return tuple(itertools.islice(itertools.cycle(prompts(model, 1)[0]), length))
+
+
 @contextmanager
 def by_transformers(model: TextModel) -> Iterator[Any]:
     """The network with transformers' own attention."""
@@ -122,18 +144,26 @@ def logits(model: TextModel, tokens: Sequence[int]) -> Tensor:
 def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int, **options: Any) -> list[tuple[int, ...]]:
     """What transformers' `generate` answers greedily, up to and with the end token."""
     answers: dict[int, tuple[int, ...]] = {}
-    with by_transformers(model) as network:
-        for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
-            group = [i for i, prompt in enumerate(given) if len(prompt) == length]
-            ids = torch.tensor([given[i] for i in group])
-            made = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
-                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
-            )  # fmt: skip
-            for i, row in zip(group, made[:, length:].tolist(), strict=True):
-                end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
-                answers[i] = tuple(row[:end])
+    for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
+        group = [i for i, prompt in enumerate(given) if len(prompt) == length]
+        rows = generate(model, [given[i] for i in group], most, **options)[:, length:].tolist()
+        answers |= {i: until_end(model, row) for i, row in zip(group, rows, strict=True)}
     return [answers[i] for i in range(len(given))]
+
+
+def generate(model: TextModel, prompts: Sequence[tuple[int, ...]], most: int, **options: Any) -> Any:
+    """What transformers' `generate` returns for prompts of one length."""
+    ids = torch.tensor(prompts)
+    with by_transformers(model) as network:
+        return network.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
+            eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
+        )  # fmt: skip
+
+
+def until_end(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
+    """An answer up to and with its first end token."""
+    return tuple(tokens[: next((n for n, token in enumerate(tokens, 1) if token in model.ends), len(tokens))])
 
 
 @contextmanager
@@ -150,13 +180,34 @@ def serving(model: TextModel, **options: Any) -> Iterator[tuple[Engine, TextRunn
         runner.close()
 
 
+def submit(engine: Engine, parameters: TextParameters, id: str = "a", **options: Any) -> Future[GeneratedText]:
+    return engine.submit(Request(id, "text", parameters, **options))
+
+
 def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedText]:
-    futures = [engine.submit(Request(f"{i}", "text", one)) for i, one in enumerate(wanted)]
+    """The answers to requests of which none goes on before all are submitted, however slow a machine is at that."""
+    submitted = threading.Event()
+
+    def wait(*_: object) -> None:
+        submitted.wait()
+
+    try:
+        futures = [submit(engine, parameters, f"{i}", listener=wait) for i, parameters in enumerate(wanted)]
+    finally:
+        submitted.set()
     return [future.result(timeout=300) for future in futures]
 
 
-def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> GeneratedText:
-    """The text of a request that runs alone, without an engine, and is preempted before these iterations."""
+def write(
+    model: TextModel, requests: Sequence[TextParameters], *, native: bool = True, **options: Any
+) -> list[GeneratedText]:
+    """Answers of an engine of its own, on the CPU kernels or by torch."""
+    with serving(model, kernels=kernels() if native else None, **options) as (engine, _):
+        return answers(engine, requests)
+
+
+def iterations(runner: TextRunner, parameters: TextParameters, *at: int) -> Iterator[tuple[SequenceState, Outcome]]:
+    """The iterations of a request that runs alone, without an engine, and is preempted before some of them."""
     request = Request("0", "text", parameters)
     runner.check(request)
     for iteration in itertools.count():
@@ -164,13 +215,19 @@ def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> Gener
             if iteration:
                 runner.preempt(request)
             assert runner.admit(request) is None
-        assert runner.reserve([request])
+        assert runner.reserve([request]) and runner.rows(request) > 0
         outcome = runner.launch([request]).outcome()[request.id]
         assert outcome.error is None
+        yield request.work, outcome
         if outcome.finished:
             break
     runner.release(request)
     assert runner.held() == 0
+
+
+def preempted(runner: TextRunner, parameters: TextParameters, *at: int) -> GeneratedText:
+    """The text of a request that runs alone, without an engine, and is preempted before these iterations."""
+    *_, (_, outcome) = iterations(runner, parameters, *at)
     text: GeneratedText = outcome.result
     return text
 
@@ -194,6 +251,11 @@ def save_lora(
 
 def greedy(prompt: tuple[int, ...], most: int = 32, **options: Any) -> TextParameters:
     return TextParameters(prompt, most, temperature=0, **options)
+
+
+def state_of(parameters: TextParameters, matcher: Any = None, vocabulary: int = 262) -> SequenceState:
+    """The state of a sequence of the small model."""
+    return SequenceState(parameters, small().tokenizer, vocabulary, matcher)
 
 
 def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> ScheduledTokens:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 
 from contract.errors import Invalid
 from core.batching.request import Outcome, Request
@@ -44,18 +43,13 @@ def searched(name: str, search: Search, count: int) -> list[list[tuple[tuple[int
     """transformers' answers and scores, best first."""
     model: TextModel = getattr(stage, name)()
     texts = []
-    with stage.by_transformers(model) as network:
-        for prompt in stage.prompts(model, count):
-            ids = torch.tensor([prompt])
-            output = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST, do_sample=False, num_beams=search.width,
-                num_return_sequences=search.width, eos_token_id=sorted(model.ends), return_dict_in_generate=True,
-                output_scores=True, pad_token_id=model.tokenizer.pad_token_id, **search.options,
-            )  # fmt: skip
-            rows = [row[len(prompt) :] for row in output.sequences.tolist()]
-            ends = [next((n for n, token in enumerate(row, 1) if token in model.ends), len(row)) for row in rows]
-            scores = output.sequences_scores.tolist()
-            texts.append([(tuple(row[:end]), score) for row, end, score in zip(rows, ends, scores, strict=True)])
+    for prompt in stage.prompts(model, count):
+        output = stage.generate(
+            model, [prompt], MOST, num_beams=search.width, num_return_sequences=search.width, output_scores=True,
+            return_dict_in_generate=True, **search.options,
+        )  # fmt: skip
+        rows = [stage.until_end(model, row) for row in output.sequences[:, len(prompt) :].tolist()]
+        texts.append([*zip(rows, output.sequences_scores.tolist(), strict=True)])
     return texts
 
 
@@ -81,14 +75,11 @@ def test_beams_are_transformers(name: str, search: Search) -> None:
     options = {"answers": search.width, "beams": search.width, **search.options}
     requests = [stage.greedy(prompt, MOST, **options) for prompt in prompts]
     plain = [stage.greedy(prompt, MOST) for prompt in prompts]
-    with stage.serving(model, kernels=stage.kernels(), max_requests=32) as (engine, _):
-        alone = [stage.answers(engine, [request])[0] for request in requests[:3]]
-        mixed = stage.answers(engine, [each for pair in zip(requests, plain, strict=True) for each in pair])
-        greedy = stage.answers(engine, plain)
-    found = mixed[::2]
-    assert check(found, searched(name, search, count), search) <= 1
-    assert [*map(scored, alone)] == [*map(scored, found[:3])]
-    assert [text.tokens for text in mixed[1::2]] == [text.tokens for text in greedy]
+    alone = [stage.write(model, [request])[0] for request in requests[:3]]
+    mixed = stage.write(model, [*requests, *plain], max_requests=32)
+    assert check(mixed[:count], searched(name, search, count), search) <= 1
+    assert [*map(scored, alone)] == [*map(scored, mixed[:3])]
+    assert [text.tokens for text in mixed[count:]] == [text.tokens for text in stage.write(model, plain)]
 
 
 @pytest.mark.parametrize("name", ["emoji", "small"])
@@ -107,19 +98,10 @@ def test_beams_after_preemption(name: str) -> None:
 
 
 def test_a_search_that_goes_on_after_preemption_has_rows_in_each_iteration() -> None:
-    """Whatever its width: a scheduler divides time by them."""
+    """Whatever its width, as `iterations` checks: a scheduler divides time by them."""
     runner, prompt = TextRunner(stage.small(), kernels=stage.kernels(), chunk=9), stage.prompts(stage.small(), 1)[0]
     for width, after in itertools.product((1, 2, 4), (1, 2, 5)):
-        request = Request("0", "text", stage.greedy(prompt, 8, beams=width))
-        for iteration in itertools.count():
-            if iteration in (0, after):
-                if iteration:
-                    runner.preempt(request)
-                assert runner.admit(request) is None
-            assert runner.reserve([request]) and runner.rows(request) > 0
-            if runner.launch([request]).outcome()["0"].finished:
-                break
-        runner.release(request)
+        stage.preempted(runner, stage.greedy(prompt, 8, beams=width), after)
     runner.close()
 
 
@@ -131,20 +113,19 @@ def test_a_search_whose_commit_fails_fails_alone(monkeypatch: pytest.MonkeyPatch
     def fails(self: BeamSearch[SequenceState], *_: object) -> list[int]:
         raise RuntimeError("this search")
 
+    (expected,) = stage.write(model, [stage.greedy(other, MOST)])
+    monkeypatch.setattr(BeamSearch, "advance", fails)
+    tokens: list[int] = []
+
+    def listener(_: Request, outcome: Outcome) -> None:
+        tokens.extend(() if outcome.token is None else outcome.token.tokens)
+
     with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        (expected,) = stage.answers(engine, [stage.greedy(other, MOST)])
-        monkeypatch.setattr(BeamSearch, "advance", fails)
-        tokens: list[int] = []
-
-        def listener(_: Request, outcome: Outcome) -> None:
-            tokens.extend(() if outcome.token is None else outcome.token.tokens)
-
-        beside = Request("a", "text", stage.greedy(other, MOST), listener=listener)
-        searching = Request("b", "text", stage.greedy(prompt, MOST, beams=3))
-        futures = [engine.submit(beside), engine.submit(searching)]
+        beside = stage.submit(engine, stage.greedy(other, MOST), listener=listener)
+        searching = stage.submit(engine, stage.greedy(prompt, MOST, beams=3), "b")
         with pytest.raises(RuntimeError, match="this search"):
-            futures[1].result(60)
-        assert futures[0].result(60).tokens == expected.tokens == tuple(tokens)
+            searching.result(60)
+        assert beside.result(60).tokens == expected.tokens == tuple(tokens)
 
 
 def test_beams_among_answers_that_take_their_pages() -> None:
@@ -161,28 +142,32 @@ def test_beams_among_answers_that_take_their_pages() -> None:
 
 def test_beams_share_all_pages_but_the_last() -> None:
     model = stage.small()
-    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), 5 * PAGE + 3))
-    runner = TextRunner(model, kernels=stage.kernels(), max_requests=8)
-    request = Request("0", "text", stage.greedy(prompt, 40, beams=4, answers=1))
-    assert runner.admit(request) is None
-    most = 0
-    while True:
-        assert runner.reserve([request])
-        outcome = runner.launch([request]).outcome()["0"]
-        if outcome.finished:
-            break
-        beams: list[SequenceState] = request.work.beams.states
-        for one, other in itertools.combinations(beams, 2):
-            full = (one.computed if len(beams) else 0) // PAGE
+    runner, most = TextRunner(model, kernels=stage.kernels(), max_requests=8), 0
+    request = stage.greedy(stage.prompt_of(model, 5 * PAGE + 3), 40, beams=4, answers=1)
+    for work, outcome in stage.iterations(runner, request):
+        beams = work.beams
+        assert beams is not None
+        for one, other in itertools.combinations(() if outcome.finished else beams.states, 2):
             shared = [a == b for a, b in zip(one.holding.pages, other.holding.pages, strict=False)]
-            common = next(
-                (n for n, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), one.computed
-            )
-            assert all(shared[: min(common, one.computed) // PAGE]) and not any(shared[full:])
+            pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
+            common = next((n for n, (a, b) in pairs if a != b), one.computed)
+            assert all(shared[: min(common, one.computed) // PAGE]) and not any(shared[one.computed // PAGE :])
         most = max(most, runner.pages.held)
     assert most < 4 * 6, "each beam has its own last pages alone"
-    runner.release(request)
-    assert runner.held() == 0
+    runner.pages.check()
+    runner.close()
+
+
+def test_a_search_that_finds_no_pages_to_grow_into_reserves_none() -> None:
+    """Beside an answer that has taken what was left."""
+    runner = TextRunner(stage.small(), max_requests=8, pages=20)
+    search = Request("0", "text", stage.greedy((1, 2, 3), 3 * PAGE, beams=3))
+    other = Request("1", "text", stage.greedy((1, *[7] * 14 * PAGE), 8))
+    assert runner.admit(search) is None and runner.admit(other) is None
+    while runner.reserve([search]):
+        assert not runner.launch([search]).outcome()["0"].finished
+    for request in (search, other):
+        runner.release(request)
     runner.pages.check()
     runner.close()
 
@@ -191,7 +176,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "stop": {"stop": ("x",)}, "logit_bias": {"logit_bias": ((3, 1.0),)}, "json_schema": {"json_schema": "{}"},
     "repetition_penalty": {"repetition_penalty": 1.1}, "temperature": {"temperature": 1.0}, "n": {"answers": 5},
     "prompt_logprobs": {"prompt_logprobs": True, "logprobs": 0}, "max_tokens": {"max_tokens": 0},
- "length_penalty": {"length_penalty": 11.0}, "early_stopping": {"early_stopping": "never"},
+    "length_penalty": {"length_penalty": 11.0}, "early_stopping": {"early_stopping": "never"},
 }  # fmt: skip
 
 

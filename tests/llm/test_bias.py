@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from contract.errors import Invalid
 from llm.choose import choose
 from llm.parameters import TextParameters
 from llm.parts import ScheduledTokens
-from llm.sequence import SequenceState
 from tests.llm import stage
 
 
@@ -19,48 +16,18 @@ def test_greedy_answers_are_transformers_own() -> None:
     model = stage.small()
     prompts = stage.prompts(model, 8)
     free = stage.generated(model, prompts, 20)
-    differ = 0
-    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        for prompt, plain in zip(prompts, free, strict=True):
-            bias = {plain[0]: -3.0, plain[-1]: -0.5, (plain[0] + 7) % model.vocabulary: 2.5, 70: 1.0}
-            wanted = stage.greedy(prompt, 20, logit_bias=tuple(bias.items()))
-            (text,) = stage.answers(engine, [wanted])
-            sequence_bias = [[[token], float(value)] for token, value in bias.items()]
-            assert [text.tokens] == stage.generated(model, [prompt], 20, sequence_bias=sequence_bias)
-            differ += text.tokens != plain
-    assert differ > 4, "the biases do something"
-
-
-@pytest.mark.parametrize("draft", [None, "lookup"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
-def test_never_and_always(temperature: float, draft: Any) -> None:
-    """Beside others without a bias, which are as ever; with guesses too."""
-    model = stage.small()
-    prompts = stage.prompts(model, 6)
-    plain = [TextParameters(prompt, 12, temperature=temperature, seed=k) for k, prompt in enumerate(prompts)]
-    with stage.serving(model, kernels=stage.kernels(), draft=draft) as (engine, _):
-        free = stage.answers(engine, plain)
-        banned = [tuple((token, -100) for token in sorted({*text.tokens[:3], *model.ends})) for text in free]
-        never = [
-            TextParameters(one.prompt, 12, temperature=temperature, seed=one.seed, logit_bias=bias)
-            for one, bias in zip(plain, banned, strict=True)
-        ]
-        always = [
-            TextParameters(one.prompt, 12, temperature=temperature, seed=one.seed, logit_bias=((30, 100), (31, -5)))
-            for one in plain
-        ]
-        found = stage.answers(engine, [*plain, *never, *always])
-        alone = [stage.answers(engine, [one])[0] for one in never]
-    assert [text.tokens for text in found[:6]] == [text.tokens for text in free]
-    for text, other, bias in zip(found[6:12], alone, banned, strict=True):
-        assert not {*text.tokens} & {token for token, _ in bias} and len(text.tokens) == 12
-        assert text.tokens == other.tokens, "equal seeds, equal answers, whoever is beside"
-    assert all(text.tokens == (30,) * 12 for text in found[12:])
+    biases = [{one[0]: -3.0, one[-1]: -0.5, (one[0] + 7) % model.vocabulary: 2.5, 70: 1.0} for one in free]
+    wanted = [stage.greedy(p, 20, logit_bias=tuple(bias.items())) for p, bias in zip(prompts, biases, strict=True)]
+    found = [text.tokens for text in stage.write(model, wanted)]
+    for prompt, bias, tokens in zip(prompts, biases, found, strict=True):
+        sequence_bias = [[[token], value] for token, value in bias.items()]
+        assert [tokens] == stage.generated(model, [prompt], 20, sequence_bias=sequence_bias)
+    assert sum(map(tuple.__ne__, found, free)) > 4, "the biases do something"
 
 
 def _asked(temperature: float, bias: dict[int, float], first: int) -> ScheduledTokens:
     wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
-    return stage.asking(SequenceState(wanted, stage.small().tokenizer, 64, None), first)
+    return stage.asking(stage.state_of(wanted, vocabulary=64), first)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -88,19 +55,3 @@ def test_one_that_leaves_nothing_costs_nobody_else() -> None:
         )
         assert isinstance(nothing, Invalid) and str(nothing).startswith("logit_bias: ")
         assert not isinstance(free, Invalid) and free.tokens == [int(logits[1].argmax())]
-
-
-@pytest.mark.parametrize(
-    ("bias", "words"),
-    [
-        ({-1: 1.0}, "token ids"), ({4096: 1.0}, "token ids"), ({5: 100.1}, "between -100 and 100"),
-        ({5: float("nan")}, "finite"), (dict.fromkeys(range(1025), 0.0), "at most 1024"), ({True: 1.0}, "token ids"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(bias: dict[int, float], words: str) -> None:
-    model = stage.small()
-    with (
-        stage.serving(model, kernels=stage.kernels()) as (engine, _),
-        pytest.raises(Invalid, match=f"logit_bias: .*{words}"),
-    ):
-        stage.answers(engine, [stage.greedy((5, 6), 4, logit_bias=tuple(bias.items()))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from llm.speculate import MOST, DraftTokens, accepted
 from llm.token_counts import TokenCounts
 from tests.core.quant.stage import normal
 from tests.llm import stage
+from tests.llm.test_sample import settings as sampling_settings
 
 PROMPT = (5, 9, 9, 30)
 
@@ -57,9 +58,7 @@ KINDS = {
 
 
 def work_of(kind: Kind) -> SequenceState:
-    model = stage.small()
-    parameters = TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted)
-    made = SequenceState(parameters, model.tokenizer, model.vocabulary, None)
+    made = stage.state_of(TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted))
     made.take(list(kind.said), [], set())
     return made
 
@@ -90,20 +89,14 @@ def penalized(kind: Kind, row: Tensor) -> Tensor:
 
 def alone(kind: Kind, logits: Tensor, guess: DraftTokens) -> list[int]:
     """What follows for one request, of its own logits [k + 1, V]."""
-    if kind.wanted["temperature"] == 0:
-        best = penalized(kind, logits[0]).argmax().item() if not guess.tokens else None
-        if best is not None:
-            return [int(best)]
-        rows = logits.argmax(-1).tolist()
-        right = next((j for j, token in enumerate(guess.tokens) if token != rows[j]), len(guess.tokens))
-        return [int(token) for token in rows[: right + 1]]
-    wanted = kind.wanted
-    settings = sample.SamplingSettings(
-        torch.tensor([wanted["temperature"]]), torch.tensor([wanted["top_k"]]),
-        torch.tensor([wanted["top_p"]], dtype=torch.float64), torch.tensor([wanted["min_p"]]),
-        np.array([wanted["seed"]], np.uint64),
-    )  # fmt: skip
-    rows = torch.stack([penalized(kind, row) for row in logits])
+    wanted, rows = kind.wanted, torch.stack([penalized(kind, row) for row in logits])
+    if wanted["temperature"] == 0:
+        best = [int(token) for token in rows.argmax(-1)]
+        right = next((j for j, token in enumerate(guess.tokens) if token != best[j]), len(guess.tokens))
+        return best[: right + 1]
+    names = ("temperature", "top_k", "top_p", "min_p")
+    settings = replace(sampling_settings(1, **{name: wanted[name] for name in names}),
+                       seeds=np.array([wanted["seed"]], np.uint64))  # fmt: skip
     p = sample.probabilities(rows, settings.at(torch.zeros(len(rows), dtype=torch.long)))
     p = p / p.sum(-1, keepdim=True)
     index = np.array([len(PROMPT) + len(kind.said)])
@@ -160,16 +153,14 @@ def test_all_kinds_together_are_what_each_is_alone(names: list[str], seed: int, 
     check(names, seed, looked=looked)
 
 
-def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
-    pytest.importorskip("llguidance")
+def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched(compiler: GrammarCompiler) -> None:
     model = stage.small()
-    constraints = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
     logits = normal(3, 3, model.vocabulary, scale=3)
     held, drawn, free = (
-        SequenceState(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher)
+        stage.state_of(TextParameters(PROMPT, 50, **wanted), matcher)
         for wanted, matcher in (
-            (GREEDY, constraints.compile('{"type": "boolean"}').matcher()),
-            (SEEDED, constraints.compile('{"type": "integer"}').matcher()),
+            (GREEDY, compiler.compile('{"type": "boolean"}').matcher()),
+            (SEEDED, compiler.compile('{"type": "integer"}').matcher()),
             (GREEDY, None),
         )
     )
@@ -180,7 +171,6 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     assert made[0].tokens == [int(logits[0].where(allowed, -torch.inf).argmax())]
     assert digits[made[1].tokens[0]]
     assert made[2].tokens == [int(logits[2].argmax())]
-    constraints.close()
 
 
 def test_rows_that_are_not_finite_are_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,10 @@ def operand(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
     return to_levels(40 * normal(generator, *shape), dtype) if dtype in EIGHT else normal(generator, *shape).to(dtype)
 
 
+def ints(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
 def close(found: Tensor, wanted: Tensor) -> None:
     """Equal up to one level of 8 bits, else to the type's last digits."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
@@ -64,10 +69,8 @@ def test_stream(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None
     generator = draw(0)
     x, weight = operand(generator, dtype, rows, depth), operand(generator, dtype, columns, depth)
     found, wanted = stream(x, weight).sum(0, keepdim=True).to(torch.float32), stream_reference(x, weight).float()
-    if dtype == torch.int8:
-        assert torch.equal(found, wanted)
-    else:
-        close(found, wanted)
+    assert dtype != torch.int8 or torch.equal(found, wanted)
+    close(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [*EIGHT, *([DTYPE] if CUDA else [])])  # numpy's sums of floats depend on the shape
@@ -84,15 +87,11 @@ def test_a_row_does_not_depend_on_its_companions(dtype: torch.dtype) -> None:
 def test_gated(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
     generator = draw(2)
     x, weight = operand(generator, dtype, rows, depth), operand(generator, dtype, 2 * columns, depth)
-    quantized = dtype in EIGHT
     scale = torch.rand(2 * columns, generator=generator, device=DEVICE) * (1e-5 if dtype == torch.int8 else 1e-4)
     bias, inverse = normal(generator, 2 * columns), 20 + normal(generator, columns)
-    if quantized:
-        close(gated(x, weight, scale, bias, inverse, dtype), gated_reference(x, weight, scale, bias, inverse, dtype))
-    else:
-        gelu = rows == 5
-        arguments = (x, weight, None, bias, None, dtype)
-        close(gated(*arguments, gelu=gelu), gated_reference(*arguments, gelu=gelu))
+    arguments = (x, weight, scale, bias, inverse, dtype) if dtype in EIGHT else (x, weight, None, bias, None, dtype)
+    options = {} if dtype in EIGHT else {"gelu": rows == 5}
+    close(gated(*arguments, **options), gated_reference(*arguments, **options))
 
 
 def test_splits_fit_the_shapes_of_8b() -> None:
@@ -121,7 +120,7 @@ def test_add_norm(to: torch.dtype, splits: int) -> None:
     wanted_kept, wanted = add_norm_reference(x, weight, 1e-5, inverse, to, sums)
     close(kept, wanted_kept)
     close(found, wanted)
-    index = torch.tensor([4, 0, 4], dtype=torch.int32, device=DEVICE)
+    index = ints([4, 0, 4])
     if sums is None:
         assert torch.equal(add_norm(x, weight, 1e-5, inverse, to, index=index).float(), found.float()[index.long()])
 
@@ -147,8 +146,8 @@ KINDS: list[Kind] = ["float", "int8", "fp8"] if len(EIGHT) > 1 else ["float", "i
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotate(kind: Kind, heads: int, kv_heads: int, d: int, normed: bool) -> None:
     generator, rows = draw(4), 7
-    positions = torch.tensor([0, 15, 16, 17, 255, -1, 100], dtype=torch.int32, device=DEVICE)
-    sequences = torch.tensor([0, 1, 2, 3, 4, 0, 5], dtype=torch.int32, device=DEVICE)
+    positions = ints([0, 15, 16, 17, 255, -1, 100])
+    sequences = ints([0, 1, 2, 3, 4, 0, 5])
     parts = normal(generator, 2, rows, (heads + 2 * kv_heads) * d)
     angle = normal(generator, 256, d // 2)
     angles = torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -185,18 +184,17 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     generator = draw(6)
     cache = cache_of(kind, kv_heads, d)
     for s in range(6):
-        every = torch.arange(256, dtype=torch.int32, device=DEVICE)
+        every = ints(range(256))
         step = TokenBatch(every, every, torch.full_like(every, s), every[:0])
-        cache.write(
-            0, normal(generator, 256, kv_heads, d).to(DTYPE), normal(generator, 256, kv_heads, d).to(DTYPE), step
-        )
+        keys, values = (normal(generator, 256, kv_heads, d).to(DTYPE) for _ in range(2))
+        cache.write(0, keys, values, step)
     spans = [(0, 0, 40), (1, 90, 1), (2, 17, 70), (3, 0, 1), (4, 200, 2)]  # sequence, first position, rows
-    positions = torch.tensor([p for _, a, n in spans for p in range(a, a + n)], dtype=torch.int32, device=DEVICE)
-    sequences = torch.tensor([s for s, _, n in spans for _ in range(n)], dtype=torch.int32, device=DEVICE)
+    positions = ints([p for _, a, n in spans for p in range(a, a + n)])
+    sequences = ints([s for s, _, n in spans for _ in range(n)])
     firsts = [0, 40, 41, 111, 112]
     runs = [(first, n, s) for first, (s, _, n) in zip(firsts, spans, strict=True) if n > 1]
-    cut = torch.tensor(tiles(runs, heads // kv_heads), dtype=torch.int32, device=DEVICE)
-    singles = torch.tensor([40, 111], dtype=torch.int32, device=DEVICE)
+    cut = ints(tiles(runs, heads // kv_heads))
+    singles = ints([40, 111])
     q = normal(generator, len(positions), heads, d).to(DTYPE)
     layer = (*cache.layer(0), cache.table)
     for inverse, to, limits in (
@@ -225,8 +223,8 @@ def test_what_others_left_in_pages_reaches_nobody(kind: Kind, d: int) -> None:
     finite = normal(generator, 1, 16, 3 * heads * d)
     left = finite.clone()
     left[:, ::3], left[:, 1::3], left[:, 2::3] = torch.inf, torch.nan, 3e38
-    positions = torch.arange(16, dtype=torch.int32, device=DEVICE)
-    own, cut = positions[:5], torch.tensor([[0, 5, 0]], dtype=torch.int32, device=DEVICE)
+    positions = ints(range(16))
+    own, cut = positions[:5], ints([[0, 5, 0]])
     results = []
     for before in (None, left, 1e6 * finite):
         cache = cache_of(kind, heads, d)
@@ -256,39 +254,27 @@ def model_of(kind: Any, name: str = tiny.TINY) -> TextModel:
     return quantize(model, texts, scheme=kind, recipe=llama())
 
 
-def fused(
-    model: TextModel, kv: Kind = "float", sequences: int = 4, features: tuple[int, ...] = ()
-) -> FusedTextExecution:
+def fused(model: TextModel, kv: Kind = "float", **options: Any) -> FusedTextExecution:
     cache = KVCache(
-        layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=sequences,
-        context=160, dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
+        layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=4, context=160,
+        dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
     )  # fmt: skip
-    for s in range(sequences):
+    for s in range(4):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(CudaDecoder(model.network, cache, features=features), cache, sequences, 160, 64)
-
-
-def read(run: FusedTextExecution, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:
-    """Logits of every token of these texts: the first `cuts` of each in chunks together, the others one by one."""
-    logits: list[list[Tensor]] = [[] for _ in ids]
-    rows = [(s, p) for s, text in enumerate(ids) for p in range(cuts[s])]
-    step = TokenBatch.of(
-        [ids[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], list(range(len(rows)))
-    )
-    for (s, _), row in zip(rows, run(step).clone(), strict=True):
-        logits[s].append(row)
-    for at in range(min(cuts), max(map(len, ids))):
-        alive = [s for s, text in enumerate(ids) if cuts[s] <= at < len(text)]
-        if alive:
-            step = TokenBatch.of([ids[s][at] for s in alive], [at] * len(alive), alive, list(range(len(alive))))
-            for s, row in zip(alive, run(step).clone(), strict=True):
-                logits[s].append(row)
-    return logits
+    return FusedTextExecution(CudaDecoder(model.network, cache, **options), cache, 4, 160, 64)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
+
+
+def alike(found: Tensor, expected: Tensor, slack: float) -> None:
+    """Equal up to 16 bits on a GPU, else up to this share of the largest."""
+    if CUDA:
+        assert cosine(found, expected) > 0.999
+    else:
+        torch.testing.assert_close(found, expected, rtol=slack, atol=slack * float(expected.abs().max()))
 
 
 TEXTS = [[1, *range(40, 58)], [1, 9, 9], [1, *range(100, 106)]]  # across a page's border, some of one page
@@ -308,13 +294,12 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     texts, cuts = ([text[:5] for text in TEXTS[:2]], [4, 2]) if short else (TEXTS, [18, 2, 6])
     theirs = [stage.logits(model, text) for text in texts]
     run = fused(model, kv)
-    for found, expected in zip(read(run, texts, cuts), theirs, strict=True):
-        made = torch.stack(found)
+    for found, expected in zip(stage.read(run, texts, cuts), theirs, strict=True):
         if kind == "plain" and kv == "float" and not CUDA:
-            torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         # E4M3 keeps three bits of a key or value: 2.6% of each at the mean, where int8 of a row's largest keeps 0.5%.
         least = 0.99 if kind != "plain" else 0.998 if kv == "fp8" else 0.999
-        assert cosine(made, expected) > least, cosine(made, expected)
+        assert cosine(found, expected) > least, cosine(found, expected)
 
 
 @pytest.mark.quick("qwen3", "gemma3")
@@ -325,12 +310,8 @@ def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> Non
     # Of Gemma a text that is longer than its windows, at once and then one token more.
     texts, cuts = ([TEXTS[0][:14]], [13]) if "gemma" in name else ([text[:6] for text in TEXTS], [5, 2, 5])
     theirs = [stage.logits(model, text) for text in texts]
-    for found, expected in zip(read(fused(model), texts, cuts), theirs, strict=True):
-        made = torch.stack(found)
-        if CUDA:
-            assert cosine(made, expected) > 0.999
-        else:
-            torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    for found, expected in zip(stage.read(fused(model), texts, cuts), theirs, strict=True):
+        alike(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", *EIGHT_NAMES] if CUDA else ["int8"])
@@ -339,9 +320,9 @@ def test_mixtures(kind: str) -> None:
     model = model_of(kind, tiny.QWEN3_MOE_TINY)
     texts = [text[:4] for text in TEXTS]
     run = fused(model)
-    for found, text in zip(read(run, texts, [*map(len, texts)]), texts, strict=True):
-        made, expected = torch.stack(found), stage.logits(model, text)
-        assert cosine(made, expected) > (0.99 if CUDA else 0.9999), cosine(made, expected)
+    for found, text in zip(stage.read(run, texts, [*map(len, texts)]), texts, strict=True):
+        expected = stage.logits(model, text)
+        assert cosine(found, expected) > (0.99 if CUDA else 0.9999), cosine(found, expected)
     if kind != "plain":
         alone = run(TokenBatch.of([9], [3], [1], [0]))[0].clone()
         together = run(TokenBatch.of([8, 9, 7], [4, 3, 3], [0, 1, 2], [0, 1, 2]))
@@ -357,20 +338,15 @@ def test_hidden_states_beside_logits() -> None:
         theirs, layers = output.last_hidden_state[0].float(), [x[0].float() for x in output.hidden_states]
     run = fused(model, features=(1, 0))
     rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
-    step = TokenBatch.of(
-        [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], [2], [*range(3, len(rows))]
-    )
-    logits = run(step)
+    tokens, positions, sequences = [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows]
+    logits = run(TokenBatch.of(tokens, positions, sequences, [2], [*range(3, len(rows))]))
     assert run.model.states is not None and run.graphs.features is not None
     for found, expected in (
         (run.model.states.float(), theirs),
         (run.graphs.features[3:].float(), torch.cat([layers[1], layers[0]], -1)),
         (logits, stage.logits(model, texts[0])[2:]),
     ):
-        if CUDA:
-            assert cosine(found, expected) > 0.999
-        else:
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        alike(found, expected, 1e-4)
 
 
 def test_weights_are_held_once() -> None:
@@ -388,15 +364,15 @@ def test_weights_are_held_once() -> None:
 
 
 @pytest.mark.quick("int8")
-@pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])])
+@pytest.mark.parametrize("kind", ["plain", *EIGHT_NAMES])
 def test_equal_bits_alone_and_in_a_crowd(kind: str) -> None:
     """Decoding rows, whatever fills the batch up beside them."""
     model = model_of(kind)
     texts = [text[: 6 if CUDA else 2] for text in TEXTS]
-    crowd = read(fused(model, "int8"), texts, [1, 1, 1])
+    crowd = stage.read(fused(model, "int8"), texts, [1, 1, 1])
     for text, together in list(zip(texts, crowd, strict=True))[::2]:  # the first and the last
-        alone = read(fused(model, "int8"), [text], [1])[0]
-        assert torch.equal(torch.stack(alone), torch.stack(together))
+        (alone,) = stage.read(fused(model, "int8"), [text], [1])
+        assert torch.equal(alone, together)
 
 
 def test_rows_that_fill_up_write_nowhere() -> None:
@@ -413,7 +389,7 @@ def test_rows_that_fill_up_write_nowhere() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])] if CUDA else ["plain"])
+@pytest.mark.parametrize("kind", ["plain", *EIGHT_NAMES] if CUDA else ["plain"])
 def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
     """Prompts in chunks beside rows that decode, padded to a graph's shape, against the same steps as they are."""
     model = model_of(kind)
@@ -436,7 +412,7 @@ def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])] if CUDA else ["plain"])
+@pytest.mark.parametrize("kind", ["plain", *EIGHT_NAMES] if CUDA else ["plain"])
 def test_rows_with_adapters_are_those_of_merged_weights(kind: str) -> None:
     """With two adapters and without, in one step: rows without any have the bits of a batch without."""
     model, (one, two) = model_of(kind), (factors(model_of("plain"), seed) for seed in range(2))

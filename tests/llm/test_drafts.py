@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm.draft_graphs import DraftGraphs
-from llm.drafts import DraftRequest
+from llm.drafts import DraftRequest, LookupDrafter
 from llm.sequence import SequenceState
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
@@ -19,17 +18,15 @@ from tests.llm import stage
 LAYERS = (1, 0, 1)
 
 
-class Witness:
+class Witness(LookupDrafter):
     """Guesses the model's own next tokens, one of them wrong, and keeps the features of all that it reads."""
 
-    name, features, lookahead, size_bytes = "witness", LAYERS, 1, 0
-    reads, at_once, most, cost = True, False, 15, 0.1
-    graphs: DraftGraphs | None = None
+    name, features, lookahead, reads = "witness", LAYERS, 1, True
 
     def __init__(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._known = known  # answers by prompt
         self.read: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by position
-        self.state: dict[int, dict[int, tuple[int, int]]] = {}  # by page: the tokens of a position
+        self.state: dict[tuple[int, int], tuple[int, ...]] = {}  # by page and position: its token and the next one
 
     def __call__(self, execution: Any, **size: Any) -> Witness:
         self._table = execution.cache.table
@@ -43,26 +40,18 @@ class Witness:
         for r in requests:
             assert r.features is not None and len(r.features) == r.stop - r.read
             prompt = next(prompt for prompt in self._known if tuple(r.tokens[: len(prompt)]) == prompt)
-            for position, row in zip(range(r.read, r.stop), r.features, strict=True):
-                self.read.setdefault(prompt, {})[position] = row.clone()
-                page = int(self._table[r.row, position // 16])
-                self.state.setdefault(page, {})[position] = (r.tokens[position], r.tokens[position + 1])
             for position in range(r.stop):  # all that is behind is known in its pages, of the right tokens
-                page = int(self._table[r.row, position // 16])
-                assert self.state[page][position] == (r.tokens[position], r.tokens[position + 1])
+                page, own = int(self._table[r.row, position // 16]), tuple(r.tokens[position : position + 2])
+                if position >= r.read:
+                    self.read.setdefault(prompt, {})[position] = r.features[position - r.read].clone()
+                    self.state[page, position] = own
+                assert self.state[page, position] == own
             answer = self._known[prompt][len(r.tokens) - len(prompt) :]
-            guesses = [*answer[: r.count]] + [0] * (r.count - len(answer))
+            guesses = [*answer, *[0] * r.count][: r.count]
             if len(r.tokens) % 3 == 0 and len(guesses) > 1:
                 guesses[1] += 1
-            drafts.append(DraftTokens(guesses if r.count else []))
+            drafts.append(DraftTokens(guesses))
         return drafts
-
-    def kept(self, count: int, accepted: int) -> int:
-        return 0
-
-    def prepare(self, sequences: int) -> None: ...
-
-    def release(self) -> None: ...
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 7, "pages": 30, "max_requests": 6}], ids=["roomy", "preempted"])
@@ -75,11 +64,10 @@ def test_a_drafter_gets_the_features_of_every_position(
     model = stage.small()
     shared = stage.plain(model, "abcabcabcabcabcabca")[:17]
     prompts = [(*shared[: 17 - i % 2], *range(5 + i, 9 + i)) for i in range(8)]
-    kernels = stage.kernels() if on_kernels else None
     wanted = [stage.greedy(prompt, 40, ignore_end=True) for prompt in prompts]
-    with stage.serving(model, kernels=kernels) as (engine, _):
-        plain = stage.answers(engine, wanted)
+    plain = stage.write(model, wanted, native=on_kernels)
     witness = Witness({prompt: text.tokens for prompt, text in zip(prompts, plain, strict=True)})
+    kernels = stage.kernels() if on_kernels else None
     with stage.serving(model, kernels=kernels, draft=witness, **options) as (engine, runner):
         made = stage.answers(engine, wanted)
         assert runner.guessing.accepted > 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,6 @@ from llm.eagle import EagleDecoder, EagleNetwork
 from llm.eagle_drafter import EagleDraft, EagleDrafter
 from llm.execution import TextExecution
 from llm.load import TextModelError, load
-from llm.parameters import TextParameters
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
 from tests.llm import stage
@@ -64,6 +64,21 @@ def loaded(folder: Path) -> EagleDraft:
     return draft
 
 
+def drawn(count: int) -> tuple[list[int], Tensor]:
+    """Tokens, and features of all but the last."""
+    model, generator = stage.small(), torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.vocabulary, (count,), generator=generator).tolist()
+    return tokens, torch.randn(count - 1, 3 * model.config.hidden_size, generator=generator)
+
+
+def drafter_of(draft: EagleDraft, kernels: Any) -> EagleDrafter:
+    """A drafter beside a model with two sequences."""
+    execution = TextExecution(stage.small(), **SIZE, kernels=kernels, features=draft.features)
+    execution.cache.place(0, [3, 5])
+    execution.cache.place(1, [7, 9])
+    return draft(execution, **SIZE, rows=64, kv="float", kernels=kernels)
+
+
 def request(row: int, tokens: list[int], read: int, stop: int, count: int, features: Tensor) -> DraftRequest:
     """`features` are those of all positions."""
     return DraftRequest(row, tokens[: stop + 1], read, stop, count, None, features[read:stop])
@@ -92,18 +107,18 @@ def chains(network: EagleNetwork, tokens: list[int], features: Tensor) -> tuple[
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("config.json", b"{", r"config\.json: is not JSON"),
-        ("config.json", b'{"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": "two"}', r"config\.json"),
-        ("model.safetensors", b"no weights", r"model\.safetensors"),
+        ("config.json", "{", "is not JSON"),
+        ("config.json", '{"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": "two"}', ""),
+        ("model.safetensors", "no weights", ""),
         ("model.safetensors", None, "no weights that can be read"),
     ],
 )
 def test_damaged_files_are_refused_by_name(
-    name: str, content: bytes | None, reason: str, folder: Path, tmp_path: Path
+    name: str, content: str | None, reason: str, folder: Path, tmp_path: Path
 ) -> None:
     damaged = shutil.copytree(folder, tmp_path / "head") / name
-    damaged.unlink() if content is None else damaged.write_bytes(content)
-    with pytest.raises(TextModelError, match=f"draft .*{reason}"):
+    damaged.unlink() if content is None else damaged.write_text(content)
+    with pytest.raises(TextModelError, match=f"draft .*{reason or name}"):
         load_draft.load(str(damaged.parent), stage.small(), lacks=None)
 
 
@@ -119,14 +134,9 @@ def test_the_heads_angles_are_those_of_a_model_in_bf16(folder: Path) -> None:
 
 def test_chains_are_those_of_the_unrolled_network(folder: Path) -> None:
     """By torch, and by the fused kernels' own loop as torch runs it; read in parts, of two sequences at once."""
-    draft, model = loaded(folder), stage.small()
-    tokens = torch.randint(0, model.vocabulary, (13,), generator=torch.Generator().manual_seed(1)).tolist()
-    features = torch.randn(12, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    draft, (tokens, features) = loaded(folder), drawn(13)
     _, expected = chains(draft.network, tokens, features)
-    execution = TextExecution(model, **SIZE, features=draft.features)
-    execution.cache.place(0, [3, 5])
-    execution.cache.place(1, [7, 9])
-    drafter = draft(execution, **SIZE, rows=64, kv="float", kernels=None)
+    drafter = drafter_of(draft, None)
     for first, last, counts in ((0, 5, [0, 0]), (5, 6, [4, 2]), (6, 9, [1, 3]), (9, 12, [4, 4])):
         made = drafter.guess([request(row, tokens, first, last, counts[row], features) for row in (0, 1)])
         assert [draft.tokens for draft in made] == [expected[last - 1, :count].tolist() for count in counts]
@@ -134,14 +144,9 @@ def test_chains_are_those_of_the_unrolled_network(folder: Path) -> None:
 
 def test_programs_of_kernels_draft_alike(folder: Path) -> None:
     """In INT8: alone or among others the same, and mostly what the network in floats drafts first."""
-    draft, model, library = loaded(folder), stage.small(), stage.kernels()
-    tokens = torch.randint(0, model.vocabulary, (33,), generator=torch.Generator().manual_seed(1)).tolist()
-    features = torch.randn(32, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    draft, (tokens, features) = loaded(folder), drawn(33)
     _, expected = chains(draft.network, tokens, features)
-    execution = TextExecution(model, **SIZE, kernels=library, features=draft.features)
-    execution.cache.place(0, [3, 5])
-    execution.cache.place(1, [7, 9])
-    drafter = draft(execution, **SIZE, rows=64, kv="float", kernels=library)
+    drafter = drafter_of(draft, stage.kernels())
     assert isinstance(drafter._forwards, ProgramForwards)
     right = 0
     for p in range(32):
@@ -157,8 +162,7 @@ def test_programs_of_kernels_draft_alike(folder: Path) -> None:
 def test_graphs_run_the_same_loop(folder: Path) -> None:
     """The fused form's padding and its fixed steps."""
     draft, model = loaded(folder), stage.small()
-    tokens = [5, 9, 17, 40, 3, 8]
-    features = torch.randn(5, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    tokens, features = drawn(6)
     scores, expected = chains(draft.network, tokens, features)
     cache = KVCache(layers=1, kv_heads=2, head_dim=16, dtype=DTYPE, device=DEVICE, turned=True, **SIZE)
     cache.place(0, [3, 5])
@@ -191,15 +195,14 @@ def test_texts_are_those_without_drafts(
     monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)  # load decides nothing
     model, kernels = stage.small(), stage.kernels() if on_kernels else None
     wanted = [stage.greedy(prompt, 40, ignore_end=True) for prompt in stage.prompts(model, 6)]
-    seeded = [TextParameters(p.prompt, 40, temperature=1.0, seed=i, ignore_end=True) for i, p in enumerate(wanted)]
-    with stage.serving(model, kernels=kernels) as (engine, _):
-        plain = [text.tokens for text in stage.answers(engine, wanted)]
+    seeded = [replace(each, temperature=1.0, seed=i) for i, each in enumerate(wanted)]
+    expected = stage.write(model, wanted, native=on_kernels)
     with stage.serving(model, kernels=kernels, draft=loaded(folder)) as (engine, _):
-        alone = [stage.answers(engine, [one])[0].tokens for one in seeded]
+        expected += [stage.answers(engine, [one])[0] for one in seeded]
     with stage.serving(model, kernels=kernels, draft=loaded(folder), **options) as (engine, runner):
-        made = [text.tokens for text in stage.answers(engine, wanted + seeded)]
+        texts = stage.answers(engine, wanted + seeded)
         assert runner.guessing.guessed > 100
-    assert made == plain + alone
+    assert [text.tokens for text in texts] == [text.tokens for text in expected]
 
 
 @pytest.mark.parametrize(

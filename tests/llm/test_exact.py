@@ -53,11 +53,12 @@ def check(
     return flips
 
 
-def answered(engine: Engine, given: list[tuple[int, ...]], *, on: bool) -> list[tuple[int, ...]]:
+def answered(
+    model: TextModel, engine: Engine, given: list[tuple[int, ...]], most: int, *, on: bool
+) -> list[tuple[int, ...]]:
     """Answers up to their ends; `on` has them go on behind it, so that they need many pages."""
-    made = stage.answers(engine, [stage.greedy(prompt, MOST + 16 if on else MOST, ignore_end=on) for prompt in given])
-    ends = stage.emoji().ends
-    return [text.tokens[: next((n for n, t in enumerate(text.tokens, 1) if t in ends), MOST)][:MOST] for text in made]
+    texts = stage.answers(engine, [stage.greedy(prompt, most + 16 if on else most, ignore_end=on) for prompt in given])
+    return [stage.until_end(model, text.tokens)[:most] for text in texts]
 
 
 @pytest.mark.quick("preempted", "draft-preempted", "lookup")
@@ -84,7 +85,7 @@ def test_prompts_on_our_kernels(
     given = asked()[:count]
     with stage.serving(stage.emoji(), **options) as (engine, runner):
         preempted = watch(runner)
-        found = answered(engine, given, on="pages" in options)
+        found = answered(stage.emoji(), engine, given, MOST, on="pages" in options)
         assert bool(preempted) == ("pages" in options)
         assert (runner.guessing.guessed > 0) == guessing
     check(found, wanted()[:count], given)
@@ -98,17 +99,9 @@ def test_prompts_on_torch(drafted: bool) -> None:
     options = {"draft": stage.emoji_draft()} if drafted else {}
     with stage.serving(stage.emoji(), max_requests=12, pages=24, chunk=6, **options) as (engine, runner):
         preempted = watch(runner)
-        found = answered(engine, given, on=True)
+        found = answered(stage.emoji(), engine, given, MOST, on=True)
         assert preempted
     check(found, wanted()[:14], given)
-
-
-def test_a_flip_that_is_no_near_tie_is_found() -> None:
-    """What decides about flips can say no."""
-    given, expected = asked()[:1], wanted()[:1]
-    other = (expected[0][0] + 1, *expected[0][1:])
-    with pytest.raises(AssertionError, match="prompt 0 differs at token 0"):
-        check([other], expected, given)
 
 
 def watch(runner: Any) -> list[str]:

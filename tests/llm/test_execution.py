@@ -20,20 +20,17 @@ CUDA = torch.cuda.is_available()
 SIZE: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 64}
 
 
-def test_on_a_cpu_our_kernels_run_and_else_torch() -> None:
-    model = stage.small()
-    assert TextExecution(model, kernels=stage.kernels(), **SIZE).kind == KERNELS
-    assert TextExecution(model, **SIZE).kind == TORCH
+def logits_of(execution: TextExecution) -> torch.Tensor:
+    execution.cache.place(0, [3, 7])
+    return execution(TokenBatch.of([*range(40, 60)], [*range(20)], [0] * 20, [19])).clone()
 
 
 def test_weights_of_4_bits_with_inputs_in_int8_run_on_our_kernels_as_int8() -> None:
     model = quantize(load(tiny.TINY, precision="fp32"), [[*range(3, 40)]], scheme="w4a8")
-    logits = []
-    for execution in (TextExecution(model, **SIZE), TextExecution(model, kernels=stage.kernels(), **SIZE)):
-        execution.cache.place(0, [3, 7])
-        logits.append(execution(TokenBatch.of([*range(40, 60)], [*range(20)], [0] * 20, [19])).clone())
-    assert execution.kind == KERNELS
-    assert (logits[0] - logits[1]).norm() <= 1e-3 * logits[0].norm()
+    native = TextExecution(model, kernels=stage.kernels(), **SIZE)
+    assert native.kind == KERNELS
+    found, expected = logits_of(native), logits_of(TextExecution(model, **SIZE))
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
 def test_fp8_is_refused_on_a_cpu() -> None:
@@ -46,14 +43,9 @@ def test_pages_in_e4m3_run_on_torch_where_there_is_no_gpu(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         eight = TextExecution(model, kv="fp8", kernels=stage.kernels(), **SIZE)
     assert eight.kind == TORCH and "not in E4M3" in caplog.text
-    exact = TextExecution(model, **SIZE)
-    found = []
-    for execution in (eight, exact):
-        execution.cache.place(0, [3, 7])
-        tokens = list(range(40, 60))
-        found.append(execution(TokenBatch.of(tokens, list(range(20)), [0] * 20, [19])).clone())
+    found, exact = logits_of(eight), logits_of(TextExecution(model, **SIZE))
     # Each key and value loses up to a sixteenth of itself.
-    assert 0 < (found[0] - found[1]).norm() < 0.1 * found[1].norm()
+    assert 0 < (found - exact).norm() < 0.1 * exact.norm()
 
 
 def moved(model: TextModel, dtype: torch.dtype) -> TextModel:
@@ -66,17 +58,12 @@ def moved(model: TextModel, dtype: torch.dtype) -> TextModel:
 def test_on_a_gpu_fused_kernels_run_all_but_fp32(
     dtype: torch.dtype, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from llm import tiny
-    from llm.load import load
-
     with caplog.at_level(logging.WARNING):
         execution = TextExecution(moved(load(tiny.TINY), dtype), **SIZE)
     assert execution.kind == kind
     assert (kind == FUSED) != ("not fp32" in caplog.text)
-    execution.cache.place(0, [3, 7])
     execution.prepare(3)
-    tokens = list(range(40, 60))
-    logits = execution(TokenBatch.of(tokens, list(range(20)), [0] * 20, [19]))
+    logits = logits_of(execution)
     assert logits.shape == (1, 262) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
 
 

@@ -21,15 +21,8 @@ from tests.llm.test_load import logits
 def test_experts_share_transformers_weights() -> None:
     network, _ = tiny.make(tiny.SHAPES[tiny.MIXTRAL_TINY])
     theirs = network.model.layers[0].mlp.experts
-    experts = Experts(theirs)
-    assert (
-        isinstance(experts.gate_up, StackedLinear)
-        and experts.gate_up.weight.data_ptr() == theirs.gate_up_proj.data_ptr()
-    )
-    x, draw = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
-    chosen = torch.stack([torch.randperm(3, generator=draw)[:2] for _ in range(9)])  # nobody chooses the last
-    weights = torch.rand(9, 2, generator=draw)
-    torch.testing.assert_close(experts(x, chosen, weights), theirs(x, chosen, weights), rtol=1e-5, atol=1e-6)
+    ours = Experts(theirs).gate_up
+    assert isinstance(ours, StackedLinear) and ours.weight.data_ptr() == theirs.gate_up_proj.data_ptr()
 
 
 @pytest.mark.parametrize("layerwise", [None, Layerwise(search=True, gptq=True)])

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import Llama4ForCausalLM
 
 from llm import tiny
-from llm.execution import KERNELS, TORCH, TextExecution
+from llm.execution import KERNELS, TextExecution
 from llm.load import TextModel, load
 from llm.quantized import quantize
-from tests.llm import stage
+from tests.llm import stage, test_exact
 from tests.llm.test_exact import check, watch
-from tests.llm.test_load import logits, saved
+from tests.llm.test_load import config, logits, saved
 
 MOST = 16
 # Windows of 12 tokens, in all layers, or in some beside full ones, and mixtures of experts.
@@ -44,11 +44,9 @@ def answered(name: str, count: int, **options: Any) -> tuple[str, list[tuple[int
     few = "pages" in options
     with stage.serving(model, **options) as (engine, runner):
         preempted = watch(runner)
-        requests = [stage.greedy(prompt, 2 * MOST if few else MOST, ignore_end=few) for prompt in prompts[:count]]
-        texts = stage.answers(engine, requests)
+        found = test_exact.answered(model, engine, prompts[:count], MOST, on=few)
         assert bool(preempted) == few
-    ends = [next((n for n, t in enumerate(text.tokens, 1) if t in model.ends), MOST) for text in texts]
-    return runner.execution.kind, [text.tokens[:end][:MOST] for text, end in zip(texts, ends, strict=True)]
+    return runner.execution.kind, found
 
 
 @pytest.mark.quick(0, 1, 2)
@@ -68,8 +66,8 @@ def test_answers_in_flight(name: str) -> None:
 def test_answers_after_preemption(name: str, kernels: bool) -> None:
     """With few pages, and by the models' own code on our attention."""
     model, prompts, expected = reference(name)
-    options: dict[str, Any] = {"kernels": stage.kernels()} if kernels else {}
-    _, found = answered(name, 12, max_requests=8, pages=14, chunk=7, **options)
+    library = stage.kernels() if kernels else None
+    _, found = answered(name, 12, max_requests=8, pages=14, chunk=7, kernels=library)
     assert len(check(found, expected[:12], prompts, model)) <= 1
 
 
@@ -90,23 +88,21 @@ def test_quantized_models_are_torchs(name: str) -> None:
 
 def test_llama_4_on_torch(tmp_path: Path) -> None:
     """Chunks of 13 tokens, layers without positions whose queries are tempered, routed experts beside a shared one."""
-    config = Llama4TextConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=64, intermediate_size_mlp=96, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, attention_chunk_size=13,
-        num_local_experts=4, num_experts_per_tok=1, moe_layers=[1, 3], floor_scale=7, attn_scale=0.5,
-        no_rope_layers=[1, 1, 0, 1], eos_token_id=2, bos_token_id=1, pad_token_id=0, initializer_range=0.2,
+    llama4 = config(
+        "llama4_text", intermediate_size=64, intermediate_size_mlp=96, num_hidden_layers=4, head_dim=16,
+        attention_chunk_size=13, num_local_experts=4, num_experts_per_tok=1, moe_layers=[1, 3], floor_scale=7,
+        attn_scale=0.5, no_rope_layers=[1, 1, 0, 1],
     )  # fmt: skip
-    folder = saved(tmp_path / "llama4", config)
+    folder = saved(tmp_path / "llama4", llama4)
     model, own = load(str(folder)), Llama4ForCausalLM.from_pretrained(str(folder)).eval()
     reference = replace(model, network=own.requires_grad_(False))
     prompts = stage.prompts(small_prompts := load(tiny.TINY), 12)
     assert small_prompts.vocabulary <= 300 and max(map(len, prompts)) > 26
     expected = stage.generated(reference, prompts, MOST)
     assert len({*expected}) > 8
+    options: dict[str, Any]
     for options in ({}, {"pages": 14, "chunk": 7}):
-        with stage.serving(model, max_requests=8, **options) as (engine, runner):
-            texts = stage.answers(engine, [stage.greedy(prompt, MOST) for prompt in prompts])
-        assert runner.execution.kind == TORCH
+        texts = stage.write(model, [stage.greedy(p, MOST) for p in prompts], native=False, max_requests=8, **options)
         assert len(check([text.tokens for text in texts], expected, prompts, reference)) <= 1
 
 
@@ -115,6 +111,5 @@ def test_a_row_has_the_same_bits_whatever_is_behind_its_window() -> None:
     model = load(tiny.MISTRAL_TINY)  # two layers of 12: the last row knows 23 tokens
     tail = tuple(range(20, 70))
     one, other = ((1, *before, *tail) for before in ((5, 6, 7), (8, 9, 10)))
-    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        texts = stage.answers(engine, [stage.greedy(prompt, 1, logprobs=5) for prompt in (one, other)])
-    assert texts[0].logprobs == texts[1].logprobs
+    first, second = stage.write(model, [stage.greedy(prompt, 1, logprobs=5) for prompt in (one, other)])
+    assert first.logprobs == second.logprobs

@@ -21,9 +21,7 @@ def places(*, pages: int, sequences: int) -> tuple[KVAllocator, KVCache, PageAll
 
 
 def sequence(first: int, length: int) -> SequenceState:
-    model = stage.small()
-    prompt = tuple(range(first, first + length))
-    return SequenceState(TextParameters(prompt, 8), model.tokenizer, model.vocabulary, None)
+    return stage.state_of(TextParameters(tuple(range(first, first + length)), 8))
 
 
 def test_too_few_pages_hold_nothing() -> None:
@@ -69,20 +67,6 @@ def test_all_rows_taken_is_full_until_one_is_freed() -> None:
     allocator.free(one)
     assert (one.row, one.computed, one.drafted) == (-1, 0, 0) and pages.free == 8
     assert not allocator.full and allocator.allocate(other)
-
-
-def test_pages_that_were_published_are_computed_for_the_next_one() -> None:
-    allocator, cache, pages = places(pages=8, sequences=2)
-    one, other = sequence(0, 2 * PAGE + 3), sequence(0, 2 * PAGE + 3)
-    assert allocator.allocate(one) and one.computed == 0
-    allocator.publish(one, PAGE - 1)
-    assert one.holding.published == 0
-    allocator.publish(one, 2 * PAGE)
-    assert allocator.allocate(other) and other.computed == other.cached == other.drafted == 2 * PAGE
-    assert other.holding.pages[:2] == one.holding.pages[:2] and other.row != one.row
-    cache.settle()
-    assert cache.table[other.row, :3].tolist() == other.holding.pages
-    assert pages.hits == 2 * PAGE
 
 
 def test_a_forked_beam_forgets_what_its_row_had_drafted() -> None:

@@ -11,27 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.cohere2.configuration_cohere2 import Cohere2Config
-from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.ministral.configuration_ministral import MinistralConfig
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.olmo.configuration_olmo import OlmoConfig
-from transformers.models.olmo3.configuration_olmo3 import Olmo3Config
-from transformers.models.phi3.configuration_phi3 import Phi3Config
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
-from transformers.models.starcoder2.configuration_starcoder2 import Starcoder2Config
-from transformers.models.t5.configuration_t5 import T5Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from contract.precision import PRECISIONS
-from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.execution import KERNELS, TORCH, TextExecution
 from llm.load import TextModelError, load
@@ -42,36 +24,44 @@ SIZE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-MIXED = ["sliding_attention", "full_attention"]
-GEMMA: dict[str, Any] = {**SIZE, "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
+CACHE: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256}
+MIXED: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1}
+GEMMA: dict[str, Any] = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def config(kind: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(kind, **{**SIZE, **changes})
+
+
 FAMILY: dict[str, tuple[Any, str]] = {
-    "llama": (LlamaConfig(**SIZE, head_dim=32), KERNELS),
-    "llama-with-biases": (LlamaConfig(**SIZE, attention_bias=True, mlp_bias=True), KERNELS),
-    "llama-3.1-positions": (
-        LlamaConfig(**SIZE, rope_parameters={
-            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64}), KERNELS),
-    "llama-tied-one-kv-head": (LlamaConfig(**{**SIZE, "num_key_value_heads": 1}, tie_word_embeddings=True), KERNELS),
-    "llama-narrow-heads": (LlamaConfig(**SIZE, head_dim=24), TORCH),
-    "mistral": (MistralConfig(**SIZE, sliding_window=None), KERNELS),
-    "qwen2": (Qwen2Config(**SIZE), KERNELS),
-    "qwen3": (Qwen3Config(**SIZE, head_dim=32), KERNELS),
-    "olmo": (OlmoConfig(**SIZE), TORCH),
-    "mistral-window": (MistralConfig(**SIZE, sliding_window=17), KERNELS),
-    "qwen2-window": (Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=9, max_window_layers=1), KERNELS),
-    "qwen3-window": (
-        Qwen3Config(**SIZE, head_dim=32, use_sliding_window=True, sliding_window=16, max_window_layers=1), KERNELS),
-    "gemma2": (Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0), KERNELS),
-    "gemma3": (Gemma3TextConfig(**GEMMA, sliding_window_pattern=2), KERNELS),
-    "cohere2": (Cohere2Config(**SIZE, sliding_window=7), TORCH),
-    "ministral": (MinistralConfig(**SIZE, head_dim=16, sliding_window=7, layer_types=MIXED), TORCH),
-    "mixtral": (MixtralConfig(**SIZE, sliding_window=7, num_local_experts=4), KERNELS),
-    "olmo3": (Olmo3Config(**SIZE, sliding_window=7, layer_types=MIXED), TORCH),
-    "phi3": (Phi3Config(**SIZE, sliding_window=7), TORCH),
+    "llama": (config("llama", head_dim=32), KERNELS),
+    "llama-with-biases": (config("llama", attention_bias=True, mlp_bias=True), KERNELS),
+    "llama-3.1-positions": (config("llama", rope_parameters=LLAMA3), KERNELS),
+    "llama-tied-one-kv-head": (config("llama", num_key_value_heads=1, tie_word_embeddings=True), KERNELS),
+    "llama-narrow-heads": (config("llama", head_dim=24), TORCH),
+    "mistral": (config("mistral", sliding_window=None), KERNELS),
+    "qwen2": (config("qwen2"), KERNELS),
+    "qwen3": (config("qwen3", head_dim=32), KERNELS),
+    "olmo": (config("olmo"), TORCH),
+    "mistral-window": (config("mistral", sliding_window=17), KERNELS),
+    "qwen2-window": (config("qwen2", **WINDOWED, sliding_window=9), KERNELS),
+    "qwen3-window": (config("qwen3", **WINDOWED, head_dim=32, sliding_window=16), KERNELS),
+    "gemma2": (config("gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0), KERNELS),
+    "gemma3": (config("gemma3_text", **GEMMA, sliding_window_pattern=2), KERNELS),
+    "cohere2": (config("cohere2", sliding_window=7), TORCH),
+    "ministral": (config("ministral", **MIXED, head_dim=16), TORCH),
+    "mixtral": (config("mixtral", sliding_window=7, num_local_experts=4), KERNELS),
+    "olmo3": (config("olmo3", **MIXED), TORCH),
+    "phi3": (config("phi3", sliding_window=7), TORCH),
     "qwen3-moe": (
-        Qwen3MoeConfig(**SIZE, use_sliding_window=True, sliding_window=7, num_experts=4, num_experts_per_tok=2,
-                       moe_intermediate_size=48), KERNELS),
-    "starcoder2": (Starcoder2Config(**SIZE, sliding_window=7), TORCH),
+        config("qwen3_moe", use_sliding_window=True, sliding_window=7, num_experts=4, num_experts_per_tok=2,
+               moe_intermediate_size=48), KERNELS),
+    "starcoder2": (config("starcoder2", sliding_window=7), TORCH),
 }  # fmt: skip
 
 
@@ -93,15 +83,7 @@ def logits(execution: TextExecution, ids: torch.Tensor, chunks: list[int]) -> to
     each = -(-length // 16)
     for s in range(count):
         execution.cache.place(s, order[s * each : (s + 1) * each])
-    made, start = [], 0
-    for size in chunks:
-        rows = [(s, t) for s in range(count) for t in range(start, start + size)]
-        step = TokenBatch.of([int(ids[s, t]) for s, t in rows], [t for _, t in rows], [s for s, _ in rows],
-                       list(range(len(rows))))  # fmt: skip
-        made.append(execution(step).clone().view(count, size, -1))
-        start += size
-    assert start == length
-    return torch.cat(made, dim=1)
+    return torch.stack(stage.read(execution, ids.tolist(), *([size] * count for size in chunks)))
 
 
 @pytest.mark.quick("mixtral", "qwen3", "gemma2", "phi3", "llama", "cohere2", "olmo3")
@@ -113,10 +95,9 @@ def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCa
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         wanted = theirs(ids, use_cache=False).logits
-    size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256}
     for kernels, expected in ((None, TORCH), (stage.kernels(), kind)):
         with caplog.at_level(logging.WARNING):
-            execution = TextExecution(model, kernels=kernels, **size)
+            execution = TextExecution(model, kernels=kernels, **CACHE)
         assert execution.kind == expected
         found = logits(execution, ids, [20, 1, 1, 5, 16])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -126,9 +107,8 @@ def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCa
 def test_int8_pages_on_torch_and_on_kernels_agree() -> None:
     model = stage.emoji()
     ids = torch.randint(6, 4096, (2, 40), generator=torch.Generator().manual_seed(3))
-    size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256}
     exact, plain, ours = (
-        logits(TextExecution(model, kv=kv, kernels=kernels, **size), ids, [30, 1, 9])  # type: ignore[arg-type]
+        logits(TextExecution(model, kv=kv, kernels=kernels, **CACHE), ids, [30, 1, 9])  # type: ignore[arg-type]
         for kv, kernels in (("float", None), ("int8", None), ("int8", stage.kernels()))
     )
     assert 1e-4 < (plain - exact).abs().max() < 0.05 * exact.abs().max()
@@ -140,7 +120,7 @@ def test_weights_are_held_once_if_wished() -> None:
     """Packed weights do without the model's own, also in programs that are written later, and where ends are tied."""
     model = load(str(stage.LM))
     ids = torch.randint(6, 4096, (2, 30), generator=torch.Generator().manual_seed(5))
-    execution = TextExecution(model, pages=8, sequences=2, context=256, kernels=stage.kernels())
+    execution = TextExecution(model, kernels=stage.kernels(), **CACHE)
     wanted = logits(execution, ids, [30])
     before = sum(weight.numel() for weight in model.network.parameters())
     execution.release()
@@ -169,42 +149,29 @@ def config_with(folder: Path, **changes: Any) -> Path:
     ],
 )  # fmt: skip
 def test_damaged_models_are_refused(spoil: Any, said: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", LlamaConfig(**SIZE))
+    folder = saved(tmp_path / "model", config("llama"))
     spoil(folder)
     with pytest.raises(TextModelError) as caught:
         load(str(folder))
     assert said in str(caught.value) and "model" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["windows", "no window", "chunks", "softcap", "both ways", "sinks", "t5", "words"])
-def test_models_of_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / kind
-    if kind == "windows":
-        saved(folder, SmolLM3Config(**SIZE, use_sliding_window=True, sliding_window=8, layer_types=MIXED))
-        said = "sliding windows, which are not known of smollm3"
-    elif kind == "no window":
-        saved(folder, MistralConfig(**SIZE, sliding_window=17))
-        config_with(folder, sliding_window=-5)
-        said = "a sliding window of -5 tokens"
-    elif kind == "chunks":
-        saved(folder, LlamaConfig(**SIZE))
-        config_with(folder, layer_types=["chunked_attention", "full_attention"])
-        said = "layers of chunked attention"
-    elif kind == "softcap":
-        saved(folder, Gemma3TextConfig(**GEMMA, attn_logit_softcapping=2.0))
-        said = "caps the logits of its attention"
-    elif kind == "both ways":  # EmbeddingGemma
-        saved(folder, Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True))
-        said = "attends to later tokens"
-    elif kind == "sinks":
-        saved(folder, GptOssConfig(**SIZE, head_dim=32, num_local_experts=2, layer_types=["full_attention"] * 2))
-        said = "sinks"
-    elif kind == "t5":
-        T5Config(vocab_size=300, d_model=32, num_layers=1).save_pretrained(folder)
-        said = "does not load"
-    else:
-        saved(folder, LlamaConfig(**{**SIZE, "vocab_size": 100}))
-        said = "262 words, and the model has room for 100"
+@pytest.mark.parametrize(
+    ("config", "changes", "said"),
+    [
+        (config("smollm3", **MIXED, use_sliding_window=True), {}, "sliding windows, which are not known of smollm3"),
+        (config("mistral", sliding_window=17), {"sliding_window": -5}, "a sliding window of -5 tokens"),
+        (config("llama"), {"layer_types": ["chunked_attention", "full_attention"]}, "layers of chunked attention"),
+        (config("gemma3_text", **GEMMA, attn_logit_softcapping=2.0), {}, "caps the logits of its attention"),
+        # EmbeddingGemma
+        (config("gemma3_text", **GEMMA, use_bidirectional_attention=True), {}, "attends to later tokens"),
+        (config("gpt_oss", head_dim=32, num_local_experts=2, layer_types=["full_attention"] * 2), {}, "sinks"),
+        (config("llama", vocab_size=100), {}, "262 words, and the model has room for 100"),
+        (config("llama"), {"model_type": "t5", "architectures": ["T5Model"]}, "does not load"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(config: Any, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = config_with(saved(tmp_path / "model", config), **changes)
     with pytest.raises(TextModelError, match=said):
         load(str(folder))
 
@@ -236,7 +203,7 @@ def test_bf16_weights_on_kernels() -> None:
     model = stage.emoji()
     folder = load(str(stage.LM), precision="bf16")
     ids = torch.randint(6, 4096, (2, 20), generator=torch.Generator().manual_seed(3))
-    size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256, "kernels": stage.kernels()}
+    size = {**CACHE, "kernels": stage.kernels()}
     half = logits(TextExecution(folder, **size), ids, [20])
     rounded = replace(model, network=load(str(stage.LM), precision="bf16").network.float())
     torch.testing.assert_close(half, logits(TextExecution(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)

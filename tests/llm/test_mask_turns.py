@@ -115,7 +115,7 @@ def test_a_slow_grammar_delays_its_own_answers_alone_and_changes_none(
     monkeypatch.setattr(constrain, "_BURST_S", 1e9)
     monkeypatch.setattr(constrain.time, "thread_time", lambda: float(next(clock)))
     futures = [
-        engine.submit(Request(f"{i}", "text", parameters, listener=listen, tenant="free" if i == 3 else "held"))
+        stage.submit(engine, parameters, f"{i}", listener=listen, tenant="free" if i == 3 else "held")
         for i, parameters in enumerate((*HELD, FREE))
     ]
     assert [future.result(timeout=300).tokens for future in futures] == alone

@@ -10,6 +10,20 @@ from core.batching.slots import IntegrityError
 from llm.pages import PAGE, PageAllocator, SequencePages
 
 
+def published(pages: PageAllocator, tokens: list[int], count: int | None = None) -> SequencePages:
+    """A sequence that holds pages for these tokens, the first `count` of which are computed."""
+    holding = SequencePages()
+    assert pages.extend(holding, len(tokens))
+    pages.publish(holding, tokens, len(tokens) if count is None else count)
+    return holding
+
+
+def found(pages: PageAllocator, tokens: list[int]) -> SequencePages:
+    holding = SequencePages()
+    pages.find(holding, tokens)
+    return holding
+
+
 def test_10_000_operations_leave_every_page_free() -> None:
     """Begin, grow, publish and release in any order; whoever finds a page finds what was written for these tokens."""
     draw = random.Random(0)
@@ -22,8 +36,7 @@ def test_10_000_operations_leave_every_page_free() -> None:
         if what < 0.3:
             # Few different beginnings, so that many are shared.
             tokens = [draw.randint(0, 1) for _ in range(3)] * draw.randint(1, 30)
-            holding = SequencePages()
-            pages.find(holding, tokens)
+            holding = found(pages, tokens)
             shared += holding.shared
             for number in range(holding.shared):
                 assert written[holding.pages[number], number] == tuple(tokens[: (number + 1) * PAGE])
@@ -58,36 +71,17 @@ def test_10_000_operations_leave_every_page_free() -> None:
 
 def test_the_last_token_is_never_found() -> None:
     pages, tokens = PageAllocator(4), list(range(PAGE))
-    first = SequencePages()
-    assert pages.extend(first, PAGE)
-    pages.publish(first, tokens, PAGE)
-    second, third = SequencePages(), SequencePages()
-    pages.find(second, tokens)
-    pages.find(third, [*tokens, 99])
-    assert second.pages == [] and third.pages == first.pages and pages.hits == PAGE
-
-
-def test_equal_tokens_behind_other_beginnings_are_not_found() -> None:
-    pages = PageAllocator(8)
-    first = SequencePages()
-    tokens = [1] * PAGE + [2] * PAGE
-    assert pages.extend(first, 2 * PAGE)
-    pages.publish(first, tokens, 2 * PAGE)
-    other = SequencePages()
-    pages.find(other, [3] * PAGE + [2] * PAGE + [0])
-    assert other.pages == []
+    first = published(pages, tokens)
+    assert found(pages, tokens).pages == [] and found(pages, [*tokens, 99]).pages == first.pages
+    assert pages.hits == PAGE
 
 
 def test_two_that_computed_the_same_keep_a_page_each() -> None:
     pages, tokens = PageAllocator(8), [5] * (2 * PAGE)
-    both = [SequencePages(), SequencePages()]
-    for holding in both:
-        assert pages.extend(holding, 2 * PAGE)
-        pages.publish(holding, tokens, 2 * PAGE)
-    third = SequencePages()
-    pages.find(third, [*tokens, 0])
-    assert third.pages == both[0].pages != both[1].pages
-    for holding in (*both, third):
+    one, other = published(pages, tokens), published(pages, tokens)
+    third = found(pages, [*tokens, 0])
+    assert third.pages == one.pages != other.pages
+    for holding in (one, other, third):
         pages.release(holding)
     pages.check()
     assert pages.free == 8
@@ -98,17 +92,10 @@ def test_idle_pages_are_found_until_their_place_is_needed() -> None:
     pages = PageAllocator(4)
     old, new = [1] * (2 * PAGE), [2] * (2 * PAGE)
     for tokens in (old, new):
-        holding = SequencePages()
-        assert pages.extend(holding, len(tokens))
-        pages.publish(holding, tokens, len(tokens))
-        pages.release(holding)
+        pages.release(published(pages, tokens))
     assert pages.free == 4 and pages.held == 0 and pages.usage() == 0
-    taker = SequencePages()
-    assert pages.extend(taker, PAGE) and pages.usage() == 1 / 4
-    found = {name: SequencePages() for name in ("old", "new")}
-    pages.find(found["old"], [*old, 0])
-    pages.find(found["new"], [*new, 0])
-    assert len(found["old"].pages) == 1 and len(found["new"].pages) == 2
+    assert pages.extend(SequencePages(), PAGE) and pages.usage() == 1 / 4
+    assert [len(found(pages, [*tokens, 0]).pages) for tokens in (old, new)] == [1, 2]
 
 
 def test_books_that_do_not_balance_are_told() -> None:
@@ -126,11 +113,8 @@ def test_books_that_do_not_balance_are_told() -> None:
 def test_a_drafter_that_looks_ahead_is_left_a_position_to_guess_from() -> None:
     """As an answer has when it was not preempted, wherever its pages end."""
     pages, tokens = PageAllocator(8, lookahead=1), [*range(2 * PAGE + 2)]
-    first = SequencePages()
-    assert pages.extend(first, len(tokens))
-    pages.publish(first, tokens, 2 * PAGE)
-    for count, found in ((2 * PAGE + 2, 2), (2 * PAGE + 1, 1), (PAGE + 1, 0)):
-        again = SequencePages()
-        pages.find(again, tokens[:count])
-        assert again.shared == found
+    published(pages, tokens, 2 * PAGE)
+    for count, shared in ((2 * PAGE + 2, 2), (2 * PAGE + 1, 1), (PAGE + 1, 0)):
+        again = found(pages, tokens[:count])
+        assert again.shared == shared
         pages.release(again)

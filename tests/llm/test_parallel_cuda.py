@@ -14,8 +14,7 @@ from tests.interpreted import CUDA
 
 # isort: split
 from contract.parallel import parse
-from core.kernels.kv_cache import KVCache, TokenBatch
-from llm.cuda import CudaDecoder
+from core.kernels.kv_cache import TokenBatch
 from llm.execution import FusedTextExecution
 from llm.ranks import RankGroup, open_store
 from llm.shards import Rank, shard_
@@ -62,13 +61,7 @@ def test_ranks_give_the_logits_of_one_process(parallel: str, kind: str) -> None:
         rank, model = Rank(number, split), models[number]
         shard_(model.network, rank)
         group = RankGroup(rank, torch.device("cpu"), store if number == 0 else store.port)
-        cache = KVCache(
-            layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=4, context=160,
-            turned=True,
-        )  # fmt: skip
-        for s in range(4):
-            cache.place(s, list(range(s * 10, s * 10 + 10)))
-        execution = FusedTextExecution(CudaDecoder(model.network, cache, group), cache, 4, 160, 64)
+        execution = fused(model, group=group)
         if split.pipeline == 1:
             return results(execution)
         known = expected[0]

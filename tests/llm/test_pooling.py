@@ -7,13 +7,13 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from contract.errors import Invalid
-from core.batching.request import Request
 from llm import tiny
 from llm.load import TextModel, TextModelError, load
 from llm.pages import PAGE
@@ -54,12 +54,10 @@ def test_they_are_transformers_own_beside_answers(name: str, pooling: Pooling, k
     """Prompts of several chunks among answers with guesses; the answers are what they are without."""
     model = replace(stage.small() if name == "llama" else stage.emoji(), pooling=pooling)
     prompts = stage.prompts(model, 4)
-    prompts += [tuple(itertools.islice(itertools.cycle(prompts[2] + prompts[3]), 100)), prompts[0][:1]]
-    library = stage.kernels() if kernels else None
-    with stage.serving(model, kernels=library, chunk=48, max_rows=80, draft="lookup") as (engine, _):
-        requests = [item for prompt in prompts for item in (embed(prompt), stage.greedy(prompt, 6))]
-        texts = stage.answers(engine, requests)
-        (alone,) = stage.answers(engine, [embed(prompts[-1])])
+    prompts += [stage.prompt_of(model, 100), prompts[0][:1]]
+    requests = [item for prompt in prompts for item in (embed(prompt), stage.greedy(prompt, 6))]
+    options: dict[str, Any] = {"native": kernels, "chunk": 48, "max_rows": 80, "draft": "lookup"}
+    texts, (alone,) = (stage.write(model, each, **options) for each in (requests, requests[-2:-1]))
     for prompt, text, answer in zip(prompts, texts[::2], texts[1::2], strict=True):
         assert_transformers_own(model, prompt, text)
         assert (text.tokens, answer.pooled) == ((), b"")
@@ -73,7 +71,7 @@ def test_they_are_transformers_own_beside_answers(name: str, pooling: Pooling, k
 def test_a_preempted_prompt_goes_on_where_it_was(pooling: Pooling) -> None:
     """Preempted after each number of iterations, and once more: bit for bit as if it never was."""
     model = replace(stage.small(), pooling=pooling)
-    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), 5 * PAGE + 1))
+    prompt = stage.prompt_of(model, 5 * PAGE + 1)
     found: set[bytes] = set()
     for chunk, after in itertools.product((20, 33), range(4)):
         runner = TextRunner(model, kernels=stage.kernels(), chunk=chunk)
@@ -87,7 +85,7 @@ def test_a_preempted_prompt_goes_on_where_it_was(pooling: Pooling) -> None:
 @pytest.mark.parametrize("pooling", [Pooling(), MEAN])
 def test_the_last_tokens_prefix_is_found_and_the_states_of_a_mean_are_computed(pooling: Pooling) -> None:
     model = replace(stage.small(), pooling=pooling)
-    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), 3 * PAGE + 2))
+    prompt = stage.prompt_of(model, 3 * PAGE + 2)
     with stage.serving(model, kernels=stage.kernels()) as (engine, _):
         stage.answers(engine, [stage.greedy(prompt, 2)])
         found, again = (stage.answers(engine, [embed(prompt)])[0] for _ in range(2))
@@ -98,11 +96,10 @@ def test_the_last_tokens_prefix_is_found_and_the_states_of_a_mean_are_computed(p
 
 def test_a_prompt_may_fill_the_context() -> None:
     model = stage.small()
-    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), 4 * PAGE))
-    with stage.serving(model, kernels=stage.kernels(), context=4 * PAGE) as (engine, _):
-        text, _ = stage.answers(engine, [embed(prompt), stage.greedy(prompt, 0)])
-        with pytest.raises(Invalid, match="context of 64"):
-            engine.submit(Request("0", "text", embed((*prompt, 5))))
+    prompt = stage.prompt_of(model, 4 * PAGE)
+    text, _ = stage.write(model, [embed(prompt), stage.greedy(prompt, 0)], context=4 * PAGE)
+    with pytest.raises(Invalid, match="context of 64"):
+        stage.write(model, [embed((*prompt, 5))], context=4 * PAGE)
     assert_transformers_own(model, prompt, text)
 
 
@@ -113,7 +110,7 @@ def test_states_that_are_not_finite_fail_their_request_alone() -> None:
         lambda module, inputs, output: output.masked_fill((inputs[0] == 200)[..., None], torch.nan)
     )
     with stage.serving(model) as (engine, _):
-        futures = [engine.submit(Request(f"{i}", "text", embed(prompt))) for i, prompt in enumerate(prompts)]
+        futures = [stage.submit(engine, embed(prompt), f"{i}") for i, prompt in enumerate(prompts)]
         errors = [future.exception(timeout=60) for future in futures]
     hook.remove()
     assert errors[:2] == [None, None] and isinstance(errors[2], FloatingPointError)
@@ -176,10 +173,9 @@ def test_a_model_without_a_head_only_embeds(tmp_path: Path) -> None:
     modules(tmp_path, "Transformer", "Pooling", "Normalize", **LAST)
     model = load(str(tmp_path))
     prompt = stage.prompts(model, 1)[0]
-    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        (text,) = stage.answers(engine, [embed(prompt)])
-        with pytest.raises(Invalid, match="embeddings only"):
-            engine.submit(Request("0", "text", stage.greedy(prompt)))
+    (text,) = stage.write(model, [embed(prompt)])
+    with pytest.raises(Invalid, match="embeddings only"):
+        stage.write(model, [stage.greedy(prompt)])
     expected = network.eval().model(torch.tensor([prompt])).last_hidden_state[0, -1]
     torch.testing.assert_close(vector(text.pooled), expected, rtol=1e-3, atol=1e-4)
     shutil.rmtree(tmp_path / "1_Pooling")
@@ -188,6 +184,5 @@ def test_a_model_without_a_head_only_embeds(tmp_path: Path) -> None:
 
 
 def test_a_model_that_pools_otherwise_gives_none() -> None:
-    model = replace(stage.small(), pooling=Pooling(reason="it asks for pooling by 'cls'"))
-    with stage.serving(model) as (engine, _), pytest.raises(Invalid, match="no embeddings: it asks"):
-        engine.submit(Request("0", "text", embed((5, 6))))
+    with pytest.raises(Invalid, match="no embeddings: it asks"):
+        stage.write(replace(stage.small(), pooling=Pooling(reason="it asks for pooling by 'cls'")), [embed((5, 6))])

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from contract.errors import Invalid
 from llm import tiny
 from llm.load import TextModel, load
 from llm.model_runner import ModelRunner
 from llm.pages import PAGE
-from llm.parameters import GeneratedText, Logprob, TextParameters
+from llm.parameters import Logprob, TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage
 
@@ -41,24 +40,21 @@ def test_they_are_transformers_own(name: str, kernels: bool) -> None:
     """In the company of answers, of chunks of several lengths, and with guesses beside."""
     model = stage.small() if name == "llama" else stage.emoji() if name == "emoji" else load(tiny.QWEN3_TINY)
     prompts = stage.prompts(model, 6)
-    prompts.append(tuple(itertools.islice(itertools.cycle(prompts[2] + prompts[3]), 130)))
-    library = stage.kernels() if kernels else None
-    with stage.serving(model, kernels=library, chunk=48, max_rows=80, draft="lookup") as (engine, _):
-        requests = [item for prompt in prompts for item in (scored(prompt, 4), stage.greedy(prompt, 12))]
-        texts = stage.answers(engine, requests)
+    prompts.append(stage.prompt_of(model, 130))
+    requests = [item for prompt in prompts for item in (scored(prompt, 4), stage.greedy(prompt, 12))]
+    texts = stage.write(model, requests, native=kernels, chunk=48, max_rows=80, draft="lookup")
     for prompt, text, plain in zip(prompts, texts[::2], texts[1::2], strict=True):
-        assert_transformers_own(model, prompt, text.prompt_logprobs, 3)
-        assert text.tokens == plain.tokens[:4] and len(text.logprobs) == len(text.tokens)
+        assert_transformers_own(model, prompt + text.tokens, text.prompt_logprobs + text.logprobs, 3)
+        assert text.tokens == plain.tokens[:4]
         assert plain.prompt_logprobs == ()
 
 
 def test_equal_beginnings_are_computed_anew_and_found_by_others() -> None:
     model = stage.small()
-    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), 5 * PAGE + 3))
+    prompt = stage.prompt_of(model, 5 * PAGE + 3)
+    plain = stage.greedy(prompt, 4)
     with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        first = stage.answers(engine, [stage.greedy(prompt, 4)])[0]
-        again = stage.answers(engine, [scored(prompt, 4)])[0]
-        last = stage.answers(engine, [stage.greedy(prompt, 4)])[0]
+        (first,), (again,), (last,) = (stage.answers(engine, [each]) for each in (plain, scored(prompt, 4), plain))
     assert (first.cached, again.cached, last.cached) == (0, 0, 5 * PAGE)
     assert_transformers_own(model, prompt, again.prompt_logprobs, 3)
     assert first.tokens == again.tokens == last.tokens
@@ -80,9 +76,8 @@ def test_a_preempted_prompt_goes_on_where_it_was(draft: Any) -> None:
 @pytest.mark.parametrize("length", [1, 2, 70])
 def test_a_prompt_alone_is_read_without_an_answer(length: int) -> None:
     model = stage.small()
-    prompt = tuple(itertools.islice(itertools.cycle(stage.prompts(model, 1)[0]), length))
-    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-        texts: list[GeneratedText] = stage.answers(engine, [scored(prompt, 0, top=0), stage.greedy(prompt, 0)])
+    prompt = stage.prompt_of(model, length)
+    texts = stage.write(model, [scored(prompt, 0, top=0), stage.greedy(prompt, 0)])
     assert [(text.text, text.tokens, text.finish) for text in texts] == [("", (), "length")] * 2
     assert_transformers_own(model, prompt, texts[0].prompt_logprobs, 0)
 
@@ -122,8 +117,3 @@ def test_the_rows_of_a_large_vocabulary_are_few() -> None:
         rows.append(runner.score_rows)
         runner.close()
     assert rows == [256, 130, 16]
-
-
-def test_they_are_of_no_use_without_logprobs() -> None:
-    with stage.serving(stage.small(), kernels=stage.kernels()) as (engine, _), pytest.raises(Invalid, match="logprobs"):
-        stage.answers(engine, [TextParameters((5, 6), 1, prompt_logprobs=True)])

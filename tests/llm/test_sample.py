@@ -128,21 +128,6 @@ def test_draws_follow_the_distribution(seed: int) -> None:
     assert stats.chisquare(counts[kept], (n * p[kept] / p.sum()).double()).pvalue > 1e-3
 
 
-def test_numbers_are_uniform_and_of_one_another_independent() -> None:
-    from scipy import stats
-
-    seeds, index = np.repeat(np.arange(200, dtype=np.uint64), 200), np.tile(np.arange(200), 200)
-    drawn = [sample.uniform(seeds, index, purpose).numpy() for purpose in (sample.TOKEN, sample.DRAFT, sample.ACCEPT)]
-    for u in drawn:
-        assert u.min() >= 0 and u.max() < 1
-        assert stats.kstest(u, "uniform").pvalue > 1e-3
-        grid = u.reshape(200, 200)
-        assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
-        assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(drawn)[np.triu_indices(3, 1)]).max() < 0.02
-    assert len(np.unique(np.concatenate(drawn))) == 3 * len(seeds)
-
-
 def test_numbers_are_splitmix64s_so_that_a_seed_means_one_text_in_every_version() -> None:
     """The published generator's first outputs under the seed 0, and then ours of it in whole numbers of any size."""
     golden, whole = 0x9E3779B97F4A7C15, 2**64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm import sample
+from llm.load import TextModel
+from llm.parameters import TextParameters
 from llm.speculate import (
     MOST,
     MOST_AT_ONCE,
@@ -23,17 +27,12 @@ from llm.speculate import (
     accepted,
     agreed,
 )
+from llm.speculator import Speculator
 from tests.core.quant.stage import normal
 from tests.llm import stage
+from tests.llm.test_sample import settings
 
 WORDS, N = 5, 20_000
-
-
-def settings(n: int) -> sample.SamplingSettings:
-    return sample.SamplingSettings(
-        torch.ones(n), torch.zeros(n, dtype=torch.long), torch.ones(n, dtype=torch.float64), torch.zeros(n),
-        np.arange(n, dtype=np.uint64),
-    )  # fmt: skip
 
 
 @pytest.mark.quick("bad", "certain")
@@ -48,10 +47,9 @@ def test_rejection_sampling_follows_the_target(kind: str) -> None:
     q = q / q.sum(-1, keepdim=True)
     index = np.full(N, 17, np.int64)
     seeds = settings(N)
-    first = sample.draw(q[:1].expand(N, -1), sample.uniform(seeds.seeds, index, sample.DRAFT)).tolist()
-    second = sample.draw(q[1:].expand(N, -1), sample.uniform(seeds.seeds, index + 1, sample.DRAFT)).tolist()
-    known = None if kind in ("certain", "disjoint") else q
-    guesses = [DraftTokens([a, b], known) for a, b in zip(first, second, strict=True)]
+    u = [sample.uniform(seeds.seeds, index + k, sample.DRAFT) for k in (0, 1)]
+    drafts = torch.stack([sample.draw(q[k].expand(N, -1), u[k]) for k in (0, 1)], 1).tolist()
+    guesses = [DraftTokens(tokens, None if kind in ("certain", "disjoint") else q) for tokens in drafts]
     made = accepted(target.repeat(N, 1), range(0, 3 * N, 3), guesses, seeds, index)
     # Where a guess was rejected the answer ends early: its other tokens come from later forwards.
     heads = torch.bincount(torch.tensor([tokens[0] for tokens in made]), minlength=WORDS)
@@ -94,30 +92,26 @@ def test_greedy_takes_any_number_of_guesses(data: st.DataObject, count: int, rig
     assert kept == count or guesses[kept] != best[kept], "and it stops at no guess that was right"
 
 
-def test_the_engine_draws_from_the_model() -> None:
-    """Two tokens after one prompt, under many seeds, against their exact likelihoods."""
-    model, count = stage.small(), 2000
-    prompt = stage.plain(model, "ababab")
-    wanted = [stage.TextParameters(prompt, 3, temperature=1.5, top_k=4, seed=s, ignore_end=True) for s in range(count)]
-    with stage.serving(model, draft=stage.other(), kernels=stage.kernels()) as (engine, runner):
-        made = stage.answers(engine, wanted)
-        assert runner.guessing.guessed > 100
-    probabilities = joint(model, prompt, temperature=1.5, top_k=4)
-    found = Counter(text.tokens[:2] for text in made)
-    assert set(found) <= set(probabilities)
-    fits(torch.tensor([found[pair] for pair in probabilities]), torch.tensor(list(probabilities.values())) * count)
-
-
-def joint(
-    model: stage.TextModel, prompt: tuple[int, ...], *, temperature: float, top_k: int
-) -> dict[tuple[int, ...], float]:
-    """Of the next two tokens, by transformers."""
+def check_samples(model: TextModel, text: str, draft: Any, count: int, *, temperature: float) -> Speculator:
+    """Two tokens after one prompt, under many seeds, against their exact likelihoods by transformers."""
+    prompt = stage.plain(model, text)
+    wanted = TextParameters(prompt, 3, temperature=temperature, top_k=4, ignore_end=True)
+    with stage.serving(model, draft=draft, kernels=stage.kernels()) as (engine, runner):
+        texts = stage.answers(engine, [replace(wanted, seed=seed) for seed in range(count)])
 
     def after(tokens: tuple[int, ...]) -> dict[int, float]:
-        top = (stage.logits(model, tokens)[-1] / temperature).topk(top_k)
+        top = (stage.logits(model, tokens)[-1] / temperature).topk(4)
         return dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True))
 
-    return {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
+    likely = {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
+    counts = Counter(text.tokens[:2] for text in texts)
+    assert {*counts} <= {*likely}
+    fits(torch.tensor([counts[pair] for pair in likely]), torch.tensor([*likely.values()]) * count)
+    return runner.guessing
+
+
+def test_the_engine_draws_from_the_model() -> None:
+    assert check_samples(stage.small(), "ababab", stage.other(), 2000, temperature=1.5).guessed > 100
 
 
 def test_lookup_is_what_a_search_from_the_end_finds() -> None:

@@ -24,17 +24,15 @@ REPEATED = (7, 8, 9, 10) * 4  # whose end stood there before
 
 
 def work(tokens: tuple[int, ...] = REPEATED, **wanted: Any) -> SequenceState:
-    model = stage.small()
-    parameters = TextParameters(tokens, **{"max_tokens": 20, "temperature": 0.0, **wanted})
-    return SequenceState(parameters, model.tokenizer, model.vocabulary, None)
+    return stage.state_of(TextParameters(tokens, **{"max_tokens": 20, "temperature": 0.0, **wanted}))
 
 
 def test_nobody_guesses_for_what_looks_at_every_token_or_where_nobody_can() -> None:
     guessing = Speculator(LookupDrafter())
-    free, penalized = work(), work(repetition_penalty=1.3)
-    for one in (free, penalized):
+    free, penalized, biased = work(), work(repetition_penalty=1.3), work(logit_bias=((8, -100),))
+    for one in (free, penalized, biased):
         guessing.plan(one)
-    assert free.guesses and penalized.guesses == 0
+    assert free.guesses and penalized.guesses == biased.guesses == 0
     free.guesses = 2
     Speculator().plan(free)
     assert free.guesses == 0 and Speculator().lengths(4) is None
@@ -80,15 +78,6 @@ def test_what_came_of_guesses_is_counted(kept: int) -> None:
     assert (one.pace.acceptance > before) == (kept == 3)
     guessing.settle(ScheduledTokens(one, 16, 1, True), 0)
     assert guessing.guessed == 3
-
-
-def test_what_was_planned_is_what_is_brought() -> None:
-    guessing, one, other = Speculator(LookupDrafter()), work(), work((1, 2))
-    for each in (one, other):
-        guessing.plan(each)
-    made = [ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)]
-    guessing.make(made)
-    assert made[0].guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses] != [] == made[1].guess.tokens
 
 
 @pytest.mark.parametrize("beside_lane", [False, True])

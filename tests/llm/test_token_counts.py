@@ -29,7 +29,7 @@ def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int],
     for number, (row, another, tokens, token) in enumerate(events):
         if another or row not in works:
             parameters = TextParameters((1, *tokens), 99, frequency_penalty=1.0)
-            works[row] = SequenceState(parameters, stage.small().tokenizer, VOCABULARY, None)
+            works[row] = stage.state_of(parameters, vocabulary=VOCABULARY)
         else:
             works[row].tokens += tokens
         work = works[row]
@@ -53,8 +53,7 @@ def test_an_answer_that_has_ended_leaves_memory() -> None:
             works.append(weakref.ref(request.work))
 
     with stage.serving(stage.small(), kernels=stage.kernels(), max_requests=2) as (engine, _):
-        request = Request("0", "text", stage.greedy((1, 2, 3), 8, frequency_penalty=1.0), listener=listener)
-        engine.submit(request).result(60)
+        stage.submit(engine, stage.greedy((1, 2, 3), 8, frequency_penalty=1.0), listener=listener).result(60)
         stage.answers(engine, [stage.greedy((1, 2, 3), 2)])
         gc.collect()
         assert works and all(work() is None for work in works)

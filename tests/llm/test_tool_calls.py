@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,20 @@ from llm.constrain import GrammarCompiler
 from llm.tool_calls import as_texts, call_format, described, tool_grammar
 from tests.llm import stage
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather", "description": "Tells the weather.",
-        "parameters": {
-            "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer"}},
-            "required": ["city"], "$defs": {"City": {"type": "string", "maxLength": 10}},
-        },
+FUNCTION: dict[str, Any] = {
+    "name": "weather", "description": "Tells the weather.",
+    "parameters": {
+        "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer"}},
+        "required": ["city"], "$defs": {"City": {"type": "string", "maxLength": 10}},
     },
 }  # fmt: skip
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
-STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
+WEATHER, STRICT, NOW = tool(**FUNCTION), tool(**FUNCTION, strict=True), tool(name="now")
 TEMPLATES = {
     "{% for m in messages %}{{ m.content }}{% endfor %}": PLAIN,
     '{{ tools }} <tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <object>}\\n</tool_call>': HERMES,
@@ -33,15 +34,6 @@ TEMPLATES = {
     "{{ tools }} [TOOL_CALLS]": OTHER,
     "{{ tools }} <tool_call>\\n<function=name> arguments": OTHER,
 }
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[GrammarCompiler]:
-    pytest.importorskip("llguidance")
-    model = stage.small()
-    compiler = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
-    yield compiler
-    compiler.close()
 
 
 def fits(compiler: GrammarCompiler, text: str, format: str, tools: list[Any], **options: Any) -> bool:
@@ -90,8 +82,7 @@ def test_calls_of_strict_tools_fit_their_schema_among_text(compiler: GrammarComp
     if format == HERMES:
         assert allowed("Let me see.\n" + written(format, "weather", PARIS) + " " + written(format, "now", {}) + " So.")
         assert not allowed("Let me see. " + written(format, "then", {}))
-        twice = written(format, "now", {}) * 2
-        assert allowed(twice)
+        assert allowed(written(format, "now", {}) * 2)
 
 
 @pytest.mark.parametrize("format", [HERMES, JSON])
@@ -114,8 +105,8 @@ def test_without_a_strict_tool_any_text_will_do() -> None:
 
 @pytest.mark.parametrize("schema", [{"type": "object", "properties": {"a": {"type": "nothing"}}}, {"pattern": "("}])
 def test_a_schema_that_cannot_be_enforced_is_refused(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"b": schema}}}}
-    grammar = tool_grammar(HERMES, [tool], required=True, parallel=True)
+    function = tool(name="f", parameters={"properties": {"b": schema}})
+    grammar = tool_grammar(HERMES, [function], required=True, parallel=True)
     assert grammar is not None
     with pytest.raises(Invalid) as caught:
         compiler.compile_lark(grammar)
@@ -123,10 +114,9 @@ def test_a_schema_that_cannot_be_enforced_is_refused(compiler: GrammarCompiler, 
 
 
 def test_a_schema_without_instances_is_refused() -> None:
-    schema = {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    function = tool(name="f", parameters={"properties": {"a": {"$ref": "#"}}, "required": ["a"]})
     with pytest.raises(Invalid, match=r"^tools: no finite"):
-        tool_grammar(JSON, [{"type": "function", "function": {"name": "f", "parameters": schema}}], required=True,
-                     parallel=True)  # fmt: skip
+        tool_grammar(JSON, [function], required=True, parallel=True)
 
 
 @pytest.mark.parametrize(("template", "format"), TEMPLATES.items())

@@ -16,12 +16,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from contract.parallel import parse
 from contract.precision import SCHEMES, Scheme
@@ -37,18 +32,19 @@ SIZE: dict[str, Any] = {
     "vocab_size": 300, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": LlamaConfig, "llama-biases": lambda **sizes: LlamaConfig(**sizes, attention_bias=True, mlp_bias=True),
-    "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=8), "qwen3": Qwen3Config,
-    "gemma2": lambda **sizes: Gemma2Config(**sizes, sliding_window=8),
-    "gemma3": lambda **sizes: Gemma3TextConfig(**sizes, sliding_window=8, sliding_window_pattern=2),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}), "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 8}), "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {"sliding_window": 8}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 2}),
 }  # fmt: skip
 
 
 def written(folder: Path, kind: str, dtype: torch.dtype, shards: int, **sizes: Any) -> Path:
     """A model in so many files; its norms are fp32 whatever its matrices are."""
     shutil.rmtree(folder, ignore_errors=True)
-    network = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZE, **sizes)).to(dtype)
+    name, options = KINDS[kind]
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZE, **options, **sizes)).to(dtype)
     for name, weight in network.named_parameters():
         if name.endswith("bias") or "norm" in name:
             weight.data = torch.randn(weight.shape)
@@ -88,7 +84,7 @@ def compare(model: TextModel, expected: Any) -> None:
 
 
 @given(
-    kind=st.sampled_from(sorted(CONFIGS)), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kind=st.sampled_from(sorted(KINDS)), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     shards=st.integers(1, 4), width=st.sampled_from([32, 48]), inner=st.sampled_from([64, 96]),
     kv_heads=st.sampled_from([1, 2, 4]), tied=st.booleans(),
     precision=st.sampled_from(["fp32", "bf16", "int8", "fp8", "w4a16", "int8-sparse"]),

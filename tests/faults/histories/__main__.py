@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.histories.checker import check
-from tests.faults.histories.clients import WHAT
 from tests.faults.histories.faults import draw, possible
 from tests.faults.histories.history import play
 from tests.faults.histories.planted import BUGS
-from tests.faults.histories.record import Fault, History, faults
+from tests.faults.histories.record import Fault, History
 from tests.faults.histories.shrink import shrink
 from tests.faults.histories.world import World, checkout
 from tests.faults.parts import ROOT
 
+_REPLAYS = 20  # to shrink a failure
 _RENEWED = 25  # histories of one world: then a new one, on the other kind of storage
 
 
@@ -57,13 +57,11 @@ class House:
         self._open.close()
 
 
-def one(
-    house: House, seed: int, schedule: Sequence[Fault], objects: bool, span_s: float, without: Sequence[str] = ()
-) -> tuple[History, list[str]]:
+def one(house: House, seed: int, schedule: Sequence[Fault], objects: bool, span_s: float) -> tuple[History, list[str]]:
     """A history, and what is wrong with it. What could not even be played is wrong, too."""
     world = house.world(objects)
     try:
-        history = play(world, seed, schedule, span_s, without=without)
+        history = play(world, seed, schedule, span_s)
         problems = [str(problem) for problem in check(history)]
     except Exception as error:
         history = History(seed, list(schedule))
@@ -97,18 +95,7 @@ def main() -> int:
     parser.add_argument("--span", type=float, default=8.0, metavar="S", help="of one history; default: %(default)s")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "histories", help="default: build/histories")
     parser.add_argument("--other", default="", metavar="COMMIT", help="parts are also started with this one's code")
-    parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="stop after so long, to go on later")
-    parser.add_argument("--only", nargs="+", metavar="KIND", help="of faults")
-    parser.add_argument(
-        "--without", nargs="+", default=(), choices=WHAT, metavar="CALL", help=f"left out, of {', '.join(WHAT)}"
-    )
-    parser.add_argument(
-        "--tries", type=int, default=20, metavar="N", help="replays to shrink a failure; default: %(default)s"
-    )
-    parser.add_argument(
-        "--model", choices=("stand-in", "tiny"), default="stand-in",
-        help="who draws; default: a stand-in, which starts at once, each of whose pictures is another",
-    )  # fmt: skip
+    parser.add_argument("--model", choices=("stand-in", "tiny"), default="stand-in", help="who draws")
     parser.add_argument(
         "--planted", nargs="+", choices=BUGS, metavar="BUG",
         help=f"plant each of these in turn, until a history is rejected, of {', '.join(BUGS)}",
@@ -123,7 +110,8 @@ def main() -> int:
     try:
         if options.replay:
             raw = json.loads(options.replay.read_text())
-            _, problems = one(house, raw["seed"], faults(raw["faults"]), raw["objects"], raw["span_s"], options.without)
+            schedule = [Fault(**fault) for fault in raw["faults"]]
+            _, problems = one(house, raw["seed"], schedule, raw["objects"], raw["span_s"])
             print("\n".join(problems) or "well")
             return int(bool(problems))
         return _run(house, options)
@@ -137,7 +125,7 @@ def _detect(bug: str, options: argparse.Namespace) -> bool:
     try:
         while played < options.faults:
             schedule = draw(options.seed + number, possible(house.world(False)), options.each, options.span)
-            history, problems = one(house, options.seed + number, schedule, False, options.span, options.without)
+            history, problems = one(house, options.seed + number, schedule, False, options.span)
             played, number = played + len(history.faults), number + 1
             if problems:
                 print(f"{bug}: {', '.join(sorted(rules(problems)))} after {played} faults", flush=True)
@@ -151,47 +139,36 @@ def _detect(bug: str, options: argparse.Namespace) -> bool:
 def _run(house: House, options: argparse.Namespace) -> int:
     path: Path = options.folder / "state.json"
     state: dict[str, Any] = {
-        "seed": options.seed, "next": 0, "faults": 0, "histories": 0, "calls": 0, "accepted": 0, "failed": [],
-        "kinds": {}, "seconds": 0.0,
+        "seed": options.seed, "next": 0, "faults": 0, "calls": 0, "accepted": 0, "failed": [], "kinds": {},
+        "seconds": 0.0,
     }  # fmt: skip
     if path.exists() and (found := json.loads(path.read_text()))["seed"] == options.seed:
         state = found
-    until = time.monotonic() + 60 * options.minutes
-    while state["faults"] < options.faults and time.monotonic() < until:
+    while state["faults"] < options.faults:
         number = state["next"]
         seed, objects = options.seed * 1_000_000 + number, number // _RENEWED % 2 == 1
         started = time.monotonic()
-        kinds = [kind for kind in possible(house.world(objects)) if not options.only or kind in options.only]
-        schedule = draw(seed, kinds, options.each, options.span)
-        history, problems = one(house, seed, schedule, objects, options.span, options.without)
+        schedule = draw(seed, possible(house.world(objects)), options.each, options.span)
+        history, problems = one(house, seed, schedule, objects, options.span)
         took_s = time.monotonic() - started
         accepted = sum(call.op == "submit" and call.outcome == "ok" for call in history.calls)
         state["kinds"] = dict(Counter(state["kinds"]) + Counter(fault.kind for fault in history.faults))
-        for name, more in (
-            ("next", 1), ("histories", 1), ("faults", len(history.faults)), ("calls", len(history.calls)),
-            ("accepted", accepted), ("seconds", took_s),
-        ):  # fmt: skip
+        counts = {"next": 1, "faults": len(history.faults), "calls": len(history.calls), "accepted": accepted}
+        for name, more in {**counts, "seconds": took_s}.items():
             state[name] += more
         words = "well" if not problems else f"NOT WELL ({', '.join(sorted(rules(problems)))})"
+        rate = 60 * state["faults"] / state["seconds"]
         told = f"{len(history.faults)} faults, {len(history.calls)} calls, {accepted} accepted"
-        print(
-            f"{number} in {took_s:.0f} s: {told}: "
-            f"{words}; {state['faults']} faults in all, {_rate(state):.0f} a minute",
-            flush=True,
-        )  # fmt: skip
+        whole = f"{state['faults']} faults in all, {rate:.0f} a minute"
+        print(f"{number} in {took_s:.0f} s: {told}: {words}; {whole}", flush=True)
         if problems:
             print("\n".join(problems[:8][:-1]), flush=True)
             state["failed"].append(number)
             keep(options.folder, f"failed-{seed}", history, problems, objects=objects, span_s=options.span)
-            if options.tries:
-                _shrunk(house, options, seed, history, problems, objects)
+            _shrunk(house, options, seed, history, problems, objects)
         path.write_text(json.dumps(state, indent=1) + "\n")
     print(json.dumps(state))
     return int(bool(state["failed"]))
-
-
-def _rate(state: dict[str, Any]) -> float:
-    return float(60 * state["faults"] / state["seconds"])
 
 
 def _shrunk(
@@ -202,13 +179,13 @@ def _shrunk(
 
     def fails(schedule: list[Fault]) -> bool:
         nonlocal best
-        found, wrong = one(house, seed, schedule, objects, options.span, options.without)
+        found, wrong = one(house, seed, schedule, objects, options.span)
         if rules(wrong) & broken:
             best = found, wrong
             return True
         return False
 
-    short = shrink(history.faults, fails, options.tries)
+    short = shrink(history.faults, fails, _REPLAYS)
     print(f"shrunk from {len(history.faults)} to {len(short)} faults: {[fault.kind for fault in short]}", flush=True)
     keep(options.folder, f"shrunk-{seed}", best[0], best[1], objects=objects, span_s=options.span)
 

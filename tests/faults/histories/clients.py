@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,28 +31,26 @@ class Client(threading.Thread):
 
     def __init__(
         self, name: str, tenant: str, line: Line, others: list[tuple[str, Own]], things: list[Thing],
-        gallery: Gallery, hook: str, stop: threading.Event, without: Sequence[str] = (),
+        gallery: Gallery, hook: str, stop: threading.Event,
     ) -> None:  # fmt: skip
         """`others`: jobs of all clients, with whose they are. `things`: all that they made and did not reuse the id of.
 
-        `hook`: where webhooks go. `without`: left out.
+        `hook`: where webhooks go.
         """
         super().__init__(name=name, daemon=True)
         self.tenant, self.line, self.others, self.hook, self.over = tenant, line, others, hook, stop
-        self.things = things
-        self.gallery = gallery
+        self.things, self.gallery = things, gallery
         self.own: list[Own] = []
         self.links: list[Own] = []  # also of what was erased
         self.made: list[tuple[str, tuple[str, ...]]] = []  # files, with what their content is
         self.batches: list[Call] = []
         self.unresolved: list[Callable[[], Call]] = []
         self.error: BaseException | None = None
-        self._what = {name: often for name, often in WHAT.items() if name not in without}
         self._count = 0
 
     def run(self) -> None:
         random_ = self.line.random
-        names, weights = zip(*self._what.items(), strict=True)
+        names, weights = zip(*WHAT.items(), strict=True)
         try:
             while not self.over.is_set():
                 getattr(self, random_.choices(names, weights)[0])()
@@ -106,18 +104,19 @@ class Client(threading.Thread):
 
     def erase(self) -> None:
         if own := self._any():
-            self.line.erase(self.tenant, own.id)
-            self.own.remove(own)
+            self._erase(own)
+
+    def _erase(self, own: Own) -> None:
+        self.line.erase(self.tenant, own.id)
+        self.own.remove(own)
 
     def erase_logo(self) -> None:
         logos = [own for own in self.own if own.id.startswith("logo-")]
         if logos and (own := self.line.random.choice(logos)):
             if not own.link:
                 self.look(own)
-            if not own.link and self.line.random.random() < 0.7:
-                return  # later, when its link outlives it
-            self.line.erase(self.tenant, own.id)
-            self.own.remove(own)
+            if own.link or self.line.random.random() >= 0.7:  # else later, when its link outlives it
+                self._erase(own)
 
     def cancel(self) -> None:
         if own := self._any():

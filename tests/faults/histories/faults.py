@@ -127,17 +127,23 @@ def _promote(world: World, fault: Fault) -> Undo | None:
     return world.lead if not world.redis_paused and world.promote() else None
 
 
+def _outside(server: str, name: str) -> Begin:
+    """A server outside has the fault's size, or just the fault, and is as it was at the end."""
+
+    def begin(world: World, fault: Fault) -> Undo | None:
+        owner: object = getattr(world, server)
+        setattr(owner, name, fault.size or True)
+        return lambda: setattr(owner, name, 0.0)
+
+    return begin
+
+
 def _link(name: str, mode: str) -> Begin:
     def begin(world: World, fault: Fault) -> Undo | None:
         world.links[name].turn(mode, fault.size)
         return lambda: world.links[name].turn(PASS)
 
     return begin
-
-
-def _failing(world: World, fault: Fault) -> Undo | None:
-    world.storage.failing = True
-    return lambda: setattr(world.storage, "failing", False)
 
 
 def _filled(name: str) -> Begin:
@@ -194,11 +200,6 @@ def _disown(world: World, fault: Fault) -> None:
     with world.direct(world.servers[0]) as client:
         for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
             client.zadd(f"{keys.PREFIX}leases", {id: 1}, xx=True)
-
-
-def _slow_receivers(world: World, fault: Fault) -> Undo | None:
-    world.receiver.slow_s = fault.size
-    return lambda: setattr(world.receiver, "slow_s", 0.0)
 
 
 def _slow_readers(world: World, fault: Fault) -> Undo | None:
@@ -262,10 +263,6 @@ def _no_memory(world: World, fault: Fault) -> Undo | None:
     return end
 
 
-def _messages(world: World, fault: Fault) -> None:
-    tampering.messages(world, int(fault.size))
-
-
 def _new_fields(world: World, fault: Fault) -> None:
     """Records get fields of a newer version, and a part of this one starts among them."""
     tampering.new_fields(world)
@@ -309,17 +306,19 @@ KINDS: dict[str, Kind] = {
     "storage_cut": Kind(_link("storage", CUT), _LEASE, needs="objects"),
     "storage_hung": Kind(_link("storage", HANG), _LEASE, needs="objects"),
     "storage_slow": Kind(_link("storage", SLOW), _LEASE, (0.05, 0.3), needs="objects"),
-    "storage_failing": Kind(_failing, _LEASE, needs="objects"),
+    "storage_failing": Kind(_outside("storage", "failing"), _LEASE, needs="objects"),
     "disk_full": Kind(_filled("data"), _SHORT, needs="small_disks"),
     "clock_redis": Kind(_clock("redis"), (0.5, 3.0), _JUMP, needs="clocks"),
     "clock_part": Kind(_clock("worker-0", "api-0", "worker-1", "api-1"), (0.5, 3.0), (-600, 600), needs="clocks"),
     "disown": Kind(_in_redis(_disown)),
-    "slow_receivers": Kind(_slow_receivers, (1.0, 4.0), (0.5, 12.0)),
+    "slow_receivers": Kind(_outside("receiver", "slow_s"), (1.0, 4.0), (0.5, 12.0)),
     "pause_busy": Kind(_pause_busy(lora=False), (2.5, 4.5), weight=2),
     "pause_lora": Kind(_pause_busy(lora=True), (2.5, 4.5)),
     "no_memory": Kind(_no_memory, (0.3, 2.0), (0, 24)),
     "cache_full": Kind(_filled("cache"), _LEASE, needs="real"),
-    "broken_messages": Kind(_in_redis(_messages), size=_SEED, weight=1.5),
+    "broken_messages": Kind(
+        _in_redis(lambda world, fault: tampering.messages(world, int(fault.size))), size=_SEED, weight=1.5
+    ),
     "new_fields": Kind(_in_redis(_new_fields), size=(0, 3), weight=1.5),
     "hostile_bodies": Kind(_attack(attacker.bodies), size=_SEED),
     "broken_bodies": Kind(_attack(attacker.broken_bodies)),
@@ -344,16 +343,16 @@ def possible(world: World) -> list[str]:
 def draw(seed: int, kinds: Sequence[str], count: int, span_s: float) -> list[Fault]:
     """A schedule: so many faults of these kinds that begin within the span. The same seed draws the same."""
     random_ = random.Random(seed)
-    found = []
-    for name in random_.choices(kinds, [KINDS[name].weight for name in kinds], k=count):
-        kind = KINDS[name]
-        found.append(
-            Fault(
-                round(random_.uniform(0.2, span_s), 3), name, random_.randrange(2),
-                round(random_.uniform(*kind.seconds), 3), round(random_.uniform(*kind.size), 3),
-            )
-        )  # fmt: skip
-    return sorted(found, key=lambda fault: fault.at)
+
+    def between(low: float, high: float) -> float:
+        return round(random_.uniform(low, high), 3)
+
+    names = random_.choices(kinds, [KINDS[name].weight for name in kinds], k=count)
+    faults = []
+    for name in names:
+        at, target = between(0.2, span_s), random_.randrange(2)
+        faults.append(Fault(at, name, target, between(*KINDS[name].seconds), between(*KINDS[name].size)))
+    return sorted(faults, key=lambda fault: fault.at)
 
 
 class Play:

@@ -38,25 +38,10 @@ Asked = tuple[dict[str, Any], tuple[str, ...]]
 
 
 class Gallery:
-    """Without edits: what these bring of a real model is not known."""
-
-    def order(self, random_: random.Random, name: str, line: bool = False) -> Asked:
-        """`name` is unique; a batch's `line` is short."""
-        raise NotImplementedError
-
-    def source(self, random_: random.Random) -> bytes | None:
-        """A picture to edit; None: there are no edits."""
-        return None
-
-    def edit(self, random_: random.Random, name: str, source: bytes, file: str = "") -> Asked:
-        """An edit of this picture. `file`: the id of its upload; empty: inline."""
-        raise NotImplementedError
-
-
-class Computed(Gallery):
     """Of the stand-in."""
 
     def order(self, random_: random.Random, name: str, line: bool = False) -> Asked:
+        """`name` is unique; a batch's `line` is short."""
         # Some ask for the same as others do, and share its artifact.
         prompt = f"common {random_.randrange(4)}" if random_.random() < 0.2 else name
         prompt += f" STEP={0.005 if line else random_.choice((0.005, 0.01, 0.02, 0.05, 0.1))}"
@@ -69,15 +54,21 @@ class Computed(Gallery):
             fields["lora"] = f"{random_.choice(LORAS)}:0.5"
         if line or random_.random() > 0.15:
             return fields, wanted(prompt, seed, n)
-        source = self.source(random_)
+        source = _source(random_)
         return {**fields, **_editing(source)}, wanted(edited(prompt, _pixels(source)), seed, n)
 
-    def source(self, random_: random.Random) -> bytes:
-        return picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
+    def source(self, random_: random.Random) -> bytes | None:
+        """A picture to edit; None: there are no edits."""
+        return _source(random_)
 
     def edit(self, random_: random.Random, name: str, source: bytes, file: str = "") -> Asked:
+        """An edit of this picture. `file`: the id of its upload; empty: inline."""
         fields = {"prompt": name, "seed": 0, "n": 1, "steps": 2, "size": f"{_SIDE}x{_SIDE}", **_editing(source, file)}
         return fields, wanted(edited(name, _pixels(source)), 0)
+
+
+def _source(random_: random.Random) -> bytes:
+    return picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
 
 
 def _editing(source: bytes, file: str = "") -> dict[str, Any]:
@@ -97,7 +88,10 @@ def loras(folder: Path) -> None:
 
 
 class Drawn(Gallery):
-    """Of a real model: deterministic orders, drawn once by the service while nothing disturbs it."""
+    """Of a real model: deterministic orders, drawn once by the service while nothing disturbs it.
+
+    Without edits: what these bring is not known.
+    """
 
     def __init__(self, url: str, token: str) -> None:
         self._orders: list[Asked] = []
@@ -114,6 +108,9 @@ class Drawn(Gallery):
                     assert time.monotonic() < until, job
                 found = [http.get(f"/v1/jobs/{id}/images/{n}").content for n in range(len(job["images"]))]
                 self._orders.append((fields, tuple(map(digest, found))))
+
+    def source(self, random_: random.Random) -> None:
+        return None
 
     def order(self, random_: random.Random, name: str, line: bool = False) -> Asked:
         fields, wants = random_.choice([one for one in self._orders if not line or len(one[1]) == 1])

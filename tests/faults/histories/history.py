@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from limits import parse
+
 from core.jobs import keys
 from core.jobs.broker import QUEUES
 from core.jobs.record import QueueBacklog
@@ -25,17 +27,12 @@ from tests.faults.histories.world import HOSTILE, QUOTAS, RATES, SHARE, TENANTS,
 
 END_S = 150.0  # until all has ended: far beyond what is needed, since it only decides that something never ends
 _KEPT = 1000  # entries of a stream; the first are dropped then
-_SPANS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
 def play(
-    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S,
-    without: Sequence[str] = (),
-) -> History:  # fmt: skip
-    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done.
-
-    `without`: what clients do not do.
-    """
+    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S
+) -> History:
+    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done."""
     world.settle()
     if not world.warm:
         warm_up(world, world.gallery)
@@ -51,7 +48,7 @@ def play(
         line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
         hook = f"http://127.0.0.1:{world.receiver.port}/{name}"
         tenant = TENANTS[k % len(TENANTS)]
-        crowd.append(Client(f"{name}c{k}", tenant, line, made, things, world.gallery, hook, over, without))
+        crowd.append(Client(f"{name}c{k}", tenant, line, made, things, world.gallery, hook, over))
     for client in crowd:
         client.start()
     playing = Play(world, schedule)
@@ -92,12 +89,11 @@ def play(
 
 
 def limits(world: World) -> Limits:
-    rates: list[dict[str, tuple[int, float]]] = [{}, {}]
-    for tenant, given in RATES.items():
-        for found, limit in zip(rates, given, strict=True):
-            count, _, span = limit.partition("/")
-            found[tenant] = int(count), _SPANS[span]
-    return Limits(world.max_attempts, world.max_queued, *rates, SHARE, dict(QUOTAS))
+    def rates(k: int) -> dict[str, tuple[int, float]]:
+        found = {tenant: parse(given[k]) for tenant, given in RATES.items()}
+        return {tenant: (rate.amount, float(rate.get_expiry())) for tenant, rate in found.items()}
+
+    return Limits(world.max_attempts, world.max_queued, rates(0), rates(1), SHARE, dict(QUOTAS))
 
 
 def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[str, Own]], end_s: float) -> list[str]:

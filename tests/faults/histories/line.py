@@ -160,17 +160,10 @@ class Line:
         return call, response.content if response is not None else b""
 
     def files(self, tenant: str, limit: int = 100, **about: Any) -> Call:
-        def read(response: httpx2.Response) -> dict[str, Any]:
-            data = response.json()["data"]
-            return {"ids": tuple(one["id"] for one in data), "size": sum(one["bytes"] for one in data)}
-
-        return self.call("files", tenant, "GET", f"/v1/files?limit={limit}", read, **about)[0]
+        return self.call("files", tenant, "GET", f"/v1/files?limit={limit}", _listed, **about)[0]
 
     def batches(self, tenant: str) -> Call:
-        def read(response: httpx2.Response) -> dict[str, Any]:
-            return {"ids": tuple(one["id"] for one in response.json()["data"])}
-
-        return self.call("batches", tenant, "GET", "/v1/batches?limit=100", read)[0]
+        return self.call("batches", tenant, "GET", "/v1/batches?limit=100", _listed)[0]
 
     def forget(self, tenant: str, id: str, **about: Any) -> Call:
         return self.call("forget", tenant, "DELETE", f"/v1/files/{id}", about=id, **about)[0]
@@ -199,6 +192,11 @@ def shown(response: httpx2.Response) -> dict[str, Any]:
 
 def bytes_of(response: httpx2.Response) -> dict[str, Any]:
     return {"got": (digest(response.content),)}
+
+
+def _listed(response: httpx2.Response) -> dict[str, Any]:
+    data = response.json()["data"]
+    return {"ids": tuple(one["id"] for one in data), "size": sum(one.get("bytes", 0) for one in data)}
 
 
 def _named(response: httpx2.Response) -> dict[str, Any]:

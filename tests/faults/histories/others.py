@@ -8,53 +8,34 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Callable
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.http_server import Handler, LocalServer
 
-class _Quiet(BaseHTTPRequestHandler):
+
+class _Kept(Handler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def answer(self, status: int, data: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        if "Content_Length" not in headers:
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("content-length") or 0))
+    def do_DELETE(self) -> None:  # noqa: N802
+        self.respond()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
+class _Outside(LocalServer):
+    """Serves until `close`."""
 
-    def handle_error(self, *_: Any) -> None:
-        pass  # a client that went away in the middle, which is what faults are for
-
-
-class _Outside:
-    def __init__(self, handler: type[_Quiet]) -> None:
-        self._server = _Server(("127.0.0.1", 0), handler)
+    def __init__(self, handler: type[_Kept]) -> None:
+        super().__init__(handler)
+        self._server.socket.listen(128)
+        # A client that went away in the middle is what faults are for.
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
-        self._thread.start()
+        self.__enter__()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.__exit__()
 
 
 class Storage(_Outside):
@@ -65,14 +46,14 @@ class Storage(_Outside):
         self.failing = False
         store = self
 
-        class Handler(_Quiet):
-            def _do(self) -> None:
-                data, path = self.body(), self.path.partition("?")[0]
+        class Objects(_Kept):
+            def respond(self) -> None:
+                data, path = self.body() if "Content-Length" in self.headers else b"", self.path.partition("?")[0]
                 if store.failing:
                     return self.answer(503)
                 if self.command == "PUT":
                     store.objects[path] = data
-                    return self.answer(200, ETag=_tag(data))
+                    return self.answer(200, headers={"ETag": _tag(data)})
                 if self.command == "DELETE":
                     store.objects.pop(path, None)
                     return self.answer(204)
@@ -85,16 +66,22 @@ class Storage(_Outside):
                 content = store.objects.get(path)
                 if content is None:
                     return self.answer(404)
-                dated = {"ETag": _tag(content), "Last_Modified": formatdate(usegmt=True)}
+                dated = {"ETag": _tag(content), "Last-Modified": formatdate(usegmt=True)}
                 if part := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range") or ""):
                     start, end = int(part[1]), min(int(part[2]) + 1, len(content))
-                    of = f"bytes {start}-{end - 1}/{len(content)}"
-                    return self.answer(206, content[start:end], Content_Range=of, **dated)
-                return self.answer(200, content, Content_Length=str(len(content)), **dated)
+                    dated["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+                    return self.answer(206, content[start:end], dated)
+                return self.answer(200, content, dated)
 
-            do_GET = do_HEAD = do_PUT = do_DELETE = do_POST = _do  # noqa: N815
+            def answer(self, status: int, data: bytes = b"", headers: dict[str, str] | None = None) -> None:
+                if self.command != "HEAD":
+                    return super().answer(status, data, headers)
+                self.send_response(status)
+                for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
 
-        super().__init__(Handler)
+        super().__init__(Objects)
 
 
 def _tag(data: bytes) -> str:
@@ -108,8 +95,8 @@ class Receiver(_Outside):
         self.slow_s = 0.0
         receiver = self
 
-        class Handler(_Quiet):
-            def do_POST(self) -> None:
+        class Webhook(_Kept):
+            def respond(self) -> None:
                 data = self.body()
                 until = time.monotonic() + receiver.slow_s
                 while time.monotonic() < until and receiver.slow_s:
@@ -117,4 +104,4 @@ class Receiver(_Outside):
                 heard(self.path, json.loads(data))
                 self.answer(204)
 
-        super().__init__(Handler)
+        super().__init__(Webhook)

@@ -11,7 +11,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import psutil
@@ -39,27 +38,27 @@ def quiet(world: World, line: Line, gallery: Gallery, until: float) -> None:
         name = f"quiet-{tenant}-{next(_NUMBERS)}-{line.random.randrange(10**9)}"
         fields, wants = gallery.order(line.random, name, line=True)
         body = {"type": "image", **fields}
-        made = _asked(world, line, partial(line.submit, tenant, name, body, wants))
+        made = _asked(world, line, line.submit, tenant, name, body, wants)
         if made.outcome == OK:
             ended(world, line, tenant, name, until)
         elif made.code in RATE_CODES:
             continue  # the others would wait as long
-        _asked(world, line, partial(line.text, tenant, name))
+        _asked(world, line, line.text, tenant, name)
         if not world.real:
-            edit = _asked(world, line, partial(line.submit, tenant, f"{name}-edit", _large_edit(line.random), ()))
+            edit = _asked(world, line, line.submit, tenant, f"{name}-edit", _large_edit(line.random), ())
             if edit.outcome == OK:
                 ended(world, line, tenant, edit.about, until)
-        listed = _asked(world, line, partial(line.files, tenant, limit=10_000))
+        listed = _asked(world, line, line.files, tenant, limit=10_000)
         size = QUOTAS[tenant] - listed.size if tenant in QUOTAS else _SMALL
         if listed.outcome != OK or size <= 0:
             continue
-        uploads = [_asked(world, line, partial(line.upload, tenant, line.random.randbytes(size)))]
+        uploads = [_asked(world, line, line.upload, tenant, line.random.randbytes(size))]
         if tenant in QUOTAS:
-            _asked(world, line, partial(line.files, tenant, limit=10_000))
-            uploads.append(_asked(world, line, partial(line.upload, tenant, b"\n")))  # beyond the quota
+            _asked(world, line, line.files, tenant, limit=10_000)
+            uploads.append(_asked(world, line, line.upload, tenant, b"\n"))  # beyond the quota
         for upload in uploads:
             if upload.outcome == OK:
-                _asked(world, line, partial(line.forget, tenant, upload.ids[0]))
+                _asked(world, line, line.forget, tenant, upload.ids[0])
 
 
 def _large_edit(random_: random.Random) -> dict[str, Any]:
@@ -70,11 +69,11 @@ def _large_edit(random_: random.Random) -> dict[str, Any]:
     return {"type": "edit", "prompt": "quiet", "steps": 2, "size": "32x32", "images": [{"image_url": inline}]}
 
 
-def _asked(world: World, line: Line, ask: Callable[..., Call]) -> Call:
+def _asked(world: World, line: Line, ask: Callable[..., Call], *given: Any, **named: Any) -> Call:
     """The call that was answered, which is recorded. One that exceeds a rate is repeated until windows have passed."""
     until = time.monotonic() + world.patience_s
     while True:
-        call = ask(quiet=True, keep=False)
+        call = ask(*given, **named, quiet=True, keep=False)
         waits = call.outcome == UNKNOWN or (call.outcome == REFUSED and call.code in RATE_CODES)
         if not waits or time.monotonic() > until:
             return line.book.write(call)

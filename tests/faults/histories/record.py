@@ -5,11 +5,11 @@ Times are seconds of one monotonic clock since the history began.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 OK, REFUSED, UNKNOWN = "ok", "refused", "unknown"  # 2xx; another answer; none, so that nobody knows what was done
 FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
@@ -134,37 +134,10 @@ class History:
     seconds: float = 0.0
     levels: list[Level] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), separators=(",", ":")) + "\n")
+        path.write_bytes(TypeAdapter(History).dump_json(self))
 
     @classmethod
     def read(cls, path: Path) -> History:
-        return cls.of(json.loads(path.read_text()))
-
-    @classmethod
-    def of(cls, raw: dict[str, Any]) -> History:
-        rates = {
-            name: {tenant: (int(rate[0]), float(rate[1])) for tenant, rate in raw["limits"][name].items()}
-            for name in ("requests", "pictures")
-        }
-        return cls(
-            raw["seed"], faults(raw["faults"]), [_call(one) for one in raw["calls"]],
-            Limits(**{**raw["limits"], **rates}), list(raw["left"]), raw["seconds"],
-            [Level(**one) for one in raw["levels"]],
-        )  # fmt: skip
-
-
-def faults(raw: Iterable[dict[str, Any]]) -> list[Fault]:
-    """A schedule as JSON keeps it."""
-    return [Fault(**one) for one in raw]
-
-
-def _call(raw: dict[str, Any]) -> Call:
-    seen = tuple(Seen(**one) for one in raw["seen"])
-    told = tuple(Told(**{**one, "job": Seen(**one["job"]) if one["job"] else None}) for one in raw["told"])
-    lists = {name: tuple(raw[name]) for name in ("wants", "got", "ids")}
-    return Call(**{**raw, **lists, "seen": seen, "told": told})
+        return TypeAdapter(History).validate_json(path.read_bytes())

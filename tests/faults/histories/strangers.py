@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 from tests.faults.histories.line import Line
 from tests.faults.histories.record import Call
 
-JOB, FILE, PICTURE, BATCH = (
-    "job",
-    "file",
-    "picture",
-    "batch",
-)  # kinds; a picture is a file, to be edited
+JOB, FILE, PICTURE, BATCH = "job", "file", "picture", "batch"  # kinds; a picture is a file, to be edited
 # Asks that a model without control networks refuses before it looks for the picture.
 EARLY = ("probe picture control", "probe picture image prompt")
 

@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from api.queue import MessageProducer
@@ -40,25 +42,23 @@ def messages(world: World, seed: int) -> None:
         producer.close()
 
 
-def _part(path: tuple[str, ...], value: object) -> Callable[[random.Random, str], str]:
-    """The message with another value in one place."""
+def _part(path: str, value: object) -> Callable[[random.Random, str], str]:
+    """The message with another value in one place, or with None without it."""
+    *above, last = path.split(".")
 
     def change(_: random.Random, message: str) -> str:
         whole = json.loads(message)
-        place = whole
-        for name in path[:-1]:
-            place = place[name]
+        place = reduce(getitem, above, whole)
+        place[last] = value
         if value is None:
-            place.pop(path[-1], None)
-        else:
-            place[path[-1]] = value
+            del place[last]
         return json.dumps(whole)
 
     return change
 
 
 def _body(body: object) -> Callable[[random.Random, str], str]:
-    return _part(("body",), base64.b64encode(json.dumps(body).encode()).decode())
+    return _part("body", base64.b64encode(json.dumps(body).encode()).decode())
 
 
 class _Pickled:
@@ -82,12 +82,12 @@ _CHANGES: tuple[Callable[[random.Random, str], str], ...] = (
     lambda random_, _: random_.choice(("", "null", "[]", "{}", '"x"', "1e999", "[" * 5_000, "\ud7ff\x00")),
     lambda random_, _: random_.randbytes(200).decode("latin-1"),
     _pickled,
-    _part(("body",), "no base64"), _part(("body",), None), _part(("headers",), None), _part(("headers",), []),
-    _part(("headers", "task"), "os.system"), _part(("headers", "id"), None), _part(("headers", "retries"), "many"),
-    _part(("headers", "eta"), "never"), _part(("headers", "eta"), "2999-01-01T00:00:00+00:00"),
-    _part(("headers", "expires"), "x"), _part(("properties",), None), _part(("properties", "delivery_info"), 1),
-    _part(("properties", "delivery_tag"), None), _part(("properties", "priority"), "first"),
-    _part(("content-type",), "text/plain"), _part(("content-encoding",), "rot13"),
+    _part("body", "no base64"), _part("body", None), _part("headers", None), _part("headers", []),
+    _part("headers.task", "os.system"), _part("headers.id", None), _part("headers.retries", "many"),
+    _part("headers.eta", "never"), _part("headers.eta", "2999-01-01T00:00:00+00:00"),
+    _part("headers.expires", "x"), _part("properties", None), _part("properties.delivery_info", 1),
+    _part("properties.delivery_tag", None), _part("properties.priority", "first"),
+    _part("content-type", "text/plain"), _part("content-encoding", "rot13"),
     _body([]), _body([[], {}, {}]), _body([[1], {}, {}]), _body([["a", "b"], {}, {}]), _body([["../x"], {"x": 1}, {}]),
     _body([[None], {}, {}]), _body([["x" * 100_000], {}, {}]), _body({"args": []}), _body([[{"a": []}], {}, None]),
 )  # fmt: skip

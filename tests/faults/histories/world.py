@@ -30,7 +30,7 @@ from deployment.redis import RedisError, RedisServer
 from tests.api.world import SERVE
 from tests.faults.guard import Guard
 from tests.faults.histories.clocks import Clocks
-from tests.faults.histories.gallery import Computed, Drawn, Gallery, loras
+from tests.faults.histories.gallery import Drawn, Gallery, loras
 from tests.faults.histories.others import Receiver, Storage
 from tests.faults.histories.proxy import Proxy
 from tests.faults.parts import ROOT, Part, wait_for
@@ -160,7 +160,7 @@ class World:
 
     @cached_property
     def gallery(self) -> Gallery:
-        return Drawn(self.urls()[0], self.tokens["anna"]) if self.real else Computed()
+        return Drawn(self.urls()[0], self.tokens["anna"]) if self.real else Gallery()
 
     def _part(self, kind: str, k: int, command: list[str], preload: tuple[str, ...], *descriptors: int) -> None:
         name = f"{kind}-{k}"
