@@ -318,7 +318,8 @@ def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> Non
 def test_mixtures(kind: str) -> None:
     """Against torch's products of the same experts; a row has the same bits alone and among others."""
     model = model_of(kind, tiny.QWEN3_MOE_TINY)
-    texts = [text[:4] for text in TEXTS]
+    # Probabilities of experts that these tokens take and leave differ by an eighth at least: E4M3 swaps near ties.
+    texts = [[1, 60, 61, 62], *(text[:4] for text in TEXTS[1:])]
     run = fused(model)
     for found, text in zip(stage.read(run, texts, [*map(len, texts)]), texts, strict=True):
         expected = stage.logits(model, text)
