@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from core.jobs.files import FileStore
 from core.jobs.limits import JobLimits
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.servers import redis_server, redis_url
@@ -36,6 +38,20 @@ def jobs(redis_url: str) -> Iterator[JobStore]:
     store = JobStore(redis_url, JobLimits(retention_s=60))
     yield store
     store.close()
+
+
+@pytest.fixture
+def registry(redis_url: str) -> Iterator[Registry]:
+    registry = Registry(redis_url)
+    yield registry
+    registry.close()
+
+
+@pytest.fixture
+def files(redis_url: str) -> Iterator[FileStore]:
+    files = FileStore(redis_url)
+    yield files
+    files.close()
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,13 +13,6 @@ from core.jobs.batches import BatchStore
 from core.jobs.files import File, FileStore
 
 PURPOSES = ("batch", "vision", "batch_output")
-
-
-@pytest.fixture
-def files(redis_url: str) -> Iterator[FileStore]:
-    store = FileStore(redis_url)
-    yield store
-    store.close()
 
 
 def fill(client: redis.Redis, kinds: list[str | None]) -> list[File]:

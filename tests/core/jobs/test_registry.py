@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -51,20 +50,8 @@ WORKER = WorkerCard(
 )
 
 
-@pytest.fixture
-def registry(redis_url: str) -> Iterator[Registry]:
-    registry = Registry(redis_url)
-    yield registry
-    registry.close()
-
-
-def test_nobody(registry: Registry) -> None:
-    assert registry.workers() == []
-    assert registry.models() == []
-    registry.deregister("nobody")
-
-
 def test_card_survives_the_way(registry: Registry, client: redis.Redis) -> None:
+    assert registry.workers() == registry.models() == []
     registry.announce(WORKER, 15.0)
     assert registry.workers() == [WORKER]
     assert registry.models() == [replace(MODEL, live=True)]
@@ -114,26 +101,21 @@ def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> N
     assert client.keys() == ["diptych:models"]
 
 
-def test_cards_of_a_newer_version(registry: Registry, client: redis.Redis) -> None:
+@pytest.mark.parametrize("newer", [True, False])
+def test_cards_of_another_version(registry: Registry, client: redis.Redis, newer: bool) -> None:
     registry.announce(WORKER, 15.0)
     card = json.loads(client.get("diptych:worker:ada") or "")
-    card["colour"] = card["models"][0]["colour"] = "blue"
+    (model,), expected = card["models"], MODEL
+    if newer:
+        card["colour"] = model["colour"] = "blue"
+    else:
+        for name in ("kernels", "kernels_reason", "loras"):
+            del model[name]
+        expected = replace(MODEL, kernels="", kernels_reason="", loras=())
     client.set("diptych:worker:ada", json.dumps(card))
-    client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
-    assert registry.workers() == [WORKER]
-    assert registry.models() == [replace(MODEL, live=True)]
-
-
-def test_cards_of_an_older_version(registry: Registry, client: redis.Redis) -> None:
-    registry.announce(WORKER, 15.0)
-    card = json.loads(client.get("diptych:worker:ada") or "")
-    for name in ("kernels", "kernels_reason", "loras"):
-        del card["models"][0][name]
-    client.set("diptych:worker:ada", json.dumps(card))
-    client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
-    older = replace(MODEL, kernels="", kernels_reason="", loras=())
-    assert registry.workers() == [replace(WORKER, models=[older])]
-    assert registry.models() == [replace(older, live=True)]
+    client.hset("diptych:models", "emoji-xl", json.dumps(model))
+    assert registry.workers() == [replace(WORKER, models=[expected])]
+    assert registry.models() == [replace(expected, live=True)]
 
 
 def test_control(registry: Registry, store: JobStore) -> None:
@@ -177,8 +159,8 @@ def test_redis_away(registry: Registry, mortal: RedisServer) -> None:
     for call in (
         lambda: registry.announce(WORKER, 15.0),
         lambda: registry.deregister("ada"),
-        lambda: registry.workers(),
-        lambda: registry.models(),
+        registry.workers,
+        registry.models,
         lambda: registry.control("ada", "0", 0),
     ):
         with pytest.raises(StoreDown):
