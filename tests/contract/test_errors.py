@@ -40,11 +40,5 @@ def test_a_sentence_is_not_taken_apart() -> None:
 @pytest.mark.parametrize("error", TOLD, ids=str)
 def test_it_passes_between_processes(error: Invalid) -> None:
     passed = pickle.loads(pickle.dumps(error))
-    assert (passed.field, passed.message, passed.code, str(passed)) == (
-        error.field,
-        error.message,
-        error.code,
-        str(error),
-    )
-    renamed = error.of("expand_prompt")
-    assert (renamed.field, renamed.message, renamed.code) == ("expand_prompt", error.message, error.code)
+    assert (passed.to_dict(), str(passed)) == (error.to_dict(), str(error))
+    assert error.of("expand_prompt").to_dict() == Invalid("expand_prompt", error.message, error.code).to_dict()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from contract.errors import Invalid
 from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, GuidanceSchedule, read_schedule, rows_and_depths
 from tests.contract.refused import refused
+from tests.core.present import present
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -78,8 +79,8 @@ def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
     ],
 )
 def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
-    complaint = schedule.error_for(20)
-    assert complaint is not None and complaint.field == f"deepcache.{field}"
+    complaint = present(schedule.error_for(20))
+    assert complaint.field == f"deepcache.{field}"
 
 
 @pytest.mark.parametrize(

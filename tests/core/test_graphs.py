@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from core.graphs import CompiledCache, ExecutableKey, compiler
+from tests.core.present import present
 from tests.starved import no_threads
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
@@ -54,8 +55,7 @@ def test_compiled_code_takes_over_bucket_by_bucket(tmp_path: Path) -> None:
     assert made.wait(300)
     assert made.buckets("double", (8, 8)) == [2, 4] and made.buckets("double", (9, 9)) == []
     x = torch.linspace(-1, 1, 6).view(2, 3)
-    compiled = made.find(keys[0])
-    assert compiled is not None
+    compiled = present(made.find(keys[0]))
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), double(x))
     made.close()

@@ -16,6 +16,7 @@ from PIL import Image, ImageChops
 
 from core import pictures
 from core.pictures import UnreadablePicture, alpha, decode, fitted, on_white, opened, orientation, read
+from tests.core.present import present
 from tests.faults.payloads import chunk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +50,7 @@ def picture(mode: str, seed: int) -> Image.Image:
         from PIL import ImageCms
 
         profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
-        lab = ImageCms.profileToProfile(colours.convert("RGB"), *profiles, outputMode="LAB")
-        assert lab is not None
+        lab = present(ImageCms.profileToProfile(colours.convert("RGB"), *profiles, outputMode="LAB"))
         return lab
     if mode == "PA":
         return colours.convert("RGB").convert("P").convert("PA")
@@ -109,8 +109,7 @@ def test_a_file_looks_as_it_did_in_memory(pair: tuple[str, str], seed: int) -> N
     form, mode = pair
     image = picture(mode, seed)
     options = {"lossless": True, "exact": True} if form == "WEBP" else {}
-    data = written(image, form, **options)
-    assert data is not None
+    data = present(written(image, form, **options))
     result = read(data)
     assert result.mode == "RGB"
     wanted = expected(image)
@@ -194,8 +193,7 @@ def test_floats_end_at_1_or_else_at_255(values: list[float], greys: list[int]) -
 
 def test_cmyk_is_inverted_where_adobe_says_so() -> None:
     image = picture("CMYK", 3)
-    data = written(image, "JPEG", quality=100)
-    assert data is not None
+    data = present(written(image, "JPEG", quality=100))
     at = data.index(b"\xff\xee")  # Adobe's marker
     plain = data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
     assert np.abs(np.asarray(read(data)) - expected(image)).mean() < 3
@@ -232,15 +230,15 @@ def test_a_turned_picture_is_turned_back(form: str, turn: int) -> None:
 
 def test_damaged_exif_is_no_reason_to_refuse_a_picture() -> None:
     image = Image.new("RGB", (4, 2), "red")
-    data = written(image, "PNG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    assert data is not None and read(data).size == (4, 2) and orientation(opened(data)) == 1
+    data = present(written(image, "PNG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff"))
+    assert read(data).size == (4, 2) and orientation(opened(data)) == 1
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_the_first_frame_counts(form: str) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
-    data = written(frames[0], form, save_all=True, append_images=frames[1:])
-    assert data is not None and np.abs(np.asarray(read(data)) - (255.0, 0, 0)).max() < 12
+    data = present(written(frames[0], form, save_all=True, append_images=frames[1:]))
+    assert np.abs(np.asarray(read(data)) - (255.0, 0, 0)).max() < 12
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

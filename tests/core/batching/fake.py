@@ -49,14 +49,6 @@ class Poisoned(RuntimeError):
     """What an iteration raises that holds a poisoned request."""
 
 
-def poison(*ids: str, phase: str | None = None) -> Fault:
-    def fault(at: str, requests: Sequence[Request], rows: int) -> BaseException | None:
-        hit = [r.id for r in requests if r.id in ids]
-        return Poisoned(f"poisoned: {hit}") if hit and phase in (None, at) else None
-
-    return fault
-
-
 def memory_for(rows: int, phase: str | None = None) -> Fault:
     """Out of memory above so many rows."""
 
@@ -104,6 +96,11 @@ class Ask:
             return ["once"]
         encode, vae = (["encode"] if self.encode else []), (["vae"] if self.vae else [])
         return encode + [f"{self.phase(i)} {i}" for i in range(self.steps)] + vae
+
+
+def only_steps(count: int, **more: Any) -> Ask:
+    """Nothing is encoded before them, nor decoded after."""
+    return Ask(count, encode=False, vae=False, **more)
 
 
 @dataclass
@@ -400,6 +397,10 @@ class Drive:
         self.asked[id] = request
         return request
 
+    def crowd(self, prefix: str, count: int, ask: Ask = Ask(), **how: Any) -> list[Request]:
+        """Add so many alike, with ids that begin so."""
+        return [self.add(f"{prefix}{number}", ask, **how) for number in range(count)]
+
     def abort(self, id: str) -> bool:
         live = self.scheduler.abort(id, self.clock.now)
         self._take_ended()
@@ -468,6 +469,18 @@ class Drive:
             assert moved or self.clock.now >= until, f"stuck with {dict(self.scheduler.live)}"
         raise AssertionError("no end in sight")
 
+    def finish(self, id: str) -> Request:
+        """To the end of one request."""
+        while (request := self.asked[id]).state is not State.DONE:
+            self.fill()
+            assert self.forward()
+        return request
+
+    def complete(self) -> None:
+        """To the end of all requests, of which nothing is left."""
+        self.run()
+        self.verify_idle()
+
     def _take_ended(self) -> None:
         for request in self.scheduler.take_ended():
             assert request.state.final
@@ -501,11 +514,14 @@ class Drive:
             assert request.id not in self.scheduler.live or self.scheduler.live[request.id] is not request
             assert (request.state is State.DONE) == (request.result is not None)
             assert (request.state is State.FAILED) == (request.error is not None)
+            assert request.ended is not None
             if request.state is State.DONE:
-                assert request.result == expected(request)
+                assert request.result == expected(request) and request.ended < request.deadline
             if request.state is State.EXPIRED:
-                assert request.ended is not None
                 assert request.ended >= request.deadline
+        following = self.scheduler.next_deadline()
+        to_come = (r.deadline for r in self.scheduler.live.values() if r.deadline > self.clock.now)
+        assert following <= self.clock.now or following == min(to_come, default=math.inf)
 
     def verify_idle(self) -> None:
         self.verify()

@@ -226,27 +226,6 @@ def test_every_newcomer_is_noticed(
     read(redis_url, work)
 
 
-def test_newcomer_who_is_behind(store: JobStore, redis_url: str) -> None:
-    """While it was busy with the past, others were given what it has not seen: the reader goes back for it."""
-    id = make(store)
-    store.leases.claim(id, "ada")
-
-    async def work(reader: EventReader) -> None:
-        ahead, behind = reader.subscribe(id), reader.subscribe(id)
-        assert [(await anext(ahead)).type for _ in range(2)] == ["queued", "running"]
-        assert [(await anext(behind)).type for _ in range(2)] == ["queued", "running"]
-        store.leases.report([ProgressReport(id, 1, {"step": 1})])
-        assert (await anext(ahead)).data == {"step": 1}
-        store.leases.report([ProgressReport(id, 1, {"step": 2})])
-        assert (await anext(ahead)).data == {"step": 2}
-        assert [(await anext(behind)).data for _ in range(2)] == [{"step": 1}, {"step": 2}]
-        store.cancel(id)
-        assert [event.type async for event in behind] == ["cancelled"]
-        assert [event.type async for event in ahead] == ["cancelled"]
-
-    read(redis_url, work)
-
-
 def test_redis_restarts_under_subscribers(store: JobStore, client: redis.Redis, mortal: RedisServer) -> None:
     ids = [make(store) for _ in range(3)]
     for id in ids:

@@ -15,6 +15,7 @@ from core.jobs.record import JobState, ProgressReport
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
 from tests.core.jobs.drafts import draft
+from tests.core.present import present
 
 KEY = "sha256/00/" + 62 * "0" + ".png"
 
@@ -24,8 +25,7 @@ def end(store: JobStore, id: str, *artifacts: str, way: str = "succeeded") -> No
     if way in ("cancelled", "erased"):
         assert store.cancel(id) if way == "cancelled" else store.erase(id)
         return
-    claim = store.leases.claim(id, "ada")
-    assert claim is not None
+    claim = present(store.leases.claim(id, "ada"))
     if way == "failed":
         assert store.leases.fail(id, claim.fence, "engine_error", "no")
     elif way == "expired":
@@ -41,12 +41,12 @@ def test_a_place_in_the_queue(store: JobStore) -> None:
         store.create(job)
     standings = {job.id: store.standing(job.id) for job in jobs}
     assert [standing.ahead for job in jobs if (standing := standings[job.id])] == [2, 4, 0, 3, 1, 5]
-    first = standings[jobs[0].id]
-    assert first is not None and (first.backlog.queued, first.backlog.queued_ms) == (6, 6000)
+    first = present(standings[jobs[0].id])
+    assert (first.backlog.queued, first.backlog.queued_ms) == (6, 6000)
     store.leases.claim(jobs[2].id, "ada")
     assert store.standing(jobs[2].id) is None and store.standing("nobody") is None
-    after = store.standing(jobs[5].id)
-    assert after is not None and after.ahead == 4 and after.backlog.running_ms == 1000
+    after = present(store.standing(jobs[5].id))
+    assert after.ahead == 4 and after.backlog.running_ms == 1000
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -65,8 +65,8 @@ def test_pages_hold_every_job_once_and_newest_first(
             found: list[str] = []
             after, more = "", True
             while more:
-                page = store.page(owner, state=state, after=after, limit=limit)
-                assert page is not None and len(page.jobs) <= limit
+                page = present(store.page(owner, state=state, after=after, limit=limit))
+                assert len(page.jobs) <= limit
                 found += [job.id for job in page.jobs]
                 after, more = page.after, page.more
             newest_first = [
@@ -80,16 +80,15 @@ def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
     mine, other = store.create(draft(owner="ann")), store.create(draft(owner="bob"))
     assert store.page("ann", after="nothing") is None
     assert store.page("ann", after=other.id) is None, "it is in another's list"
-    page = store.page("ann", after=mine.id)
-    assert page is not None and page.jobs == [] and not page.more
-    elsewhere = store.page("ann", model="other")
-    assert elsewhere is not None and elsewhere.jobs == []
+    page = present(store.page("ann", after=mine.id))
+    assert page.jobs == [] and not page.more
+    elsewhere = present(store.page("ann", model="other"))
+    assert elsewhere.jobs == []
 
 
 def test_erasing_ends_and_forgets(store: JobStore, client: redis.Redis) -> None:
     waits, runs, done = (store.create(draft(owner="ann")).id for _ in range(3))
-    claim = store.leases.claim(runs, "ada")
-    assert claim is not None
+    claim = present(store.leases.claim(runs, "ada"))
     end(store, done, "a")
     for id in (waits, runs, done):
         assert store.erase(id) and not store.erase(id)
@@ -215,8 +214,7 @@ def test_a_queue_is_emptied_though_a_record_is_gone(store: JobStore, client: red
 
 def test_previews_are_for_a_while(store: JobStore, client: redis.Redis) -> None:
     id = store.create(draft()).id
-    claim = store.leases.claim(id, "ada")
-    assert claim is not None and store.preview(id, 0) is None
+    assert store.leases.claim(id, "ada") is not None and store.preview(id, 0) is None
     assert not store.leases.report([ProgressReport(id, 1, {}, previews={1: "UE5H", 2: "Mg=="})]).stale
     assert store.preview(id, 1) == b"PNG" and store.preview(id, 2) == b"2" and store.preview(id, 0) is None
     assert 0 < client.pttl(f"diptych:preview:{id}") <= 60_000

@@ -15,13 +15,14 @@ import redis
 
 from core.jobs.connection import StoreDown, StoreFull
 from core.jobs.limits import JobLimits
-from core.jobs.record import Job, JobState, ProgressReport, new_id
+from core.jobs.record import JobState, ProgressReport, new_id
 from core.jobs.store import JobStore
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft, envelope
 from tests.core.jobs.severed import Severed
+from tests.core.present import present
 
 
 def check(client: redis.Redis) -> None:
@@ -31,32 +32,26 @@ def check(client: redis.Redis) -> None:
 # -- a life ------------------------------------------------------------------------------------------------------
 
 
-def found(store: JobStore, id: str) -> Job:
-    job = store.get(id)
-    assert job is not None
-    return job
-
-
 def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
     wanted = draft(request={"prompt": "ein Fuchs 🦊\n", "seed": 2**63 - 1}, priority=7, deadline_s=500.25)
     queued = store.create(wanted)
     seconds, microseconds = client.time()
     assert abs(queued.created - (seconds + microseconds / 1e6)) < 60
     assert queued.deadline == pytest.approx(queued.created + 500.25, abs=0.001)
-    claim = store.leases.claim(queued.id, "ada")
-    assert claim is not None and claim.deadline_left_s is not None and 400 < claim.deadline_left_s <= 500.25
+    claim = present(store.leases.claim(queued.id, "ada"))
+    assert claim.deadline_left_s is not None and 400 < claim.deadline_left_s <= 500.25
     assert (claim.modality, claim.model, claim.parameters, claim.priority) == (
         "image",
         "emoji-xl",
         wanted.parameters,
         7,
     )
-    running = found(store, queued.id)
+    running = present(store.get(queued.id))
     assert running.started is not None and running.started >= queued.created
     store.leases.report([ProgressReport(queued.id, 1, {"steps_done": 3})])
     result = {"images": [{"key": "sha256/ab"}]}
     assert store.leases.succeed(queued.id, 1, result)
-    ended = found(store, queued.id)
+    ended = present(store.get(queued.id))
     assert ended.ended is not None and ended.ended >= running.started
     assert running == replace(queued, state=JobState.RUNNING, worker="ada", attempt=1, started=running.started)
     assert ended == replace(
@@ -91,8 +86,7 @@ def test_crashes_are_counted(redis_url: str, client: redis.Redis, max_attempts: 
     store = JobStore(redis_url, JobLimits(lease_s=1000, max_attempts=max_attempts))
     job = store.create(draft(priority=9))
     for lost in range(1, max_attempts + 1):
-        claim = store.leases.claim(job.id, f"worker {lost}")
-        assert claim is not None
+        claim = present(store.leases.claim(job.id, f"worker {lost}"))
         assert claim.suspect is (lost > 2)  # after a first crash it runs beside others
         store.upkeep.sweep()
         for _ in range(3):
@@ -101,7 +95,7 @@ def test_crashes_are_counted(redis_url: str, client: redis.Redis, max_attempts: 
         books.age(client, 300)
         last = lost == max_attempts
         assert store.upkeep.sweep() == SweepResult([] if last else [envelope(job.id, 0)], [], [job.id] if last else [])
-    assert found(store, job.id).error == {"code": "crashed", "message": message}
+    assert present(store.get(job.id)).error == {"code": "crashed", "message": message}
     store.close()
 
 
@@ -114,7 +108,7 @@ def test_a_running_job_that_is_far_over_its_deadline_is_ended_and_its_worker_tol
         books.age(client, seconds)
         store.leases.renew("ada", {job.id: 1})
         assert store.upkeep.sweep().expired == expired
-    over = found(store, job.id)
+    over = present(store.get(job.id))
     assert over.error == {"code": "expired", "message": "the deadline passed before the job was done"}
     told: Any = client.xrange("diptych:control:ada")
     assert [fields for _, fields in told] == [{"cancel": job.id, "attempt": "1", "of": job.incarnation}]
@@ -271,7 +265,7 @@ def test_full_redis_creates_nothing_and_ends_all(store: JobStore, full: redis.Re
     assert sweep.expired == [jobs[8].id]
     assert {envelope.id for envelope in sweep.send} == {jobs[k].id for k in (3, 5, 7, 9, 10)}
     check(full)
-    assert " ".join(found(store, job.id).state for job in jobs) == (
+    assert " ".join(present(store.get(job.id)).state for job in jobs) == (
         "succeeded failed expired queued cancelled queued cancelled queued expired queued queued"
     )
     full.config_set("maxmemory", 0)

@@ -92,7 +92,8 @@ def passwords_told(encrypted: tuple[int, Path]) -> int:
 
 def test_the_right_authority_is_believed_by_all(encrypted: tuple[int, Path]) -> None:
     for host in ("127.0.0.1", "localhost"):
-        keyring, queue = Keyring(url(encrypted, "ca.pem", host)), MessageProducer(url(encrypted, "ca.pem", host))
+        right = url(encrypted, "ca.pem", host)
+        keyring, queue = Keyring(right), MessageProducer(right)
         assert keyring.guard().keys == {}
         queue.send(Envelope(f"by-{host}", "image", 0))
         keyring.close()

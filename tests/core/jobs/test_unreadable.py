@@ -20,6 +20,7 @@ from core.jobs.unreadable import TALLY, UnreadableRecord
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft, make
 from tests.core.jobs.test_registry import MODEL, WORKER
+from tests.core.present import present
 
 MODEL_CARD = card_json(MODEL)
 BROKEN_CARDS: dict[str, Any] = {
@@ -92,8 +93,8 @@ def test_a_list_goes_on_past_a_record_that_cannot_be_read(
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     before = TALLY.counts()["record"]
     for owner in ("eve", None):
-        page = store.page(owner)
-        assert page is not None and [job.id for job in page.jobs] == [ids[2], ids[0]]
+        page = present(store.page(owner))
+        assert [job.id for job in page.jobs] == [ids[2], ids[0]]
     with pytest.raises(UnreadableRecord) as caught:
         store.get(ids[1])
     assert caught.value.owner == "eve"
@@ -129,9 +130,8 @@ def test_a_claim_of_what_cannot_be_read(store: JobStore, client: redis.Redis) ->
     client.hset(f"diptych:job:{damaged}", "parameters", "[")
     assert store.leases.claim(damaged, "ada") is None
     client.hset(f"diptych:job:{damaged}", "parameters", "{}")
-    job = store.get(damaged)
-    assert job is not None and job.state is JobState.FAILED and job.error is not None
-    assert job.error["code"] == "record_unreadable"
+    job = present(store.get(damaged))
+    assert job.state is JobState.FAILED and present(job.error)["code"] == "record_unreadable"
     client.hset(f"diptych:job:{newer}", "v", "2")
     # Of no model that is served here: workers of its version take it.
     assert store.leases.glance(newer) == (True, False, "")

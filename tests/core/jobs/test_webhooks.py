@@ -16,6 +16,7 @@ from core.jobs.record import Claim, Job, ProgressReport, new_id
 from core.jobs.store import JobStore
 from core.jobs.webhooks import DueWebhook, WebhookQueue
 from tests.core.jobs.drafts import draft
+from tests.core.present import present
 
 
 @pytest.fixture
@@ -78,8 +79,7 @@ SETS = [frozenset(events) for n in range(5) for events in combinations(EVENTS, n
 
 def with_events(jobs: JobStore, events: Collection[str], id: str = "") -> Claim:
     """A running job whose webhook names these events, claimed for the first time."""
-    claim = jobs.leases.claim(made(jobs, "", "a", id, events=[*events]).id, "worker")
-    assert claim is not None
+    claim = present(jobs.leases.claim(made(jobs, "", "a", id, events=[*events]).id, "worker"))
     return claim
 
 
