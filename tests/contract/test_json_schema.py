@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_bound_is_the_most_that_is_allowed_and_one_more_is_refused_by_name(nam
     make, bound, words = BOUNDS[name]
     schema = make(bound)
     assert json.loads(check_json_schema(schema)) == schema
-    with pytest.raises(Invalid, match=rf"^json_schema: .*{words}") as caught:
+    with pytest.raises(Invalid, match=rf"^json_schema: .*{re.escape(words)}") as caught:
         check_json_schema(make(bound + 1))
     assert "xx" not in str(caught.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -116,27 +117,28 @@ def test_listed_steps_of_a_plan_give_way_to_fewer_steps_and_to_a_requests_own_gu
 
 
 @pytest.mark.parametrize(
-    ("data", "field"),
+    ("plan", "field"),
     [
-        ([], "plans"),
-        ({"Fast": {}}, "plans.Fast"),
-        ({"off": {}}, "plans.off"),
-        ({"fast": {"steps": 0}}, "plans.fast.steps"),
-        ({"fast": {"seed": 3}}, "plans.fast.seed"),
-        ({"fast": {"deepcache": "much"}}, "plans.fast.deepcache"),
-        ({"fast": {"guidance_interval": [1]}}, "plans.fast.guidance_interval"),
-        ({"fast": {"guidance_interval": [0.9, 0.1]}}, "plans.fast.guidance_interval"),
-        ({"fast": {"guidance_interval": [float("nan"), 1.0]}}, "plans.fast.guidance_interval"),
-        ({"fast": {"guided_steps": []}}, "plans.fast.guided_steps"),
-        ({"fast": {"guided_steps": [1, 1]}}, "plans.fast.guided_steps"),
-        ({"fast": {"guided_steps": [1], "guidance_interval": [0.0, 1.0]}}, "plans.fast.guided_steps"),
-        ({"fast": {"steps": 10**9}}, "plans.fast.steps"),
-        ({"fast": {"schedule_type": "zz"}}, "plans.fast.schedule_type"),
-        ({"fast": {"deepcache": {"deep_steps": [0], "interval": 2}}}, "plans.fast.deepcache"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 10**9}, "steps"),
+        ({"seed": 3}, "seed"),
+        ({"deepcache": "much"}, "deepcache"),
+        ({"deepcache": {"deep_steps": [0], "interval": 2}}, "deepcache"),
+        *(({"guidance_interval": interval}, "guidance_interval") for interval in ([1], [0.9, 0.1], [math.nan, 1.0])),
+        *(({"guided_steps": steps}, "guided_steps") for steps in ([], [1, 1])),
+        ({"guided_steps": [1], "guidance_interval": [0.0, 1.0]}, "guided_steps"),
+        ({"schedule_type": "zz"}, "schedule_type"),
     ],
+    ids=str,
 )
-def test_plans_that_are_none_are_refused_by_name(data: object, field: str) -> None:
+def test_plans_that_are_none_are_refused_by_name(plan: dict[str, Any], field: str) -> None:
     assert tuned.read(PLANS) == PLANS
+    with pytest.raises(Invalid, match=rf"^plans\.fast\.{field}"):
+        tuned.read({"fast": plan})
+
+
+@pytest.mark.parametrize(("data", "field"), [([], "plans"), ({"Fast": {}}, "plans.Fast"), ({"off": {}}, "plans.off")])
+def test_names_of_plans_are_checked(data: object, field: str) -> None:
     with pytest.raises(Invalid, match=f"^{field}"):
         tuned.read(data)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -87,13 +88,15 @@ def test_what_a_power_cut_left_is_written_anew(put: Put, left: bytes, tmp_path: 
 
 
 @pytest.mark.parametrize("put", WAYS)
-def test_a_link_is_replaced_by_the_artifact(put: Put, tmp_path: Path) -> None:
+def test_a_link_is_no_artifact_and_is_replaced_by_one(put: Put, tmp_path: Path) -> None:
     """Even one that leads to the very same bytes: they are another's, and may change."""
     (tmp_path / "elsewhere").write_bytes(DATA)
     artifacts = Artifacts((tmp_path / "in").as_uri())
     path = tmp_path / "in" / put(artifacts, DATA)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError):
+        artifacts.get(KEY)
     assert artifacts.get(put(artifacts, DATA)) == DATA and not path.is_symlink()
 
 
@@ -101,6 +104,12 @@ def test_a_link_is_replaced_by_the_artifact(put: Put, tmp_path: Path) -> None:
 def test_many_parts_of_a_large_one(put: Put, artifacts: Artifacts) -> None:
     data = DATA * 500
     assert artifacts.get(put(artifacts, data)) == data
+
+
+def ran(program: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the folder's URL, behind the words of another command."""
+    words = [*before, sys.executable, "-c", program, folder.as_uri()]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
 
 
 @pytest.mark.quick(0, 2)
@@ -115,34 +124,25 @@ from tests.core.test_artifacts import {put.__name__}
 {put.__name__}(Artifacts(sys.argv[1]), b"x" * 5000)
 """
     calls = ["strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
-    ran = subprocess.run(
-        [*calls, sys.executable, "-c", program, tmp_path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    order = [line for line in ran.stderr.splitlines() if str(tmp_path) in line]
+    order = [line for line in ran(program, tmp_path, *calls).stderr.splitlines() if str(tmp_path) in line]
     renamed = next(k for k, line in enumerate(order) if "rename" in line)
     assert any("fsync" in line for line in order[:renamed])
     assert any("fsync" in line for line in order[renamed:])
 
 
 def test_many_at_once_may_put_the_same(artifacts: Artifacts, tmp_path: Path) -> None:
-    keys, going = list[str](), threading.Barrier(8)
+    going = threading.Barrier(8)
 
-    def put() -> None:
+    def put(_: int) -> list[str]:
         going.wait(30)
+        keys = []
         for number in range(20):
             keys.append(artifacts.put(DATA + bytes([number]), PNG))
             assert artifacts.get(keys[-1]) == DATA + bytes([number])  # seen whole, whoever wrote it
+        return keys
 
-    threads = [threading.Thread(target=put) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(keys) == 160
+    with ThreadPoolExecutor(8) as crowd:
+        (keys,) = {tuple(keys) for keys in crowd.map(put, range(8))}
     assert len(set(keys)) == 20
     assert set(files(tmp_path / "new" / "a b")) in (set(keys), set())  # nothing half-written is left
 
@@ -164,16 +164,6 @@ def test_a_forged_key_reads_nothing(key: str, tmp_path: Path) -> None:
         with pytest.raises(NoArtifact) as caught:
             ask(key)
         assert len(key) < 3 or key not in str(caught.value)
-
-
-def test_a_link_does_not_pass_for_an_artifact(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(b"secret")
-    artifacts = Artifacts((tmp_path / "in").as_uri())
-    path = tmp_path / "in" / artifacts.put(DATA, PNG)
-    path.unlink()
-    path.symlink_to(tmp_path / "secret")
-    with pytest.raises(ArtifactError):
-        artifacts.get(KEY)
 
 
 def test_nothing_there_is_said_so(artifacts: Artifacts) -> None:
@@ -211,10 +201,7 @@ try:
 except ArtifactError as error:
     sys.stdout.write(str(error)[:200])
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program, tmp_path.as_uri()], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "cannot write an artifact: file too large"
+    assert ran(program, tmp_path).stdout == "cannot write an artifact: file too large"
     assert len(files(tmp_path)) == 1
 
 

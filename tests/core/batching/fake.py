@@ -147,41 +147,30 @@ class Clock:
         return self.now
 
 
+@dataclass(eq=False)
 class FakeTicket:
     """Ends at a moment of the virtual clock, or, for a real engine, when its callable has run on a lane's
     thread.
     """
 
-    def __init__(
-        self,
-        runner: FakeRunner,
-        requests: list[Request],
-        ends: float,
-        error: BaseException | None,
-        done: Callable[[], bool],
-        notify: Callable[[Callable[[], None]], None] = lambda wake: None,
-    ) -> None:
-        self.ends = ends
-        self._runner = runner
-        self._requests = requests
-        self._error = error
-        self._done = done
-        self.notify = notify
-        self._asked = False
-
-    def ready(self) -> bool:
-        return self._done()
+    runner: FakeRunner
+    requests: list[Request]
+    ends: float
+    error: BaseException | None
+    ready: Callable[[], bool]
+    notify: Callable[[Callable[[], None]], None] = lambda wake: None
+    asked: bool = False
 
     def outcome(self) -> Mapping[str, Outcome]:
-        runner = self._runner
+        runner = self.runner
         runner.require(self.ready(), "an outcome was asked for before the ticket was ready")
-        runner.require(not self._asked, "an outcome was asked for twice")
-        self._asked = True
-        for request in self._requests:
+        runner.require(not self.asked, "an outcome was asked for twice")
+        self.asked = True
+        for request in self.requests:
             runner.flying.discard(request.id)
-        if self._error is not None:
-            raise self._error
-        return {request.id: runner.commit(request) for request in self._requests}
+        if self.error is not None:
+            raise self.error
+        return {request.id: runner.commit(request) for request in self.requests}
 
 
 class FakeRunner:
@@ -493,14 +482,11 @@ class Drive:
         for runner in self.runners:
             assert not runner.violations, runner.violations
             runner.slots.check()
-            running = [
-                r for r in self.scheduler.live.values() if r.modality == runner.modality and r.state is State.RUNNING
-            ]
+            live = [r for r in self.scheduler.live.values() if r.modality == runner.modality]
+            running = [r for r in live if r.state is State.RUNNING]
             assert {r.id for r in running} == set(runner.holding)
             assert runner.held() == sum(r.parameters.slots for r in running)
-            waiting, count = self.scheduler.counts()[runner.modality]
-            live = [r for r in self.scheduler.live.values() if r.modality == runner.modality]
-            assert (waiting, count) == (len(live) - len(running), len(running))
+            assert self.scheduler.counts()[runner.modality] == (len(live) - len(running), len(running))
             devices = self.scheduler._admission.shares._devices
             device = devices[runner.modality]
             same = [r for r in self.scheduler.live.values() if devices[r.modality] is device]

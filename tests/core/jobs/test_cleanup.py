@@ -121,16 +121,6 @@ def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.R
     assert [job.id for job in page.jobs] == first and not page.more
 
 
-def test_a_lost_message_does_not_make_a_job_more_urgent(store: JobStore, client: redis.Redis) -> None:
-    """As where its model is served by nobody: it comes round for ever, and is sent again each time."""
-    id = make(store, model="of another", priority=9)
-    for _ in range(4):
-        books.age(client, 1100)
-        assert [(envelope.id, envelope.priority) for envelope in store.upkeep.sweep().send] == [(id, 9)]
-    urgent = make(store, priority=5)
-    assert present(store.standing(urgent)).ahead == 0
-
-
 def test_a_clock_that_is_set_back_delays_no_lease(store: JobStore, client: redis.Redis) -> None:
     running, waiting = many(store, 2)
     assert store.leases.claim(running, "ada") is not None
