@@ -17,8 +17,7 @@ from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore
 from core.jobs.webhooks import WebhookQueue
 from tests.core.jobs.books import Books
-from tests.core.jobs.loops import followed, run
-from tests.core.jobs.test_events import reading
+from tests.core.jobs.loops import followed
 from tests.core.present import present
 
 
@@ -141,33 +140,28 @@ def test_how_often_a_webhook_was_tried_is_no_inheritance(brief: JobStore, client
     webhooks.close()
 
 
-def test_followers_are_of_one_job(store: JobStore, redis_url: str) -> None:
+async def test_followers_are_of_one_job(store: JobStore, reader: EventReader) -> None:
     """One follows a job that is erased, another comes for the next of its id: neither sees anything of the other's."""
 
-    async def work() -> None:
-        async with reading(redis_url) as reader:
-            old = store.create(draft())
-            stream = reader.subscribe("logo", "0", old.incarnation)
-            assert (await anext(stream)).type == "queued"
-            waits = asyncio.ensure_future(anext(stream, None))
-            await followed(reader)
-            store.erase("logo")
-            new = store.create(draft())
-            rest = [await waits, *[event async for event in stream]]
-            assert [event.type for event in rest if event is not None] in ([], ["cancelled"])
-            task = asyncio.create_task(collect_of(reader, new.incarnation))
-            late = asyncio.create_task(collect_of(reader, old.incarnation))
-            assert await late == []
-            await followed(reader)
-            await asyncio.to_thread(store.leases.claim, "logo", "ada")
-            await asyncio.to_thread(store.leases.succeed, "logo", 1, {})
-            assert await task == await collect_of(reader) == ["queued", "running", "succeeded"]
-            assert await collect_of(reader, old.incarnation) == []
-
-    async def collect_of(reader: EventReader, incarnation: str = "") -> list[str]:
+    async def collect_of(incarnation: str = "") -> list[str]:
         return [event.type async for event in reader.subscribe("logo", "0", incarnation)]
 
-    run(work)
+    old = store.create(draft())
+    stream = reader.subscribe("logo", "0", old.incarnation)
+    assert (await anext(stream)).type == "queued"
+    waits = asyncio.ensure_future(anext(stream, None))
+    await followed(reader)
+    store.erase("logo")
+    new = store.create(draft())
+    rest = [await waits, *[event async for event in stream]]
+    assert [event.type for event in rest if event is not None] in ([], ["cancelled"])
+    task = asyncio.create_task(collect_of(new.incarnation))
+    assert await collect_of(old.incarnation) == []
+    await followed(reader)
+    await asyncio.to_thread(store.leases.claim, "logo", "ada")
+    await asyncio.to_thread(store.leases.succeed, "logo", 1, {})
+    assert await task == await collect_of() == ["queued", "running", "succeeded"]
+    assert await collect_of(old.incarnation) == []
 
 
 def test_no_two_jobs_of_one_moment_are_taken_for_one(store: JobStore) -> None:

@@ -23,7 +23,6 @@ from core.jobs.store import JobStore, QueueFull
 from core.jobs.submissions import Submissions
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft
-from tests.core.jobs.loops import run
 from tests.core.jobs.test_registry import MODEL, TEXT
 
 COLD = "nobody's"
@@ -301,27 +300,23 @@ def test_an_owner_has_no_more_jobs_at_workers_than_its_limit_and_all_of_them_in_
     hall.check()
 
 
-def test_live_jobs_of_an_owner_are_limited_in_a_queue_and_of_a_model(hall: Hall, redis_url: str) -> None:
+async def test_live_jobs_of_an_owner_are_limited_in_a_queue_and_of_a_model(
+    hall: Hall, redis_url: str, submissions: Submissions
+) -> None:
     """Across processes that create them at once."""
+    other, limits = Submissions(redis_url, 1000), OwnerLimits(of_model=6, live=9)
 
-    async def work() -> None:
-        stores = [Submissions(redis_url, 1000) for _ in range(2)]
-        limits = OwnerLimits(of_model=6, live=9)
+    async def create(model: str, modality: str = "image") -> str:
+        job = draft(owner="ada", model=model, modality=modality, priority=Random().randrange(10))
+        made = await Random().choice((submissions, other)).make(job, job.id, limits=limits)
+        assert (made.job is None) == bool(made.jobs_of)
+        return made.jobs_of
 
-        async def create(model: str, modality: str = "image") -> str:
-            job = draft(owner="ada", model=model, modality=modality, priority=Random().randrange(10))
-            made = await Random().choice(stores).make(job, job.id, limits=limits)
-            assert (made.job is None) == bool(made.jobs_of)
-            return made.jobs_of
-
-        assert Counter(await asyncio.gather(*(create("emoji-xl") for _ in range(20)))) == {"": 6, "model": 14}
-        then = Counter(await asyncio.gather(*(create("emoji-z") for _ in range(20))))
-        assert then == {"": 3, "queue": 17}, "three more in the queue"
-        assert await create("emoji-lm", "text") == "", "another queue"
-        for store in stores:
-            await store.close()
-
-    run(work)
+    assert Counter(await asyncio.gather(*(create("emoji-xl") for _ in range(20)))) == {"": 6, "model": 14}
+    then = Counter(await asyncio.gather(*(create("emoji-z") for _ in range(20))))
+    assert then == {"": 3, "queue": 17}, "three more in the queue"
+    assert await create("emoji-lm", "text") == "", "another queue"
+    await other.close()
     hall.check_counts()
 
 
@@ -398,16 +393,11 @@ def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, registry
     assert client.hgetall("diptych:places") == {QUEUE: "32", TEXTS: "8"}
 
 
-def test_many_submissions_at_once_are_held_back_alike(hall: Hall, redis_url: str) -> None:
-    async def work() -> None:
-        submissions = Submissions(redis_url, 1000)
-        for k in range(80):
-            made = await submissions.make(draft(id=f"job_{k}", owner="ada"), f"job_{k}")
-            assert made.standing is not None and made.standing.ahead <= k
-        await submissions.close()
-
-    run(work)
+async def test_many_submissions_at_once_are_held_back_alike(hall: Hall, submissions: Submissions) -> None:
     hall.made = [f"job_{k}" for k in range(80)]
+    for k, id in enumerate(hall.made):
+        made = await submissions.make(draft(id=id, owner="ada"), id)
+        assert made.standing is not None and made.standing.ahead <= k
     hall.check()
     hall.drain()
 
