@@ -21,9 +21,9 @@ from core.jobs.limits import JobLimits
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore, QueueFull
 from core.jobs.submissions import Submissions
+from tests.contract.test_card import IMAGE, TEXT
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft
-from tests.core.jobs.test_registry import MODEL, TEXT
 
 COLD = "nobody's"
 WINDOW, SPARE = 4, 8  # of lua/shared/transitions.lua
@@ -45,7 +45,7 @@ class Hall:
         self.store = JobStore(url, JobLimits(lease_s=LEASE_S, resend_s=100, overtime_s=100))
         registry = Registry(url)
         limits = {"image": places} if places else {}
-        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, models=[MODEL], limits=limits)
+        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, models=[IMAGE], limits=limits)
         registry.announce(card, 100_000)
         registry.close()
         self.made: list[str] = []
@@ -376,7 +376,7 @@ def test_entries_that_nobody_removes_cost_an_owner_no_place_for_long(hall: Hall,
 
 def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, registry: Registry) -> None:
     cards = [
-        WorkerCard(id, "here", 1, "ready", "", 1.5, models=[MODEL, TEXT], limits={"image": 32, "text": jobs})
+        WorkerCard(id, "here", 1, "ready", "", 1.5, models=[IMAGE, TEXT], limits={"image": 32, "text": jobs})
         for id, jobs in (("ada", 64), ("bob", 8))
     ]
     for card in (*cards, *cards):
@@ -384,7 +384,7 @@ def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, registry
     assert client.hgetall("diptych:places") == {QUEUE: "64", TEXTS: "72"}
     registry.deregister("ada")
     assert client.hgetall("diptych:places") == {QUEUE: "32", TEXTS: "8"}
-    draining = WorkerCard("bob", "here", 1, "draining", "", 1.5, models=[MODEL], limits={"image": 32})
+    draining = WorkerCard("bob", "here", 1, "draining", "", 1.5, models=[IMAGE], limits={"image": 32})
     registry.announce(draining, 600)
     assert client.hgetall("diptych:places") == {}
     registry.announce(cards[0], 600)

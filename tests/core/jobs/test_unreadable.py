@@ -17,12 +17,13 @@ from core.jobs.record import Job, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from core.jobs.unreadable import TALLY, UnreadableRecord
+from tests.contract.test_card import IMAGE
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft, make
-from tests.core.jobs.test_registry import MODEL, WORKER
+from tests.core.jobs.test_registry import WORKER
 from tests.core.present import present
 
-MODEL_CARD = card_json(MODEL)
+MODEL_CARD = card_json(IMAGE)
 BROKEN_CARDS: dict[str, Any] = {
     "no JSON": "{",
     "no object": "[]",
@@ -47,7 +48,7 @@ def test_a_card_that_cannot_be_read_is_skipped_counted_and_told_once(
     before = TALLY.counts()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert registry.models() == [replace(MODEL, live=True)]
+            assert registry.models() == [replace(IMAGE, live=True)]
             assert registry.workers() == [WORKER]
     after = TALLY.counts()
     assert {kind: after[kind] - before[kind] for kind in after} == {"record": 0, "model card": 1, "worker card": 1}
