@@ -49,7 +49,6 @@ class Hall:
         registry.announce(card, 100_000)
         registry.close()
         self.made: list[str] = []
-        self.unsent: list[str] = []
         self.fences: dict[str, str] = {}  # of running jobs
 
     def submit(self, owner: str, priority: int = 5, deadline_s: float | None = None) -> str:
