@@ -9,13 +9,10 @@ import pytest
 
 from api.errors import job_error
 from contract.errors import CONTEXT_LENGTH, Invalid
-from core.jobs.record import Job, JobState
+from core.jobs.record import Job
+from tests.core.jobs.drafts import RECORD
 
-FAILED = Job(
-    id="a", modality="text", model="m", state=JobState.FAILED, parameters={}, priority=5, created=0.0, deadline=None,
-    started=None, ended=None, attempt=1, lost=0, worker="", progress=None, result=None, error=None, suspect=False,
-    work_ms=0,
-)  # fmt: skip
+FAILED = Job.of("a", {**RECORD, "state": "failed"})
 TOLD = [
     Invalid("prompt", "has no context of its own: none", CONTEXT_LENGTH),
     Invalid("deepcache.depth", "is none"),

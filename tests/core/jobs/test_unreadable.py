@@ -19,7 +19,7 @@ from core.jobs.store import JobStore
 from core.jobs.unreadable import TALLY, UnreadableRecord
 from tests.contract.test_card import IMAGE
 from tests.core.jobs import books
-from tests.core.jobs.drafts import draft, make
+from tests.core.jobs.drafts import RECORD, draft, make
 from tests.core.jobs.test_registry import WORKER
 from tests.core.present import present
 
@@ -154,11 +154,7 @@ FIELDS = (
 
 @given(st.dictionaries(st.sampled_from(FIELDS), st.text(max_size=6)))
 def test_whatever_a_record_holds_is_read_or_refused(fields: dict[str, str]) -> None:
-    whole = {
-        "modality": "image", "model": "m", "state": "queued", "parameters": "{}", "priority": "5", "created": "1",
-        "attempt": "0", "lost": "0", "work_ms": "0",
-    }  # fmt: skip
-    for mixed in (fields, {**whole, **fields}):
+    for mixed in (fields, {**RECORD, **fields}):
         try:
             Job.of("x", mixed)
         except UnreadableRecord as error:
