@@ -730,19 +730,6 @@ def test_nothing_waits_while_its_lane_idles() -> None:
         driven.forward()
 
 
-def test_lanes_overlap() -> None:
-    driven, runner = drive(lanes_of=VAE_LANE)
-    driven.add("a", Ask(steps=1, encode=False))
-    driven.fill()
-    driven.forward()
-    driven.add("b", Ask(steps=1, encode=False))
-    batches = driven.launch()
-    assert {batch.lane for batch in batches} == {"main", "vae"}
-    driven.run()
-    assert driven.clock.now == 3.0
-    assert [launch.at for launch in runner.log] == [0.0, 1.0, 1.0, 2.0]
-
-
 def test_modalities_overlap_on_their_lanes_and_take_turns_on_a_shared_one() -> None:
     for lane, took in (("text", 4.0), ("main", 8.0)):
         clock = Clock()
