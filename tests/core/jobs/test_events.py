@@ -113,6 +113,8 @@ async def test_live_events_without_gaps_or_duplicates(
                     return id, start, events
                 if leave == 0:
                     break
+            else:
+                raise AssertionError("the stream has ended before the job")
             await stream.aclose()
 
     for thread in threads:
