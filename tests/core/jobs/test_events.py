@@ -185,6 +185,22 @@ async def test_every_newcomer_is_noticed(
             await asyncio.sleep(0.01)
 
 
+async def test_newcomer_who_is_behind(store: JobStore, reader: EventReader) -> None:
+    """While it was busy with the past, others were given what it has not seen: the reader goes back for it."""
+    id = make(store)
+    store.leases.claim(id, "ada")
+    ahead, behind = reader.subscribe(id), reader.subscribe(id)
+    for stream in (ahead, behind):
+        assert types([await anext(stream) for _ in range(2)]) == ["queued", "running"]
+    for step in (1, 2):
+        store.leases.report([ProgressReport(id, 1, {"step": step})])
+        assert (await anext(ahead)).data == {"step": step}
+    assert [(await anext(behind)).data for _ in range(2)] == [{"step": 1}, {"step": 2}]
+    store.cancel(id)
+    for stream in (behind, ahead):
+        assert [event.type async for event in stream] == ["cancelled"]
+
+
 async def test_redis_restarts_under_subscribers(
     store: JobStore, client: redis.Redis, mortal: RedisServer, reader: EventReader
 ) -> None:

@@ -12,11 +12,13 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.reaper import Reaper
+from core.jobs.record import JobState
 from core.jobs.store import JobStore
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 from tests.core.jobs.drafts import envelope, make
+from tests.core.present import present
 
 PATIENCE_S = 60.0  # no test is decided by it
 
@@ -37,11 +39,12 @@ def test_sweeps_leave_the_state_of_the_random_module_alone(store: JobStore, monk
 def test_goes_on_at_once_while_there_is_more(store: JobStore, client: redis.Redis) -> None:
     sent: list[Envelope] = []
     reaper = Reaper(store.upkeep, sent.append)
+    late = make(store, deadline_s=500)
     for _ in range(150):
         make(store)
     books.age(client, 1100)
     assert [reaper._pass() for _ in range(3)] == [True, False, False]
-    assert len(sent) == 150
+    assert len(sent) == 150 and present(store.get(late)).state is JobState.EXPIRED
 
 
 def test_send_that_fails(store: JobStore, client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
