@@ -22,6 +22,7 @@ from contract.card import (
     to_data,
 )
 from contract.errors import Invalid
+from tests.contract.refused import refused
 
 IMAGE = ImageCard(
     name="emoji-xl", precision="w8a8", device="cpu", kernels="avx2", kernels_reason="no AVX-512", native=128,
@@ -112,9 +113,8 @@ def test_the_offer_has_the_cards_limits() -> None:
     ],
 )
 def test_the_field_of_another_form_is_named(kind: str, wrong: dict[str, Any], field: str) -> None:
-    with pytest.raises(Invalid) as caught:
+    with refused(field, "form"):
         read_card({**FLAT[kind], **wrong})
-    assert caught.value.field == field and "form" in caught.value.message
 
 
 def test_the_field_that_is_missing_is_named() -> None:

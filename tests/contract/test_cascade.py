@@ -15,6 +15,7 @@ from contract.cascade import Cascade
 from contract.errors import Invalid
 from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest, draft_of
+from tests.contract.refused import refused
 
 SIZES = [(64, 64), (96, 64)]
 OFFER = ImageOffer(
@@ -33,9 +34,8 @@ def asked(offer: ImageOffer = OFFER, **fields: Any) -> ImageJob:
 def test_the_gate_is_the_requests_or_else_the_pairs(draft: str, gate: float | None) -> None:
     expected = gate if gate is not None else (OFFER.cascades or {})[draft]
     if expected is None:
-        with pytest.raises(Invalid) as raised:
+        with refused("cascade.gate"):
             asked(cascade={"draft": draft})
-        assert raised.value.field == "cascade.gate"
         return
     job = asked(cascade={"draft": draft, "gate": gate})
     assert job.cascade == Cascade(draft=draft, gate=expected)
@@ -54,9 +54,8 @@ def test_the_gate_is_the_requests_or_else_the_pairs(draft: str, gate: float | No
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], field: str, said: str) -> None:
-    with pytest.raises(Invalid) as raised:
+    with refused(field, said):
         asked(**fields)
-    assert raised.value.field == field and said in raised.value.message
 
 
 def test_a_worker_without_a_scorer_has_none() -> None:
@@ -95,6 +94,5 @@ def test_a_draft_is_the_pictures_prompt_seed_and_size_by_its_models_defaults(fie
 
 
 def test_a_size_that_the_draft_model_lacks_is_told_as_the_drafts() -> None:
-    with pytest.raises(Invalid) as raised:
+    with refused("cascade.draft", "size"):
         draft_of(asked(size="96x64").picture, ImageOffer([(64, 64)], ("euler",), (64, 64)))
-    assert raised.value.field == "cascade.draft" and "size" in raised.value.message

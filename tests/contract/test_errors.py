@@ -9,13 +9,10 @@ import pytest
 
 from api.errors import job_error
 from contract.errors import CONTEXT_LENGTH, Invalid
-from core.jobs.record import Job, JobState
+from core.jobs.record import Job
+from tests.core.jobs.drafts import RECORD
 
-FAILED = Job(
-    id="a", modality="text", model="m", state=JobState.FAILED, parameters={}, priority=5, created=0.0, deadline=None,
-    started=None, ended=None, attempt=1, lost=0, worker="", progress=None, result=None, error=None, suspect=False,
-    work_ms=0,
-)  # fmt: skip
+FAILED = Job.of("a", {**RECORD, "state": "failed"})
 TOLD = [
     Invalid("prompt", "has no context of its own: none", CONTEXT_LENGTH),
     Invalid("deepcache.depth", "is none"),
@@ -40,11 +37,5 @@ def test_a_sentence_is_not_taken_apart() -> None:
 @pytest.mark.parametrize("error", TOLD, ids=str)
 def test_it_passes_between_processes(error: Invalid) -> None:
     passed = pickle.loads(pickle.dumps(error))
-    assert (passed.field, passed.message, passed.code, str(passed)) == (
-        error.field,
-        error.message,
-        error.code,
-        str(error),
-    )
-    renamed = error.of("expand_prompt")
-    assert (renamed.field, renamed.message, renamed.code) == ("expand_prompt", error.message, error.code)
+    assert (passed.to_dict(), str(passed)) == (error.to_dict(), str(error))
+    assert error.of("expand_prompt").to_dict() == Invalid("expand_prompt", error.message, error.code).to_dict()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.card import ImageCard, ImageCosts, ImageLimits
+from contract.card import ImageCosts
 from contract.estimates import work_s
 from contract.image import ImageJob
 from contract.image_prompt import ImagePrompt
+from tests.contract.test_card import IMAGE
 
 SIDE, NAME = 128, "128x128"
 COSTS = ImageCosts(row_step_s={NAME: 1.0}, shallow_row_step_s={"block": {NAME: 0.25}}, control_row_step_s={NAME: 0.5})
-CARD = ImageCard(
-    name="model", precision="none", device="cpu", native=SIDE, sizes=((SIDE, SIDE),), schedulers=("euler",),
-    default_scheduler="euler", limits=ImageLimits(), capacity_per_s=1.0, costs=COSTS, deepcache="off",
-)  # fmt: skip
+CARD = replace(IMAGE, costs=COSTS, deepcache="off")
 
 
 def job(**fields: Any) -> ImageJob:

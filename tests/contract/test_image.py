@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import unicodedata
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,8 +73,8 @@ NOT_NUMBERS = [None, "7", "", True, False, float("nan"), float("inf"), 1j, [], {
     [
         *(("prompt", value) for value in ("", " \t\n", "\u3000", None, 7, b"bytes", ["list"])),
         *(("prompt", value) for value in ("nul\0", "\ud800", "bell\a", "escape\x1b[31m", "\x7f", "\x85", "\x9b")),
-        ("prompt", "x" * 100_000),
-        *(("negative_prompt", value) for value in (7, b"", "\0", "\udfff", "x" * 100_000)),
+        *((field, SECRET * 30_000) for field in ("prompt", "negative_prompt", "scheduler")),
+        *(("negative_prompt", value) for value in (7, b"", "\0", "\udfff")),
         *(("seed", value) for value in (*NOT_NUMBERS, 7.0, -1, MAX_SEED + 1, 10**5000, -(10**5000))),
         *(("steps", value) for value in (*NOT_NUMBERS, 20.0, 0, -1, 10_000, 10**5000)),
         *(("preview_every", value) for value in (*NOT_NUMBERS, 1.5, -1, MAX_STEPS + 1)),
@@ -89,7 +90,7 @@ NOT_NUMBERS = [None, "7", "", True, False, float("nan"), float("inf"), 1j, [], {
 def test_what_is_wrong_is_refused_by_its_name(field: str, value: Any) -> None:
     said = refusal(**{field: value})
     assert said.startswith(f"{field}: ")
-    assert len(said) < 200 and said.isprintable()
+    assert len(said) < 200 and said.isprintable() and SECRET not in said
 
 
 @pytest.mark.parametrize("side", [*NOT_NUMBERS, 0, -64, 63, 65, 64.0, 10**5000, 2**40], ids=short)
@@ -100,11 +101,7 @@ def test_a_size_that_is_not_offered_is_refused_with_those_that_are(which: str, s
     assert "64x64" in said or "whole numbers" in said
 
 
-ANY_CHARACTER = st.characters()
-SURROGATES = st.characters(categories=["Cs"])
-
-
-@given(st.text(st.one_of(ANY_CHARACTER, SURROGATES), max_size=60))
+@given(st.text(st.characters() | st.characters(categories=["Cs"]), max_size=60))
 def test_a_prompt_is_taken_exactly_if_it_can_be_read_and_printed(text: str) -> None:
     bad = [c for c in text if unicodedata.category(c) in ("Cc", "Cs") and c not in "\t\r\n"]
     if bad or not text.strip():
@@ -125,15 +122,7 @@ def test_what_is_said_of_a_prompt_never_echoes_it(character: str, place: int) ->
     said.encode()
 
 
-@pytest.mark.parametrize("field", ["prompt", "negative_prompt", "scheduler"])
-def test_long_texts_are_not_echoed_either(field: str) -> None:
-    assert SECRET not in refusal(**{field: SECRET * 30_000})
-
-
-NATIVE = st.sampled_from([32, 64, 128, 256, 512, 768, 1024])
-
-
-@given(NATIVE, st.sampled_from([8, 16, 32]))
+@given(st.sampled_from([32, 64, 128, 256, 512, 768, 1024]), st.sampled_from([8, 16, 32]))
 def test_sizes_are_of_the_native_area_and_on_the_grid(native: int, multiple: int) -> None:
     offered = sizes(native, multiple)
     assert (native, native) in offered
@@ -213,20 +202,15 @@ def test_what_is_asked_for_is_what_is_drawn(steps: int, edited: tuple[int, int] 
 @given(st.integers(1, 20), st.floats(0, 1), st.tuples(st.floats(0, 1), st.floats(0, 1)))
 def test_an_interval_counts_the_steps_that_run(steps: int, strength: float, interval: tuple[float, float]) -> None:
     """What the API takes of an edit the worker takes, and the other way round."""
-    width, height = 64, 64
-    edit = Edit(bytes(3 * width * height), None, strength)
-    picture = dataclasses.replace(
-        GOOD, steps=steps, width=width, height=height, guidance_interval=interval, edit=edit, scheduler=None
-    )
+    edit = Edit(bytes(3 * 64 * 64), None, strength)
+    picture = dataclasses.replace(GOOD, steps=steps, guidance_interval=interval, edit=edit)
     asked = EditRequest(prompt="x", steps=steps, strength=strength, guidance_interval=[*interval], size="64x64")
-    found = []
-    for each in (
-        lambda: picture.check(OFFER),
-        lambda: asked.complete(OFFER, (width, height)),
-    ):
+
+    def refuses(check: Callable[[], object]) -> bool:
         try:
-            each()
-            found.append("")
-        except Invalid as wrong:
-            found.append(wrong.field)
-    assert bool(found[0]) == bool(found[1]), found
+            check()
+        except Invalid:
+            return True
+        return False
+
+    assert refuses(lambda: picture.check(OFFER)) == refuses(lambda: asked.complete(OFFER, (64, 64)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -84,9 +85,9 @@ def test_a_bound_is_the_most_that_is_allowed_and_one_more_is_refused_by_name(nam
     make, bound, words = BOUNDS[name]
     schema = make(bound)
     assert json.loads(check_json_schema(schema)) == schema
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid, match=rf"^json_schema: .*{re.escape(words)}") as caught:
         check_json_schema(make(bound + 1))
-    assert caught.value.field == "json_schema" and words in caught.value.message and "xx" not in str(caught.value)
+    assert "xx" not in str(caught.value)
 
 
 def test_llguidances_own_options_are_refused() -> None:
@@ -94,45 +95,20 @@ def test_llguidances_own_options_are_refused() -> None:
         check_json_schema({"x-guidance": {"whitespace_pattern": ".*"}})
 
 
-MATHS = {
-    "type": "object", "additionalProperties": False, "required": ["steps", "final_answer"],
-    "properties": {
-        "steps": {"type": "array", "items": {
-            "type": "object", "additionalProperties": False, "required": ["explanation", "output"],
-            "properties": {"explanation": {"type": "string"}, "output": {"type": "string"}},
-        }},
-        "final_answer": {"type": "string"},
-    },
-}  # fmt: skip
-LIST = {
-    "type": "object", "additionalProperties": False, "required": ["linked_list"],
-    "properties": {"linked_list": {"$ref": "#/$defs/node"}},
-    "$defs": {"node": {
-        "type": "object", "additionalProperties": False, "required": ["value", "next"],
-        "properties": {"value": {"type": "number"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
-    }},
-}  # fmt: skip
 ADDRESS = create_model("Address", street=(str, ...), city=(str | None, None), zip=(int, 0))
 FIELDS: dict[str, Any] = {
     **{f"text_{i}": (str | None, None) for i in range(150)}, **{f"number_{i}": (float, 0.5) for i in range(150)},
     **{f"address_{i}": (ADDRESS | None, None) for i in range(100)},
     **{f"list_{i}": (list[ADDRESS], ...) for i in range(50)},
 }  # fmt: skip
-WIDE = create_model("Wide", **FIELDS).model_json_schema()
-ENUM = {"enum": [f"country {i}" for i in range(300)]}
 HONEST = {
-    "maths": MATHS,
-    "list": LIST,
-    "wide": WIDE,
-    "enum": ENUM,
-    "ours": ChatFields.model_json_schema(),
+    "wide": create_model("Wide", **FIELDS).model_json_schema(), "ours": ChatFields.model_json_schema(),
     "heavy": heavy(1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_schemas_that_people_write_are_within_the_bounds(name: str) -> None:
-    """Published examples of OpenAI's documentation, of pydantic models with hundreds of fields, and our own."""
     assert json.loads(check_json_schema(HONEST[name])) == HONEST[name]
 
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.pipeline_call import FIELDS, MAX_OPTIONS, Options, check_fields, check_options
+from tests.contract.refused import refused
 
 OFFERED = {name: {"type": name} for name in ("boolean", "integer", "number", "string")}
 ADAPTER: TypeAdapter[dict[str, Any]] = TypeAdapter(Options)
@@ -28,9 +29,8 @@ def test_an_option_has_the_type_that_is_offered(name: str, value: Any) -> None:
     if fits:
         check_options({name: value}, OFFERED)
     elif not isinstance(value, str) or name != "string":  # texts with other characters have rules of their own
-        with pytest.raises(Invalid) as error:
+        with refused(f"pipeline_options.{name}"):
             check_options({name: value}, OFFERED)
-        assert error.value.field == f"pipeline_options.{name}"
 
 
 @given(st.dictionaries(st.text(max_size=8), scalars, max_size=4))
@@ -60,9 +60,8 @@ def test_a_number_is_within_the_bounds_that_are_offered(kind: str, value: int, w
 
 @pytest.mark.parametrize("options", [{"other": 1}, dict.fromkeys(map(str, range(MAX_OPTIONS + 1)), 1), [1]])
 def test_what_is_not_offered_is_refused(options: Any) -> None:
-    with pytest.raises(Invalid) as error:
+    with refused("pipeline_options"):
         check_options(options, OFFERED)
-    assert error.value.field == "pipeline_options"
 
 
 @given(st.sets(st.sampled_from(FIELDS)), st.sampled_from(FIELDS))
@@ -72,6 +71,5 @@ def test_fields_are_those_of_the_offer(fields: set[str], name: str) -> None:
     if name in fields:
         check_fields({name: 1}, fields)
     else:
-        with pytest.raises(Invalid) as error:
+        with refused(name):
             check_fields({name: 1}, fields)
-        assert error.value.field == name

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import Invalid
 from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, GuidanceSchedule, read_schedule, rows_and_depths
+from tests.contract.refused import refused
+from tests.core.present import present
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -77,8 +81,7 @@ def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
     ],
 )
 def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
-    complaint = schedule.error_for(20)
-    assert complaint is not None and complaint.field == f"deepcache.{field}"
+    assert present(schedule.error_for(20)).field == f"deepcache.{field}"
 
 
 @pytest.mark.parametrize(
@@ -109,9 +112,8 @@ def test_settings_requests_and_jobs_are_read_alike(value: object, schedule: Deep
     ],
 )
 def test_what_cannot_be_read_is_named(value: object, field: str) -> None:
-    with pytest.raises(Invalid) as caught:
+    with refused(field):
         read_schedule(value)
-    assert caught.value.field == field
 
 
 # -- guidance for a part of the steps ----------------------------------------------------------------------------------
@@ -142,15 +144,6 @@ def test_without_an_interval_every_step_is_guided() -> None:
     assert GuidanceSchedule().guided(3) == GuidanceSchedule((0, 1)).guided(3) == (True, True, True)
 
 
-@pytest.mark.parametrize(
-    "wrong", [0.5, "0:1", [0.5], [0, 0.5, 1], [-0.1, 1], [0, 1.1], [0, True], [0, "1"], [0.6, 0.5]]
-)
-def test_what_is_no_interval_is_refused_by_name(wrong: object) -> None:
-    with pytest.raises(Invalid) as caught:
-        GuidanceSchedule(wrong).check(10)  # type: ignore[arg-type]
-    assert caught.value.field == "guidance_interval"
-
-
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
 def test_listed_steps_are_guided_and_no_others(given: tuple[int, set[int]]) -> None:
     steps, listed = given
@@ -168,13 +161,18 @@ def test_where_guidance_begins_again_a_step_is_deep(listed: set[int], cached: De
         assert deep == (planned or widens)
 
 
-@pytest.mark.parametrize("wrong", [(), "0", (10,), (-1,), (3, 3), (True,), (0.0,), ("3",), ([],)])
-def test_what_is_no_list_of_steps_is_refused_by_name(wrong: object) -> None:
-    with pytest.raises(Invalid) as caught:
-        GuidanceSchedule(steps=wrong).check(10)  # type: ignore[arg-type]
-    assert caught.value.field == "guided_steps"
+INTERVALS = (0.5, "0:1", [0.5], [0, 0.5, 1], [-0.1, 1], [0, 1.1], [0, True], [0, "1"], [0.6, 0.5])
+LISTS = ((), "0", (10,), (-1,), (3, 3), (True,), (0.0,), ("3",), ([],))
 
 
-def test_an_interval_and_a_list_cannot_be_given_together() -> None:
-    with pytest.raises(Invalid, match=r"^guided_steps: cannot be given together with guidance_interval$"):
-        GuidanceSchedule((0, 0.5), (0,)).check(10)
+@pytest.mark.parametrize(
+    ("interval", "steps", "field"),
+    [
+        *((interval, None, "guidance_interval") for interval in INTERVALS),
+        *((None, steps, "guided_steps") for steps in LISTS),
+        ((0, 0.5), (0,), "guided_steps"),
+    ],
+)
+def test_what_is_no_part_of_the_steps_is_refused_by_name(interval: Any, steps: Any, field: str) -> None:
+    with refused(field):
+        GuidanceSchedule(interval, steps).check(10)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from contract.errors import Invalid
 from contract.schedule import TYPES, NoiseSchedule, schedule_of
+from tests.contract.refused import refused
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, unique=True))
@@ -53,9 +54,8 @@ def test_a_last_zero_is_no_step(values: list[float], end: bool) -> None:
     ids=str,
 )
 def test_refusals_name_the_field(fields: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(Invalid) as caught:
+    with refused(wrong):
         schedule_of(fields).check(1)
-    assert caught.value.field == wrong
 
 
 @pytest.mark.parametrize("kind", TYPES)

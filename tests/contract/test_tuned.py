@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,56 +21,60 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def offer(**more: Any) -> ImageOffer:
-    return ImageOffer([(64, 64)], ("euler", "dpm++2m"), (64, 64), loras=("ink", "lcm-lora"), plans=PLANS, **more)
+    given = {"schedulers": ("euler", "dpm++2m"), "loras": ("ink", "lcm-lora"), "plans": PLANS}
+    return ImageOffer(sizes=[(64, 64)], native=(64, 64), **{**given, **more})
 
 
 def asked(offered: ImageOffer, **fields: Any) -> dict[str, Any]:
     return ImageRequest(prompt="x", **fields).complete(offered).to_dict()
 
 
-def test_a_plan_fills_what_is_left_open() -> None:
-    found = asked(offer(), plan="balanced")
-    assert (found["steps"], found["guidance_interval"]) == (12, (0.0, 0.5))
-    assert found["deepcache"] == PLANS["balanced"]["deepcache"]
-    found = asked(offer(), plan="fast")
-    assert (found["steps"], found["scheduler"], found["schedule_type"]) == (8, "dpm++2m", "karras")
-    assert found["deepcache"] == "off" and "plan" not in found
-    found = asked(offer(), plan="balanced", steps=30, deepcache="off", guidance_interval=[0, 1])
-    assert (found["steps"], found["deepcache"], found["guidance_interval"]) == (30, "off", (0, 1))
+OFF = {"steps": 20, "deepcache": "off"}
+OWN = {"steps": 30, "deepcache": "off", "guidance_interval": [0, 1]}
+KARRAS = {"steps": 8, "scheduler": "dpm++2m", "schedule_type": "karras", "deepcache": "off", "plan": None}
 
 
 @pytest.mark.parametrize(
-    "own", [{"scheduler": "euler"}, {"schedule_type": "beta"}, {"timesteps": [900, 500]}, {"eta": 0.0}]
+    ("offered", "fields", "expected"),
+    [
+        ({}, {"plan": "balanced"}, {**PLANS["balanced"], "guidance_interval": (0.0, 0.5)}),
+        ({}, {"plan": "fast"}, KARRAS),
+        ({}, {"plan": "balanced", **OWN}, {**OWN, "guidance_interval": (0, 1)}),
+        # Steps and sampler of a plan go together or not at all.
+        ({}, {"plan": "fast", "scheduler": "euler"}, {"steps": 20, "scheduler": "euler", "schedule_type": None}),
+        ({}, {"plan": "fast", "schedule_type": "beta"}, {"steps": 20, "scheduler": None, "schedule_type": "beta"}),
+        ({}, {"plan": "fast", "timesteps": [900, 500]}, {"steps": 2, "scheduler": None, "schedule_type": None}),
+        ({}, {"plan": "fast", "eta": 0.0}, {"steps": 20, "scheduler": None, "schedule_type": None}),
+        # Words.
+        ({}, {"plan": "off"}, OFF),
+        ({}, {"plan": "auto"}, {"steps": 12, "deepcache": PLANS["balanced"]["deepcache"]}),
+        ({"plans": {}}, {"plan": "auto"}, {"steps": 20, "deepcache": "auto"}),
+        # The model's default plan is for requests that say none and use no student's LoRA.
+        ({"plan": "fast"}, {}, KARRAS),
+        ({"plan": "fast"}, {"plan": "off"}, OFF),
+        ({"plan": "fast"}, {"lora": "ink"}, {"steps": 8}),
+        ({"plan": "balanced", "schedulers": ("euler", "lcm")}, {"lora": "lcm-lora"}, {"steps": 4, "scheduler": "lcm"}),
+    ],
+    ids=str,
 )
-def test_steps_and_sampler_of_a_plan_go_together_or_not_at_all(own: dict[str, Any]) -> None:
-    found = asked(offer(), plan="fast", **own)
-    assert found["steps"] == (2 if "timesteps" in own else 20) and found["scheduler"] == own.get("scheduler")
-    assert found.get("schedule_type") == own.get("schedule_type")
+def test_a_plan_fills_what_is_left_open(
+    offered: dict[str, Any], fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = asked(offer(**offered), **fields)
+    assert {name: found.get(name) for name in expected} == expected
 
 
-def test_words() -> None:
-    assert asked(offer(), plan="off")["deepcache"] == "off" and asked(offer(), plan="off")["steps"] == 20
-    assert asked(offer(), plan="auto", seed=1) == asked(offer(), plan="balanced", seed=1)
-    untuned = ImageOffer([(64, 64)], ("euler",), (64, 64))
-    assert asked(untuned, plan="auto")["deepcache"] == "auto"
-    for name in ("best", "", "Fast", "balanced\n"):
-        with pytest.raises(Invalid, match=r"^plan: must be one of off, auto, balanced, fast$"):
-            asked(offer(), plan=name)
-
-
-def test_the_models_default_plan_is_for_requests_that_say_none_and_use_no_students_lora() -> None:
-    usual = offer(plan="fast")
-    assert asked(usual)["steps"] == 8 and asked(usual, plan="off")["steps"] == 20
-    assert asked(usual, lora="ink")["steps"] == 8
-    student = ImageOffer([(64, 64)], ("euler", "lcm"), (64, 64), loras=("lcm-lora",), plans=PLANS, plan="balanced")
-    assert (asked(student, lora="lcm-lora")["steps"], asked(student, lora="lcm-lora")["scheduler"]) == (4, "lcm")
+@pytest.mark.parametrize("name", ["best", "", "Fast", "balanced\n"])
+def test_a_plan_that_there_is_not_is_refused(name: str) -> None:
+    with pytest.raises(Invalid, match=r"^plan: must be one of off, auto, balanced, fast$"):
+        asked(offer(), plan=name)
 
 
 def test_a_default_plan_refuses_nobody() -> None:
     """What a newer worker has, or what leaves an edit no step, is passed over; a plan that is asked for is refused."""
     newer = {"new": {"deepcache": {"interval": 3, "future": 1}}, "junk": {"guidance_interval": 5}, "few": {"steps": 3}}
     for name in (*newer, "word"):
-        found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=newer, plan=name)
+        found = offer(plans=newer, plan=name)
         job = EditRequest(prompt="x", strength=0.3).complete(found, (64, 64))
         assert (job.picture.steps, job.picture.made, job.deepcache) == (20, 6, None)
         if name != "few":
@@ -82,7 +87,7 @@ def test_a_default_plan_refuses_nobody() -> None:
 
 def test_deep_steps_of_a_plan_give_way_to_fewer_steps() -> None:
     listed = {"p": {"steps": 20, "deepcache": {"deep_steps": [0, 15]}}}
-    found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=listed)
+    found = offer(plans=listed)
     assert asked(found, plan="p")["deepcache"] == {"deep_steps": [0, 15]}
     assert asked(found, plan="p", steps=10)["deepcache"] == "off"
     with pytest.raises(Invalid, match=r"^deepcache\.deep_steps"):
@@ -99,7 +104,7 @@ def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_req
 
 def test_listed_steps_of_a_plan_give_way_to_fewer_steps_and_to_a_requests_own_guidance() -> None:
     listed = {"p": {"steps": 20, "guided_steps": [0, 15]}}
-    found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=listed)
+    found = offer(plans=listed)
     assert asked(found, plan="p")["guided_steps"] == (0, 15)
     assert "guided_steps" not in asked(found, plan="p", steps=10)
     other = asked(found, plan="p", guidance_interval=[0, 0.5])
@@ -112,40 +117,37 @@ def test_listed_steps_of_a_plan_give_way_to_fewer_steps_and_to_a_requests_own_gu
 
 
 @pytest.mark.parametrize(
-    ("data", "field"),
+    ("plan", "field"),
     [
-        ([], "plans"),
-        ({"Fast": {}}, "plans.Fast"),
-        ({"off": {}}, "plans.off"),
-        ({"fast": {"steps": 0}}, "plans.fast.steps"),
-        ({"fast": {"seed": 3}}, "plans.fast.seed"),
-        ({"fast": {"deepcache": "much"}}, "plans.fast.deepcache"),
-        ({"fast": {"guidance_interval": [1]}}, "plans.fast.guidance_interval"),
-        ({"fast": {"guidance_interval": [0.9, 0.1]}}, "plans.fast.guidance_interval"),
-        ({"fast": {"guidance_interval": [float("nan"), 1.0]}}, "plans.fast.guidance_interval"),
-        ({"fast": {"guided_steps": []}}, "plans.fast.guided_steps"),
-        ({"fast": {"guided_steps": [1, 1]}}, "plans.fast.guided_steps"),
-        ({"fast": {"guided_steps": [1], "guidance_interval": [0.0, 1.0]}}, "plans.fast.guided_steps"),
-        ({"fast": {"steps": 10**9}}, "plans.fast.steps"),
-        ({"fast": {"schedule_type": "zz"}}, "plans.fast.schedule_type"),
-        ({"fast": {"deepcache": {"deep_steps": [0], "interval": 2}}}, "plans.fast.deepcache"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 10**9}, "steps"),
+        ({"seed": 3}, "seed"),
+        ({"deepcache": "much"}, "deepcache"),
+        ({"deepcache": {"deep_steps": [0], "interval": 2}}, "deepcache"),
+        *(({"guidance_interval": interval}, "guidance_interval") for interval in ([1], [0.9, 0.1], [math.nan, 1.0])),
+        *(({"guided_steps": steps}, "guided_steps") for steps in ([], [1, 1])),
+        ({"guided_steps": [1], "guidance_interval": [0.0, 1.0]}, "guided_steps"),
+        ({"schedule_type": "zz"}, "schedule_type"),
     ],
+    ids=str,
 )
-def test_plans_that_are_none_are_refused_by_name(data: object, field: str) -> None:
-    with pytest.raises(Invalid) as caught:
-        tuned.read(data)
-    assert (caught.value.field or "").startswith(field)
-
-
-def test_plans_are_read_as_they_are() -> None:
+def test_plans_that_are_none_are_refused_by_name(plan: dict[str, Any], field: str) -> None:
     assert tuned.read(PLANS) == PLANS
+    with pytest.raises(Invalid, match=rf"^plans\.fast\.{field}"):
+        tuned.read({"fast": plan})
+
+
+@pytest.mark.parametrize(("data", "field"), [([], "plans"), ({"Fast": {}}, "plans.Fast"), ({"off": {}}, "plans.off")])
+def test_names_of_plans_are_checked(data: object, field: str) -> None:
+    with pytest.raises(Invalid, match=f"^{field}"):
+        tuned.read(data)
 
 
 def test_a_plan_may_name_the_tiny_decoder() -> None:
     plans = {"swift": {"steps": 4, "vae": "tiny"}}
-    with_it = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=plans, plan="swift", vaes=("full", "tiny"))
+    with_it = offer(plans=plans, plan="swift", vaes=("full", "tiny"))
     assert asked(with_it)["vae"] == "tiny" and "vae" not in asked(with_it, vae="full")
-    without = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=plans, plan="swift")
+    without = offer(plans=plans, plan="swift")
     assert asked(without)["steps"] == 4 and "vae" not in asked(without), "a default plan refuses nobody"
     with pytest.raises(Invalid, match=r"^vae: this model has no tiny decoder; it has full$"):
         asked(without, plan="swift")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -103,6 +104,12 @@ def test_many_parts_of_a_large_one(put: Put, artifacts: Artifacts) -> None:
     assert artifacts.get(put(artifacts, data)) == data
 
 
+def ran(program: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the folder's URL, behind the words of another command."""
+    words = [*before, sys.executable, "-c", program, folder.as_uri()]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+
+
 @pytest.mark.quick(0, 2)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
 @pytest.mark.parametrize("put", WAYS)
@@ -115,34 +122,25 @@ from tests.core.test_artifacts import {put.__name__}
 {put.__name__}(Artifacts(sys.argv[1]), b"x" * 5000)
 """
     calls = ["strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
-    ran = subprocess.run(
-        [*calls, sys.executable, "-c", program, tmp_path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    order = [line for line in ran.stderr.splitlines() if str(tmp_path) in line]
+    order = [line for line in ran(program, tmp_path, *calls).stderr.splitlines() if str(tmp_path) in line]
     renamed = next(k for k, line in enumerate(order) if "rename" in line)
     assert any("fsync" in line for line in order[:renamed])
     assert any("fsync" in line for line in order[renamed:])
 
 
 def test_many_at_once_may_put_the_same(artifacts: Artifacts, tmp_path: Path) -> None:
-    keys, going = list[str](), threading.Barrier(8)
+    going = threading.Barrier(8)
 
-    def put() -> None:
+    def put(_: int) -> list[str]:
         going.wait(30)
+        keys = []
         for number in range(20):
             keys.append(artifacts.put(DATA + bytes([number]), PNG))
             assert artifacts.get(keys[-1]) == DATA + bytes([number])  # seen whole, whoever wrote it
+        return keys
 
-    threads = [threading.Thread(target=put) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(keys) == 160
+    with ThreadPoolExecutor(8) as crowd:
+        (keys,) = {tuple(keys) for keys in crowd.map(put, range(8))}
     assert len(set(keys)) == 20
     assert set(files(tmp_path / "new" / "a b")) in (set(keys), set())  # nothing half-written is left
 
@@ -211,10 +209,7 @@ try:
 except ArtifactError as error:
     sys.stdout.write(str(error)[:200])
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program, tmp_path.as_uri()], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "cannot write an artifact: file too large"
+    assert ran(program, tmp_path).stdout == "cannot write an artifact: file too large"
     assert len(files(tmp_path)) == 1
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from core.graphs import CompiledCache, ExecutableKey, compiler
+from tests.core.present import present
 from tests.starved import no_threads
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
@@ -54,8 +55,7 @@ def test_compiled_code_takes_over_bucket_by_bucket(tmp_path: Path) -> None:
     assert made.wait(300)
     assert made.buckets("double", (8, 8)) == [2, 4] and made.buckets("double", (9, 9)) == []
     x = torch.linspace(-1, 1, 6).view(2, 3)
-    compiled = made.find(keys[0])
-    assert compiled is not None
+    compiled = present(made.find(keys[0]))
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), double(x))
     made.close()
@@ -75,8 +75,7 @@ def test_eager_serves_while_code_is_compiled(tmp_path: Path) -> None:
     torch.testing.assert_close(made.eager("double")(torch.zeros(5, 3)), torch.zeros(5, 3))
     release.set()
     assert made.wait(300)
-    compiled, x = made.find(ExecutableKey("double", 5, 0)), torch.linspace(-1, 1, 15).view(5, 3)
-    assert compiled is not None
+    compiled, x = present(made.find(ExecutableKey("double", 5, 0))), torch.linspace(-1, 1, 15).view(5, 3)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), double(x))
 
@@ -112,19 +111,15 @@ def test_what_does_not_compile_stays_eager_and_says_why(caplog: pytest.LogCaptur
     assert made.wait(1), "a phase that failed is not tried again"
 
 
-def test_without_a_compiler_everything_is_eager(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("compiled", [True, False])
+def test_without_a_compiler_or_if_that_is_off_everything_is_eager(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: bool
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    made = CompiledCache({"double": double}, compiled=True)
-    assert not made.enabled and "no C++ compiler" in caplog.text
-    made.want(ExecutableKey("double", 2, 0), example(2))
-    assert made.wait(0) and made.find(ExecutableKey("double", 2, 0)) is None
-
-
-def test_compiling_can_be_off() -> None:
-    made = CompiledCache({"double": double}, compiled=False)
+    if compiled:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+    made = CompiledCache({"double": double}, compiled=compiled)
+    assert not made.enabled and ("no C++ compiler" in caplog.text) == compiled
     made.want(ExecutableKey("double", 2, 0), example(2))
     assert made.wait(0) and made.find(ExecutableKey("double", 2, 0)) is None
 

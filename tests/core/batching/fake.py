@@ -49,14 +49,6 @@ class Poisoned(RuntimeError):
     """What an iteration raises that holds a poisoned request."""
 
 
-def poison(*ids: str, phase: str | None = None) -> Fault:
-    def fault(at: str, requests: Sequence[Request], rows: int) -> BaseException | None:
-        hit = [r.id for r in requests if r.id in ids]
-        return Poisoned(f"poisoned: {hit}") if hit and phase in (None, at) else None
-
-    return fault
-
-
 def memory_for(rows: int, phase: str | None = None) -> Fault:
     """Out of memory above so many rows."""
 
@@ -106,6 +98,11 @@ class Ask:
         return encode + [f"{self.phase(i)} {i}" for i in range(self.steps)] + vae
 
 
+def only_steps(count: int, **more: Any) -> Ask:
+    """Nothing is encoded before them, nor decoded after."""
+    return Ask(count, encode=False, vae=False, **more)
+
+
 @dataclass
 class Work:
     slots: list[int]
@@ -150,41 +147,30 @@ class Clock:
         return self.now
 
 
+@dataclass(eq=False)
 class FakeTicket:
     """Ends at a moment of the virtual clock, or, for a real engine, when its callable has run on a lane's
     thread.
     """
 
-    def __init__(
-        self,
-        runner: FakeRunner,
-        requests: list[Request],
-        ends: float,
-        error: BaseException | None,
-        done: Callable[[], bool],
-        notify: Callable[[Callable[[], None]], None] = lambda wake: None,
-    ) -> None:
-        self.ends = ends
-        self._runner = runner
-        self._requests = requests
-        self._error = error
-        self._done = done
-        self.notify = notify
-        self._asked = False
-
-    def ready(self) -> bool:
-        return self._done()
+    runner: FakeRunner
+    requests: list[Request]
+    ends: float
+    error: BaseException | None
+    ready: Callable[[], bool]
+    notify: Callable[[Callable[[], None]], None] = lambda wake: None
+    asked: bool = False
 
     def outcome(self) -> Mapping[str, Outcome]:
-        runner = self._runner
+        runner = self.runner
         runner.require(self.ready(), "an outcome was asked for before the ticket was ready")
-        runner.require(not self._asked, "an outcome was asked for twice")
-        self._asked = True
-        for request in self._requests:
+        runner.require(not self.asked, "an outcome was asked for twice")
+        self.asked = True
+        for request in self.requests:
             runner.flying.discard(request.id)
-        if self._error is not None:
-            raise self._error
-        return {request.id: runner.commit(request) for request in self._requests}
+        if self.error is not None:
+            raise self.error
+        return {request.id: runner.commit(request) for request in self.requests}
 
 
 class FakeRunner:
@@ -400,6 +386,10 @@ class Drive:
         self.asked[id] = request
         return request
 
+    def crowd(self, prefix: str, count: int, ask: Ask = Ask(), **how: Any) -> list[Request]:
+        """Add so many alike, with ids that begin so."""
+        return [self.add(f"{prefix}{number}", ask, **how) for number in range(count)]
+
     def abort(self, id: str) -> bool:
         live = self.scheduler.abort(id, self.clock.now)
         self._take_ended()
@@ -468,6 +458,18 @@ class Drive:
             assert moved or self.clock.now >= until, f"stuck with {dict(self.scheduler.live)}"
         raise AssertionError("no end in sight")
 
+    def finish(self, id: str) -> Request:
+        """To the end of one request."""
+        while (request := self.asked[id]).state is not State.DONE:
+            self.fill()
+            assert self.forward()
+        return request
+
+    def complete(self) -> None:
+        """To the end of all requests, of which nothing is left."""
+        self.run()
+        self.verify_idle()
+
     def _take_ended(self) -> None:
         for request in self.scheduler.take_ended():
             assert request.state.final
@@ -480,14 +482,11 @@ class Drive:
         for runner in self.runners:
             assert not runner.violations, runner.violations
             runner.slots.check()
-            running = [
-                r for r in self.scheduler.live.values() if r.modality == runner.modality and r.state is State.RUNNING
-            ]
+            live = [r for r in self.scheduler.live.values() if r.modality == runner.modality]
+            running = [r for r in live if r.state is State.RUNNING]
             assert {r.id for r in running} == set(runner.holding)
             assert runner.held() == sum(r.parameters.slots for r in running)
-            waiting, count = self.scheduler.counts()[runner.modality]
-            live = [r for r in self.scheduler.live.values() if r.modality == runner.modality]
-            assert (waiting, count) == (len(live) - len(running), len(running))
+            assert self.scheduler.counts()[runner.modality] == (len(live) - len(running), len(running))
             devices = self.scheduler._admission.shares._devices
             device = devices[runner.modality]
             same = [r for r in self.scheduler.live.values() if devices[r.modality] is device]
@@ -501,11 +500,14 @@ class Drive:
             assert request.id not in self.scheduler.live or self.scheduler.live[request.id] is not request
             assert (request.state is State.DONE) == (request.result is not None)
             assert (request.state is State.FAILED) == (request.error is not None)
+            assert request.ended is not None
             if request.state is State.DONE:
-                assert request.result == expected(request)
+                assert request.result == expected(request) and request.ended < request.deadline
             if request.state is State.EXPIRED:
-                assert request.ended is not None
                 assert request.ended >= request.deadline
+        following = self.scheduler.next_deadline()
+        to_come = (r.deadline for r in self.scheduler.live.values() if r.deadline > self.clock.now)
+        assert following <= self.clock.now or following == min(to_come, default=math.inf)
 
     def verify_idle(self) -> None:
         self.verify()

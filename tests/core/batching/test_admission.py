@@ -130,10 +130,8 @@ def test_nobody_is_preempted_for_what_waits_for_a_resource() -> None:
     runner = _Preemptible(clock, slots=9, limit=1, rooms={"x": 1})
     house = Drive([runner], clock)
     house.add("holds", Ask(files=(("x", 1),)), tenant="a")
-    for number in range(3):
-        house.add(f"more{number}", Ask(), tenant="a")
+    house.crowd("more", 3, tenant="a")
     house.fill()
     house.add("waits", Ask(files=(("x", 1),)), tenant="b")
-    house.run()
-    house.verify_idle()
+    house.complete()
     assert len(house.ended) == 5

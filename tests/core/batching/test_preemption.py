@@ -69,6 +69,12 @@ def text(id: str, steps: int, size: str = "s", **options: Any) -> Request:
     return Request(id, "text", Ask(steps=steps, size=size, encode=False, vae=False), **options)
 
 
+def add_texts(scheduler: Scheduler, prefix: str, count: int, steps: int, **options: Any) -> None:
+    """So many alike, with ids that begin so."""
+    for number in range(count):
+        scheduler.add(text(f"{prefix}{number}", steps, **options), 0.0)
+
+
 def tick(scheduler: Scheduler, now: float) -> list[str]:
     """One iteration of all batches; the ids of their requests."""
     ids = []
@@ -140,9 +146,15 @@ def test_a_batch_is_as_wide_as_its_pace_allows(pace_s: float, width: int) -> Non
     runner = Growing(100)
     runner.pace_s = pace_s
     scheduler = Scheduler([runner])
-    for number in range(10):
-        scheduler.add(text(f"{number}", 3), 0.0)
+    add_texts(scheduler, "", 10, 3)
     assert tick(scheduler, 1.0) == [f"{number}" for number in range(width)]
+
+
+def widths_beside(scheduler: Scheduler) -> dict[str, int]:
+    """How many requests of each modality go next where eight pictures come, too."""
+    for number in range(8):
+        scheduler.add(Request(f"p{number}", "image", Ask(steps=20, encode=False)), 0.0)
+    return {batch.runner.modality: len(batch.requests) for batch in scheduler.schedule(1.0)}
 
 
 @pytest.mark.parametrize(
@@ -160,13 +172,9 @@ def test_others_leave_a_streams_pace_to_it(streaming: int, pace_s: float, overla
     """Pictures go in narrower batches while text is written, one at a time where the pace allows none."""
     runner = Growing(1000, limit=64)
     runner.pace_s, runner.overlaps = pace_s, overlaps
-    images = FakeRunner(Clock(), limit=8, costs={"": affine(0.04, 0.002)})
-    scheduler = Scheduler([runner, images])
-    for number in range(streaming):
-        scheduler.add(text(f"t{number}", 99), 0.0)
-    for number in range(8):
-        scheduler.add(Request(f"p{number}", "image", Ask(steps=20, encode=False)), 0.0)
-    batches = {batch.runner.modality: len(batch.requests) for batch in scheduler.schedule(1.0)}
+    scheduler = Scheduler([runner, FakeRunner(Clock(), limit=8, costs={"": affine(0.04, 0.002)})])
+    add_texts(scheduler, "t", streaming, 99)
+    batches = widths_beside(scheduler)
     assert batches.pop("image") == width and batches == ({"text": min(streaming, 6)} if streaming else {})
 
 
@@ -174,13 +182,10 @@ def test_others_leave_a_streams_pace_to_it(streaming: int, pace_s: float, overla
 def test_streams_of_several_groups_need_an_iteration_each(sizes: str, width: int) -> None:
     runner = Growing(1000)
     runner.pace_s, runner.costs = 0.0605, {"": affine(0.004, 0.0005)}
-    images = FakeRunner(Clock(), limit=8, costs={"": affine(0.04, 0.002)})
-    scheduler = Scheduler([runner, images])
+    scheduler = Scheduler([runner, FakeRunner(Clock(), limit=8, costs={"": affine(0.04, 0.002)})])
     for number, size in enumerate(sizes):
         scheduler.add(text(f"t{number}", 99, size), 0.0)
-    for number in range(8):
-        scheduler.add(Request(f"p{number}", "image", Ask(steps=20, encode=False)), 0.0)
-    assert {len(batch.requests) for batch in scheduler.schedule(1.0) if batch.runner is images} == {width}
+    assert widths_beside(scheduler)["image"] == width
 
 
 def test_groups_of_a_stream_take_turns_and_those_of_pictures_do_not() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from typing import Any
@@ -14,19 +13,17 @@ from hypothesis import strategies as st
 from core.batching.request import Request, State
 from core.batching.scheduler import Scheduler
 from core.batching.shares import _AWAY_S, _BURST_S, Shares, account
-from tests.core.batching.fake import Ask, Clock, Cost, Drive, FakeRunner, affine, flat, linear
+from tests.core.batching.fake import Ask, Clock, Cost, Drive, FakeRunner, affine, flat, linear, only_steps
 from tests.core.batching.fake import drive as fake_drive
-from tests.core.batching.test_preemption import Growing, text, tick
+from tests.core.batching.test_preemption import Growing, add_texts, text, tick
 from tests.core.batching.test_scheduler import FIXED, besiege
 
-STEPS = Ask(steps=4, encode=False, vae=False)
+STEPS = only_steps(4)
 
 
 def iterations_before(drive: Drive, runner: FakeRunner, end: str, tenant: str) -> int:
     """How many rows of a tenant's have run when this request has ended."""
-    while drive.asked[end].state is not State.DONE:
-        drive.fill()
-        assert drive.forward()
+    drive.finish(end)
     return sum(len(done) for id, done in runner.committed.items() if drive.asked[id].tenant == tenant)
 
 
@@ -44,8 +41,7 @@ def two_lanes() -> tuple[Drive, FakeRunner, FakeRunner]:
 
 def test_what_may_wait_waits_for_other_tenants() -> None:
     drive, runner = pictures()
-    for k in range(30):
-        drive.add(f"a{k}", STEPS, tenant="a", priority=9)
+    drive.crowd("a", 30, STEPS, tenant="a", priority=9)
     drive.add("b", STEPS, tenant="b")
     assert iterations_before(drive, runner, "b", "a") == 0
 
@@ -63,8 +59,8 @@ def test_what_may_wait_waits_on_another_lane_of_the_same_device() -> None:
 def test_two_lanes_of_one_device_share_its_time_and_not_its_turns() -> None:
     """A picture's iteration takes as long as 25 of a text's: one for each of those would be 25 shares."""
     drive, images, _ = two_lanes()
-    drive.add("a", Ask(steps=40, encode=False, vae=False), tenant="a")
-    drive.add("b", Ask(steps=100, encode=False, vae=False), modality="text", tenant="b")
+    drive.add("a", only_steps(40), tenant="a")
+    drive.add("b", only_steps(100), modality="text", tenant="b")
     assert iterations_before(drive, images, "b", "a") <= 100 / 25 + 1
 
 
@@ -79,8 +75,7 @@ def test_streams_of_another_tenant_take_no_more_than_a_turn_each() -> None:
     runner = Growing(1000, limit=64)
     runner.costs = {"": linear()}
     scheduler = Scheduler([runner])
-    for k in range(16):
-        scheduler.add(text(f"a{k}", 50, tenant="a"), 0.0)
+    add_texts(scheduler, "a", 16, 50, tenant="a")
     scheduler.add(text("b", 20, tenant="b"), 0.0)
     others = 0
     while "b" in scheduler.live:
@@ -93,8 +88,7 @@ def test_streams_that_may_wait_join_where_they_cost_next_to_nothing() -> None:
         runner = Growing(1000, limit=64)
         runner.costs = {"": affine(1.0, each)}
         scheduler = Scheduler([runner])
-        for k in range(8):
-            scheduler.add(text(f"a{k}", 5, tenant="a", priority=9), 0.0)
+        add_texts(scheduler, "a", 8, 5, tenant="a", priority=9)
         scheduler.add(text("b", 5, tenant="b"), 0.0)
         assert [len(batch.requests) for batch in scheduler.schedule(0.0)] == [joined]
 
@@ -102,8 +96,7 @@ def test_streams_that_may_wait_join_where_they_cost_next_to_nothing() -> None:
 def test_who_holds_more_places_gives_way() -> None:
     runner = Growing(8, limit=64)
     scheduler = Scheduler([runner])
-    for k in range(8):
-        scheduler.add(text(f"a{k}", 30, tenant="a", priority=0), 0.0)
+    add_texts(scheduler, "a", 8, 30, tenant="a", priority=0)
     for now in range(3):
         tick(scheduler, float(now))
     scheduler.add(text("b", 2, tenant="b", priority=9), 3.0)
@@ -120,7 +113,7 @@ def test_who_waited_for_a_place_has_saved_nothing_up() -> None:
     drive.add("w", Ask(steps=300, slots=2, encode=False, vae=False), tenant="w")
     drive.run(until=110.0)
     before = len(runner.committed["w"])
-    drive.add("c", Ask(steps=20, encode=False, vae=False), tenant="c")
+    drive.add("c", only_steps(20), tenant="c")
     assert iterations_before(drive, runner, "c", "w") - before <= 20 + 2
 
 
@@ -136,9 +129,9 @@ def test_a_second_place_is_free_for_other_tenants_whatever_is_under_way() -> Non
 def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
     drive, _ = pictures()
     chance = random.Random(0)
-    drive.add("stays", Ask(steps=400, encode=False, vae=False), tenant="stays")
+    drive.add("stays", only_steps(400), tenant="stays")
     for k in range(300):
-        drive.add(f"r{k}", Ask(steps=1, encode=False, vae=False), tenant=f"t{k}", priority=chance.randrange(6))
+        drive.add(f"r{k}", only_steps(1), tenant=f"t{k}", priority=chance.randrange(6))
         drive.run(until=drive.clock.now + 2)
     charged = drive.scheduler._admission.shares._devices["image"].charged
     assert len(charged) < 50
@@ -147,7 +140,6 @@ def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
     assert len(charged) <= 1
 
 
-LONG = Ask(steps=300, encode=False, vae=False)
 asks = st.builds(
     Ask, steps=st.integers(1, 12), size=st.sampled_from("sml"), rows=st.integers(1, 2), encode=st.booleans(),
     vae=st.booleans(), interval=st.sampled_from([1, 3]), once=st.booleans(),
@@ -176,15 +168,12 @@ def test_a_tenant_with_one_request_has_its_share_beside_those_with_many(
     drive.run(until=float(at))
     came = clock.now
     drive.add("few", ask, tenant="few", priority=priority)
-    while drive.asked["few"].state is not State.DONE:
-        drive.fill()
-        assert drive.forward()
+    drive.finish("few")
     tenants = len({tenant for tenant, _, _ in many}) + 1
     alone_s = len(ask.trace) * curve(ask.rows)
     widest_s = curve(max(limit, 2))
     assert clock.now - came <= 1.1 * tenants * alone_s + (tenants + depth) * widest_s
-    drive.run()
-    drive.verify_idle()
+    drive.complete()
 
 
 @settings(FIXED, max_examples=25)
@@ -201,12 +190,12 @@ def test_from_when_two_tenants_run_neither_gets_ahead_of_the_other(
     chance = random.Random(seed)
     for k, (tenant, at, priority) in enumerate(sorted(come, key=lambda c: c[1])):
         drive.run(until=max(drive.clock.now, float(at)))
-        short = Ask(steps=chance.randint(1, 20), encode=False, vae=False, size=chance.choice("sl"))
+        short = only_steps(chance.randint(1, 20), size=chance.choice("sl"))
         drive.add(f"{tenant}{k}", short, tenant=tenant, priority=priority)
     for tenant in "xy":
         drive.run(until=drive.clock.now + chance.randint(1, 30))
         for k in range(chance.randint(1, 8)):
-            drive.add(f"{tenant}{k}", dataclasses.replace(LONG, size=chance.choice("sl")), tenant=tenant)
+            drive.add(f"{tenant}{k}", only_steps(300, size=chance.choice("sl")), tenant=tenant)
 
     def rows(tenant: str) -> int:
         return sum(len(done) for id, done in runner.committed.items() if drive.asked[id].tenant == tenant)
@@ -222,16 +211,13 @@ def test_from_when_two_tenants_run_neither_gets_ahead_of_the_other(
 
 def visits(drive: Drive, step_s: float, pauses: list[float]) -> list[float]:
     """Seconds that each request of a tenant takes that pauses so long before each, beside another's flood."""
-    for k in range(24):
-        drive.add(f"f{k}", dataclasses.replace(LONG, steps=100_000), tenant="flood")
+    drive.crowd("f", 24, only_steps(100_000), tenant="flood")
     seconds = []
     for k, pause_s in enumerate(pauses):
         drive.run(until=drive.clock.now + pause_s)
         came = drive.clock.now
-        drive.add(f"v{k}", Ask(steps=20, encode=False, vae=False), tenant="visitor")
-        while drive.asked[f"v{k}"].state is not State.DONE:
-            drive.fill()
-            assert drive.forward()
+        drive.add(f"v{k}", only_steps(20), tenant="visitor")
+        drive.finish(f"v{k}")
         seconds.append(drive.clock.now - came)
     return seconds
 
@@ -252,12 +238,10 @@ def test_who_takes_less_than_a_share_hardly_waits_for_a_flood(pauses: list[float
 def test_no_more_than_a_burst_is_saved_up(away_s: float, limit: int, curve: Cost) -> None:
     drive, _ = fake_drive(slots=64, limit=limit, costs={"": curve})
     for tenant in ("stays", "returns"):
-        drive.add(tenant, Ask(steps=3, encode=False, vae=False, size=tenant), tenant=tenant)
-    for k in range(20):
-        drive.add(f"s{k}", dataclasses.replace(LONG, size="stays"), tenant="stays")
+        drive.add(tenant, only_steps(3, size=tenant), tenant=tenant)
+    drive.crowd("s", 20, only_steps(300, size="stays"), tenant="stays")
     drive.run(until=drive.clock.now + away_s)
-    for k in range(20):
-        drive.add(f"r{k}", dataclasses.replace(LONG, size="returns"), tenant="returns")
+    drive.crowd("r", 20, only_steps(300, size="returns"), tenant="returns")
     charged = drive.scheduler._admission.shares._devices["image"].charged
     back = dict(charged)
     while drive.clock.now < away_s + 8.0:
@@ -271,17 +255,14 @@ def test_leaving_and_coming_back_mints_no_credit() -> None:
     """However many others have gone, of whom some are forgotten."""
     drive, _ = fake_drive(slots=64, limit=4, costs={"": NEAR_LINEAR})
     device = drive.scheduler._admission.shares._devices["image"]
-    for k in range(40):
-        drive.add(f"s{k}", dataclasses.replace(LONG, steps=100_000), tenant="stays")
+    drive.crowd("s", 40, only_steps(100_000), tenant="stays")
     drive.run(until=5.0)
     before, visits = dict(device.charged), 0
     while drive.clock.now < 35.0:
         device.charged |= {(f"gone{k}", False): device.virtual[0] + k for k in range(-5, 60)}
         visits += 1
-        drive.add(f"v{visits}", Ask(steps=60, encode=False, vae=False), tenant="visitor")
-        while drive.asked[f"v{visits}"].state is not State.DONE:
-            drive.fill()
-            assert drive.forward()
+        drive.add(f"v{visits}", only_steps(60), tenant="visitor")
+        drive.finish(f"v{visits}")
         drive.run(until=drive.clock.now + 0.01)
     visitor_s = device.charged["visitor", False] - 5.0
     assert visitor_s <= device.charged["stays", False] - before["stays", False] + _BURST_S + 1.0
@@ -291,11 +272,10 @@ def test_leaving_and_coming_back_mints_no_credit() -> None:
 @pytest.mark.parametrize("comers", [1, 20])
 def test_many_who_come_back_together_cost_others_one_burst(comers: int) -> None:
     drive, runner = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
-    for k in range(24):
-        drive.add(f"s{k}", dataclasses.replace(LONG, steps=100_000), tenant="stays")
+    drive.crowd("s", 24, only_steps(100_000), tenant="stays")
     drive.run(until=10.0)
     for k in range(comers):
-        drive.add(f"c{k}", Ask(steps=300, encode=False, vae=False, size=f"size {k}"), tenant=f"comer {k}")
+        drive.add(f"c{k}", only_steps(300, size=f"size {k}"), tenant=f"comer {k}")
     drive.run(until=10.0 + 1.5 * _BURST_S + comers)
     theirs = [launch.at for launch in runner.log if launch.ids[0].startswith("s")]
     gap_s = max(after - before for before, after in itertools.pairwise(theirs))
@@ -327,8 +307,7 @@ def test_no_request_starves_beside_any_tenants(depth: int, slots: int, tenant: s
 
 def test_a_tenant_whose_requests_are_all_old_does_not_go_before_others_for_it() -> None:
     drive, runner = pictures(starvation_s=20.0)
-    for k in range(40):
-        drive.add(f"a{k}", STEPS, tenant="a", priority=9)
+    drive.crowd("a", 40, STEPS, tenant="a", priority=9)
     drive.run(until=40.0)
     done = sum(map(len, runner.committed.values()))
     drive.add("b", STEPS, tenant="b")

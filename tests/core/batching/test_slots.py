@@ -33,24 +33,11 @@ def test_books_balance_whatever_is_taken_and_given(capacity: int, moves: list[tu
 
 def test_what_is_not_taken_cannot_be_given() -> None:
     slots = Slots(4)
-    taken = slots.take(2)
-    assert taken == [0, 1]
-    for wrong in ([2], [4], [-1]):
-        with pytest.raises(IntegrityError, match=str(wrong[0])):
+    slots.take(2)
+    for wrong, named in (([2], 2), ([4], 4), ([-1], -1), ([0, 0], 0)):
+        with pytest.raises(IntegrityError, match=f"slot {named} "):
             slots.give(wrong)
-    slots.give(taken)
-    with pytest.raises(IntegrityError, match="slot 0"):
-        slots.give(taken)
-    slots.check()
-    assert slots.free == 4
-
-
-def test_one_slot_cannot_be_given_twice_at_once() -> None:
-    slots = Slots(4)
-    slots.take(1)
-    with pytest.raises(IntegrityError):
-        slots.give([0, 0])
-    slots.check()
+        slots.check()
 
 
 def test_check_sees_a_slot_that_is_lost_or_in_two_hands() -> None:

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
 import redis
 
+from core.jobs.events import EventReader
+from core.jobs.files import FileStore
 from core.jobs.limits import JobLimits
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
+from core.jobs.submissions import Submissions
 from deployment.redis import RedisServer
+from tests.core.jobs.loops import run
 from tests.servers import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in an event loop of its own, in which its reader starts, and its reader and submissions end."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    bound = [value for value in given.values() if isinstance(value, EventReader | Submissions)]
+
+    async def test() -> None:
+        for each in bound:
+            if isinstance(each, EventReader):
+                await each.start()
+        try:
+            await pyfuncitem.obj(**given)
+        finally:
+            for each in bound:
+                await each.close()
+
+    run(test)
+    return True
+
+
+@pytest.fixture
+def reader(redis_url: str) -> EventReader:
+    """The reader of an async test."""
+    return EventReader(redis_url)
+
+
+@pytest.fixture
+def submissions(redis_url: str) -> Submissions:
+    """An API's submissions, of an async test."""
+    return Submissions(redis_url, 100_000)
 
 
 @pytest.fixture
@@ -36,6 +76,20 @@ def jobs(redis_url: str) -> Iterator[JobStore]:
     store = JobStore(redis_url, JobLimits(retention_s=60))
     yield store
     store.close()
+
+
+@pytest.fixture
+def registry(redis_url: str) -> Iterator[Registry]:
+    registry = Registry(redis_url)
+    yield registry
+    registry.close()
+
+
+@pytest.fixture
+def files(redis_url: str) -> Iterator[FileStore]:
+    files = FileStore(redis_url)
+    yield files
+    files.close()
 
 
 @pytest.fixture

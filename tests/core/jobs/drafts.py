@@ -8,6 +8,12 @@ from core.jobs.broker import Envelope
 from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 
+# A queued job as Redis has it.
+RECORD = {
+    "modality": "image", "model": "m", "state": "queued", "parameters": "{}", "priority": "5", "created": "1",
+    "attempt": "0", "lost": "0", "work_ms": "0",
+}  # fmt: skip
+
 
 def draft(**given: Any) -> JobDraft[Any]:
     """A draft of an image job with these fields."""

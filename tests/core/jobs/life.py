@@ -46,6 +46,7 @@ class Model:
     state: str = "queued"
     attempt: int = 0
     lost: int = 0
+    priority: int = 5
     worker: str = ""
     suspect: bool = False
     lease: float = 0.0
@@ -124,7 +125,7 @@ class Life:
         assert (job.state, job.priority, job.work_ms) == (JobState.QUEUED, priority, work_ms)
         level = max(step for step in books.LEVELS if step <= priority)
         deadline = self.now + DEADLINE_S if timed else None
-        self.models[id] = Model(id, queue, name, work_ms, deadline, level, self._next(), self.now)
+        self.models[id] = Model(id, queue, name, work_ms, deadline, level, self._next(), self.now, priority=priority)
         assert self.store.create(draft) == job  # again: nothing happens
         self.unsent.append(draft.envelope)
 
@@ -283,7 +284,7 @@ class Life:
         id = self._pick(dice, dice.choice(["queued", "running", "succeeded"]))
         model = self.models.pop(id, None)
         assert self.store.erase(id) is (model is not None)
-        assert self.store.get(id) is None and self.store.standing(id) is None
+        assert self.store.get(id) is self.store.standing(id) is None and not self.store.leases.glance(id)[1]
         if model is not None:
             self.seen[f"erase of {model.state}"] += 1
             assert not self.store.leases.succeed(id, model.attempt, {})
@@ -362,7 +363,10 @@ class Life:
                 model.lost,
             )
             assert (record.get("worker", ""), record.get("suspect") == "1") == (model.worker, model.suspect)
-            assert [type for type, _ in now.streams[id]] == model.states
+            assert [type for type, _ in now.streams[id]] == model.states and record["priority"] == str(model.priority)
+            if model.state == "queued":
+                reasons = {"": None, "worker": "handed_back", "sweep": "worker_lost"}
+                assert now.streams[id][-1][1].get("reason") == reasons[model.by]
             told = {name: json.loads(record[name]) for name in ("progress", "result", "error") if name in record}
             assert (told.get("progress"), told.get("result")) == (model.progress, model.result)
             assert told.get("error", {}).get("code") == model.code

@@ -8,7 +8,7 @@ from typing import Any
 
 from core.jobs.events import EventReader
 
-PATIENCE_S = 120.0  # no test is decided by it
+PATIENCE_S = 600.0  # no test is decided by it
 
 
 def run(work: Callable[[], Awaitable[Any]]) -> Any:

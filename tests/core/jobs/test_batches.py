@@ -13,7 +13,8 @@ from core.jobs.files import File
 from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
-from tests.core.jobs.test_ledger import pass_time
+from tests.core.jobs.test_ledger import end, pass_time
+from tests.core.present import present
 
 DAYS_S = 2 * 86_400
 
@@ -35,20 +36,6 @@ def drafted(jobs: JobStore, digest: str, **more: Any) -> str:
     return jobs.create(JobDraft(id=new_id(), digest=digest, **fields)).id
 
 
-def end(jobs: JobStore, id: str, way: str, *artifacts: str) -> None:
-    if way == "cancelled":
-        assert jobs.cancel(id)
-        return
-    claim = jobs.leases.claim(id, "ada")
-    assert claim is not None
-    if way == "succeeded":
-        assert jobs.leases.succeed(id, claim.attempt, {}, artifacts)
-    elif way == "failed":
-        assert jobs.leases.fail(id, claim.attempt, "engine_error", "no")
-    else:
-        assert jobs.leases.expire(id, claim.attempt)
-
-
 def left_s(client: redis.Redis, id: str) -> float:
     """For which the record is kept, which is also what the list of those that ended says."""
     left_ms: Any = client.pttl(f"diptych:job:{id}")
@@ -66,7 +53,7 @@ def test_a_texts_record_waits_until_it_is_noted(
     id, other = drafted(jobs, batch.id, keep_s=DAYS_S), drafted(jobs, batch.id)
     assert batches.begin(batch.id, 0, id)
     for job in (id, other):
-        end(jobs, job, way)
+        end(jobs, job, way=way)
     assert left_s(client, other) <= 60 < DAYS_S - 60 < left_s(client, id) <= DAYS_S
     Books.of(client).check()
     assert not batches.note(batch.id, 1, {}, "completed"), "another line"
@@ -86,7 +73,7 @@ def test_a_record_of_the_version_before_is_kept_for_its_batch(
     for digest, low, high in ((batch.id, DAYS_S - 60, DAYS_S), ("batch_of_nobody", 0, 60), ("", 0, 60)):
         id = drafted(jobs, digest)
         assert client.hdel(f"diptych:job:{id}", "keep_ms") == 1
-        end(jobs, id, "succeeded")
+        end(jobs, id)
         assert low < left_s(client, id) <= high
 
 
@@ -96,13 +83,12 @@ def test_one_that_should_be_gone_goes_when_it_is_noted(
     batch = batch_of(batches)
     id = drafted(jobs, batch.id, keep_s=DAYS_S)
     assert batches.begin(batch.id, 0, id)
-    end(jobs, id, "succeeded")
+    end(jobs, id)
     client.hincrby(f"diptych:job:{id}", "ended", -61_000)
     assert batches.note(batch.id, 0, {}, "completed")
     assert jobs.get(id) is None
     jobs.upkeep.sweep()
-    page = jobs.page("ann")
-    assert page is not None and not page.jobs
+    assert not present(jobs.page("ann")).jobs
 
 
 def test_a_pictures_record_names_it_until_the_batch_is_written(
@@ -111,7 +97,7 @@ def test_a_pictures_record_names_it_until_the_batch_is_written(
     batch = batch_of(batches)
     id = drafted(jobs, batch.id, modality="image", keep_s=DAYS_S)
     assert batches.begin(batch.id, 0, id) and jobs.upkeep.keep("made")
-    end(jobs, id, "succeeded", "made")
+    end(jobs, id, "made")
     assert batches.note(batch.id, 0, {}, "completed")
     assert left_s(client, id) > DAYS_S - 60
     pass_time(client, 2 * 24 * 60)
@@ -123,7 +109,7 @@ def test_a_pictures_record_names_it_until_the_batch_is_written(
 def test_what_is_erased_goes_as_soon_as_anything(jobs: JobStore, client: redis.Redis) -> None:
     id = drafted(jobs, "a line", modality="image", inputs=("begun",), keep_s=DAYS_S)
     assert jobs.upkeep.keep("made") and jobs.upkeep.keep("begun")
-    end(jobs, id, "succeeded", "made")
+    end(jobs, id, "made")
     assert jobs.erase(id)
     pass_time(client)
     assert sorted(jobs.upkeep.due()) == ["begun", "made"]

@@ -45,15 +45,6 @@ def test_celery_puts_messages_where_we_look(app: Celery, client: redis.Redis, qu
     assert [name for name in lists if client.exists(name)] == [key]
 
 
-def test_kombu_names_and_rounds_alike(app: Celery) -> None:
-    with app.connection_for_write() as connection, connection.channel() as channel:
-        assert tuple(channel.priority_steps) == PRIORITY_STEPS
-        for priority in range(10):
-            assert channel.priority(priority) == level(priority)
-            for queue in QUEUES:
-                assert channel._q_for_pri(queue, priority) == list_key(queue, level(priority))
-
-
 def test_received_by_priority_then_in_order(app: Celery, client: redis.Redis) -> None:
     order = [("a", 9), ("b", 5), ("c", 0), ("d", 5), ("e", 3), ("f", 2), ("g", 6)]
     for id, priority in order:

@@ -20,6 +20,7 @@ from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.core import refusals
 from tests.core.jobs.drafts import draft
+from tests.core.present import present
 
 
 @pytest.mark.parametrize(
@@ -85,8 +86,7 @@ def test_every_refusal_of_a_real_redis_passes(client: redis.Redis, store: JobSto
     """It is no result: who tries again later succeeds."""
     hinder, reason = refusals.WAYS[way]
     job = store.create(draft())
-    claim = store.leases.claim(job.id, "ada")
-    assert claim is not None
+    claim = present(store.leases.claim(job.id, "ada"))
     with hinder(client):
         for call in (
             lambda: store.create(draft()),

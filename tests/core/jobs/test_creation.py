@@ -10,14 +10,15 @@ from dataclasses import asdict
 import pytest
 import redis
 
+from core.jobs.events import EventReader
 from core.jobs.keyring import Keyring
 from core.jobs.limits import JobLimits
 from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore
 from core.jobs.webhooks import WebhookQueue
 from tests.core.jobs.books import Books
-from tests.core.jobs.loops import followed, run
-from tests.core.jobs.test_events import collect, reading
+from tests.core.jobs.loops import followed
+from tests.core.present import present
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def test_a_claim_tells_what_the_jobs_key_does_to_flagged_pictures_even_once_it_i
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, lives: bool) -> None:
     store.create(draft("ann"))
-    old = store.leases.claim("logo", "ada")
-    assert old is not None
-    assert store.leases.report([ProgressReport("logo", old.fence, {"step": 1}, previews={0: "UE5H"})]).stale == set()
+    old = present(store.leases.claim("logo", "ada"))
+    late = ProgressReport("logo", old.fence, {"step": 1}, previews={0: "UE5H"})
+    assert not store.leases.report([late]).stale
     if not lives:
         store.leases.fail("logo", old.fence, "refused", "no")
     assert store.erase("logo")
@@ -70,21 +71,13 @@ def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, liv
     assert [fields["type"] for _, fields in client.xrange("diptych:events:logo")] == ["queued"]
     assert client.pttl("diptych:events:logo") == -1, "its events stay for as long as it lives"
     assert store.preview("logo", 0) is None
-    new = store.leases.claim("logo", "bob")
-    assert new is not None and new.attempt == 1
+    new = present(store.leases.claim("logo", "bob"))
+    assert new.attempt == 1
     Books.of(client).check()
-    for write in (
-        lambda: store.leases.succeed("logo", old.fence, {}),
-        lambda: store.leases.fail("logo", old.fence, "a", "b"),
-        lambda: store.leases.expire("logo", old.fence),
-        lambda: store.leases.hand_back("logo", old.fence) is not None,
-        lambda: (
-            store.leases.report([ProgressReport("logo", old.fence, {"step": 2}, previews={0: "UE5H"})]).stale
-            != {"logo"}
-        ),
-        lambda: store.leases.renew("bob", {"logo": old.fence}) != {"logo"},
-    ):
-        assert not write(), "the worker that is still at the old one cannot write to the new one"
+    # The worker that is still at the old one cannot write to the new one.
+    assert not store.leases.succeed("logo", old.fence, {}) and not store.leases.fail("logo", old.fence, "a", "b")
+    assert not store.leases.expire("logo", old.fence) and store.leases.hand_back("logo", old.fence) is None
+    assert store.leases.report([late]).stale == store.leases.renew("bob", {"logo": old.fence}) == {"logo"}
     assert store.preview("logo", 0) is None
     assert store.leases.succeed("logo", new.fence, {})
 
@@ -92,16 +85,14 @@ def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, liv
 def test_attempts_of_a_record_that_went_by_itself_are_others(brief: JobStore, client: redis.Redis) -> None:
     """A retention of a moment, and a worker that sleeps through all of it."""
     brief.create(draft())
-    old = brief.leases.claim("logo", "ada")
-    assert old is not None
+    old = present(brief.leases.claim("logo", "ada"))
     brief.cancel("logo")
     forgotten(client)
     brief.create(draft())
-    new = brief.leases.claim("logo", "bob")
-    assert new is not None and (old.attempt, new.attempt) == (1, 1)
+    new = present(brief.leases.claim("logo", "bob"))
+    assert (old.attempt, new.attempt) == (1, 1)
     assert not brief.leases.succeed("logo", old.fence, {"images": ["of the old one"]})
-    job = brief.get("logo")
-    assert job is not None and job.state is JobState.RUNNING
+    assert present(brief.get("logo")).state is JobState.RUNNING
 
 
 def test_who_has_the_id_next_is_in_no_list_of_the_last_one(brief: JobStore, client: redis.Redis) -> None:
@@ -110,10 +101,10 @@ def test_who_has_the_id_next_is_in_no_list_of_the_last_one(brief: JobStore, clie
     forgotten(client)
     brief.create(draft("bob"))
     for _ in range(2):
-        page = brief.page("ann")
-        assert page is not None and page.jobs == [], "it is bob's"
-        page = brief.page(None)
-        assert page is not None and [job.owner for job in page.jobs] == ["bob"]
+        page = present(brief.page("ann"))
+        assert page.jobs == [], "it is bob's"
+        page = present(brief.page(None))
+        assert [job.owner for job in page.jobs] == ["bob"]
         while client.exists("diptych:ended"):
             brief.upkeep.sweep()
     assert client.zrange("diptych:jobs", 0, -1) == ["bob|logo"] and not client.exists("diptych:jobs:ann")
@@ -128,8 +119,8 @@ def test_what_was_meant_for_one_does_not_end_the_next(store: JobStore) -> None:
     assert store.cancel("logo", old.incarnation) is None and not store.erase("logo", old.incarnation)
     assert not store.follow("logo", old.incarnation)
     assert store.get("logo") == new
-    cancelled = store.cancel("logo", new.incarnation)
-    assert cancelled is not None and cancelled.state is JobState.CANCELLED and cancelled.same(new)
+    cancelled = present(store.cancel("logo", new.incarnation))
+    assert cancelled.state is JobState.CANCELLED and cancelled.same(new)
 
 
 def test_how_often_a_webhook_was_tried_is_no_inheritance(brief: JobStore, client: redis.Redis, redis_url: str) -> None:
@@ -149,35 +140,28 @@ def test_how_often_a_webhook_was_tried_is_no_inheritance(brief: JobStore, client
     webhooks.close()
 
 
-def test_followers_are_of_one_job(store: JobStore, redis_url: str) -> None:
+async def test_followers_are_of_one_job(store: JobStore, reader: EventReader) -> None:
     """One follows a job that is erased, another comes for the next of its id: neither sees anything of the other's."""
 
-    async def work() -> None:
-        async with reading(redis_url) as reader:
-            old = store.create(draft())
-            stream = reader.subscribe("logo", "0", old.incarnation)
-            assert (await anext(stream)).type == "queued"
-            waits = asyncio.ensure_future(anext(stream, None))
-            await followed(reader)
-            store.erase("logo")
-            new = store.create(draft())
-            rest = [await waits, *[event async for event in stream]]
-            assert [event.type for event in rest if event is not None] in ([], ["cancelled"])
-            task = asyncio.create_task(collect_of(reader, new.incarnation))
-            late = asyncio.create_task(collect_of(reader, old.incarnation))
-            assert await late == []
-            await followed(reader)
-            await asyncio.to_thread(store.leases.claim, "logo", "ada")
-            await asyncio.to_thread(store.leases.succeed, "logo", 1, {})
-            assert await task == ["queued", "running", "succeeded"]
-            assert await collect_of(reader, old.incarnation) == []
-            assert [event.type for event in await collect(reader, "logo")] == ["queued", "running", "succeeded"]
+    async def collect_of(incarnation: str = "") -> list[str]:
+        return [event.type async for event in reader.subscribe("logo", "0", incarnation)]
 
-    async def collect_of(reader: object, incarnation: str) -> list[str]:
-        subscribed = reader.subscribe("logo", "0", incarnation)  # type: ignore[attr-defined]
-        return [event.type async for event in subscribed]
-
-    run(work)
+    old = store.create(draft())
+    stream = reader.subscribe("logo", "0", old.incarnation)
+    assert (await anext(stream)).type == "queued"
+    waits = asyncio.ensure_future(anext(stream, None))
+    await followed(reader)
+    store.erase("logo")
+    new = store.create(draft())
+    rest = [await waits, *[event async for event in stream]]
+    assert [event.type for event in rest if event is not None] in ([], ["cancelled"])
+    task = asyncio.create_task(collect_of(new.incarnation))
+    assert await collect_of(old.incarnation) == []
+    await followed(reader)
+    await asyncio.to_thread(store.leases.claim, "logo", "ada")
+    await asyncio.to_thread(store.leases.succeed, "logo", 1, {})
+    assert await task == await collect_of() == ["queued", "running", "succeeded"]
+    assert await collect_of(old.incarnation) == []
 
 
 def test_no_two_jobs_of_one_moment_are_taken_for_one(store: JobStore) -> None:

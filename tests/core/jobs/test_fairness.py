@@ -18,14 +18,12 @@ from core.jobs.broker import Envelope, level
 from core.jobs.cards import WorkerCard
 from core.jobs.creation import UNLIMITED, OwnerLimits
 from core.jobs.limits import JobLimits
-from core.jobs.record import JobState
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore, QueueFull
 from core.jobs.submissions import Submissions
+from tests.contract.test_card import IMAGE, TEXT
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft
-from tests.core.jobs.loops import run
-from tests.core.jobs.test_registry import MODEL, TEXT
 
 COLD = "nobody's"
 WINDOW, SPARE = 4, 8  # of lua/shared/transitions.lua
@@ -47,19 +45,18 @@ class Hall:
         self.store = JobStore(url, JobLimits(lease_s=LEASE_S, resend_s=100, overtime_s=100))
         registry = Registry(url)
         limits = {"image": places} if places else {}
-        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, models=[MODEL], limits=limits)
+        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, models=[IMAGE], limits=limits)
         registry.announce(card, 100_000)
         registry.close()
         self.made: list[str] = []
-        self.unsent: list[str] = []
         self.fences: dict[str, str] = {}  # of running jobs
 
     def submit(self, owner: str, priority: int = 5, deadline_s: float | None = None) -> str:
         """Create a job, unless the owner has as many as may be."""
         id = f"job_{len(self.made)}"
         job = draft(id=id, owner=owner, priority=priority, deadline_s=deadline_s)
-        most = self.owner_limits.of_model
-        full = bool(owner) and most is not None and self.owned(owner) >= most
+        limits = [most for most in (self.owner_limits.of_model, self.owner_limits.live) if most is not None]
+        full = bool(owner) and bool(limits) and self.owned(owner) >= min(limits)
         try:
             self.store.create(job, id, limits=self.owner_limits)
         except QueueFull:
@@ -85,6 +82,11 @@ class Hall:
                 self.fences[id] = claim.fence
                 return id
         return None
+
+    def fill(self) -> None:
+        """All free places take messages."""
+        while self.take() is not None:
+            pass
 
     def end(self, id: str) -> None:
         self.store.leases.succeed(id, self.fences.pop(id), {})
@@ -165,8 +167,7 @@ class Hall:
     def drain(self) -> None:
         """With a worker that lives, every job comes to its end."""
         for _ in range(len(self.made) + 2):
-            while self.take() is not None:
-                pass
+            self.fill()
             for id in [*self.fences]:
                 self.end(id)
             books.age(self.client, 1000)
@@ -179,10 +180,11 @@ class Hall:
 
 
 @pytest.fixture
-def hall(client: redis.Redis, redis_url: str) -> Iterator[Hall]:
-    with_places = Hall(client, redis_url, 32)
-    yield with_places
-    with_places.store.close()
+def hall(client: redis.Redis, redis_url: str, request: pytest.FixtureRequest) -> Iterator[Hall]:
+    """A hall of 32 places, or of what a test is parametrized with."""
+    hall = Hall(client, redis_url, *getattr(request, "param", (32,)))
+    yield hall
+    hall.store.close()
 
 
 @settings(
@@ -196,7 +198,7 @@ def hall(client: redis.Redis, redis_url: str) -> Iterator[Hall]:
     limits=st.builds(
         OwnerLimits,
         of_model=st.none() | st.integers(1, 20),
-        live=st.none() | st.just(10**6),
+        live=st.none() | st.integers(1, 20),
         running=st.sampled_from(("", "1", "3", "25%", "100%")),
     ),
 )
@@ -215,32 +217,28 @@ def test_nothing_is_lost_or_counted_wrong(
     assert client.keys("diptych:flow*") + client.keys("diptych:out*") + client.keys("diptych:owners*") == []
 
 
-@pytest.mark.parametrize("places", [2, 8, 32])
-def test_who_floods_leaves_places_to_others(places: int, client: redis.Redis, redis_url: str) -> None:
-    hall = Hall(client, redis_url, places)
+@pytest.mark.parametrize("hall", [(2,), (8,), (32,)], indirect=True)
+def test_who_floods_leaves_places_to_others(hall: Hall) -> None:
+    places = hall.places
     for _ in range(100):
         hall.submit("ada", priority=0)
-    while hall.take() is not None:
-        pass
+    hall.fill()
     assert hall.live() == {"ada": places - places // SPARE}
     for _ in range(places // SPARE):
         id = hall.submit("bob", priority=9)
         assert hall.take() == id, "it waited for another owner's"
-    hall.store.close()
 
 
 def test_floods_share_the_places_and_take_what_others_leave(hall: Hall) -> None:
     for owner in ("ada", "bob"):
         for _ in range(150):
             hall.submit(owner)
-        while hall.take() is not None:
-            pass
+        hall.fill()
 
     def turn_over(jobs: int) -> None:
         for _ in range(jobs):
             hall.end(next(iter(hall.fences)))
-            while hall.take() is not None:
-                pass
+            hall.fill()
 
     turn_over(100)
     share = (hall.places - hall.places // SPARE) // 2
@@ -252,15 +250,14 @@ def test_floods_share_the_places_and_take_what_others_leave(hall: Hall) -> None:
     assert hall.live() == {"ada": hall.places - hall.places // SPARE}
 
 
-def test_few_messages_of_an_owner_wait_while_no_worker_tells_its_places(client: redis.Redis, redis_url: str) -> None:
-    hall = Hall(client, redis_url, 0)
+@pytest.mark.parametrize("hall", [(0,)], indirect=True)
+def test_few_messages_of_an_owner_wait_while_no_worker_tells_its_places(hall: Hall) -> None:
     for _ in range(50):
         hall.submit("ada")
     id = hall.submit("bob")
     taken = [hall.take() for _ in range(WINDOW + 1)]
     assert taken[-1] == id
     hall.drain()
-    hall.store.close()
 
 
 def test_an_owners_own_priorities_are_kept(hall: Hall) -> None:
@@ -280,11 +277,12 @@ def test_an_owners_own_priorities_are_kept(hall: Hall) -> None:
     assert order[-1] == later and len(order) == 64
 
 
-@pytest.mark.parametrize(("running", "most"), [("25%", 8), ("5", 5), ("1%", 1)])
-def test_an_owner_has_no_more_jobs_at_workers_than_its_limit_and_all_of_them_in_the_end(
-    running: str, most: int, client: redis.Redis, redis_url: str
-) -> None:
-    hall = Hall(client, redis_url, 32, OwnerLimits(running=running))
+@pytest.mark.parametrize(
+    ("hall", "most"),
+    [((32, OwnerLimits(running=share)), most) for share, most in (("25%", 8), ("5", 5), ("1%", 1))],
+    indirect=["hall"],
+)
+def test_an_owner_has_no_more_jobs_at_workers_than_its_limit_and_all_of_them_in_the_end(hall: Hall, most: int) -> None:
     for _ in range(40):
         hall.submit("ada")
     urgent = hall.submit("ada", priority=0)
@@ -299,66 +297,30 @@ def test_an_owner_has_no_more_jobs_at_workers_than_its_limit_and_all_of_them_in_
     assert len(order) == 41 + most and {*others} <= {*order[: 2 * most]}, "another's wait for none of them"
     assert order.index(urgent) <= 2 * most, "it went before those that were held back"
     hall.check()
-    hall.store.close()
 
 
-def test_live_jobs_of_an_owner_are_limited_in_a_queue_and_of_a_model(client: redis.Redis, redis_url: str) -> None:
-    """Across processes that create them at once; queued, held back and running ones count, ended ones no more."""
+async def test_live_jobs_of_an_owner_are_limited_in_a_queue_and_of_a_model(
+    hall: Hall, redis_url: str, submissions: Submissions
+) -> None:
+    """Across processes that create them at once."""
+    other, limits = Submissions(redis_url, 1000), OwnerLimits(of_model=6, live=9)
 
-    async def work() -> None:
-        stores = [Submissions(redis_url, 1000) for _ in range(2)]
-        limits = OwnerLimits(of_model=6, live=9)
+    async def create(model: str, modality: str = "image") -> str:
+        job = draft(owner="ada", model=model, modality=modality, priority=Random().randrange(10))
+        made = await Random().choice((submissions, other)).make(job, job.id, limits=limits)
+        assert (made.job is None) == bool(made.jobs_of)
+        return made.jobs_of
 
-        async def create(model: str, modality: str = "image") -> str:
-            job = draft(owner="ada", model=model, modality=modality, priority=Random().randrange(10))
-            made = await Random().choice(stores).make(job, job.id, limits=limits)
-            assert (made.job is None) == bool(made.jobs_of)
-            return made.jobs_of or job.id
-
-        first = await asyncio.gather(*(create("emoji-xl") for _ in range(20)))
-        assert Counter(first)["model"] == 14
-        then = await asyncio.gather(*(create("emoji-z") for _ in range(20)))
-        assert Counter(then)["queue"] == 17, "three more in the queue"
-        assert await create("emoji-lm", "text") not in ("model", "queue"), "another queue"
-        ids = [id for id in first if id != "model"]
-        for k, end in enumerate((hall.store.cancel, hall.store.erase, crash, expire, succeed, fail)):
-            assert await create("another") == "queue"
-            end(ids[k])
-            assert await create("another") not in ("model", "queue"), f"the end by {end.__name__} left room for one"
-        for store in stores:
-            await store.close()
-
-    def running(id: str) -> str:
-        claim = hall.store.leases.claim(id, "worker")
-        assert claim is not None
-        return claim.fence
-
-    def crash(id: str) -> None:
-        running(id)
-        for _ in range(3):
-            client.zadd("diptych:leases", {id: 1})
-            hall.sweep()
-            hall.store.leases.claim(id, "worker")
-
-    def expire(id: str) -> None:
-        client.hset(f"diptych:job:{id}", "deadline", 1)
-        client.zadd("diptych:deadlines", {id: 1})
-        hall.sweep()
-
-    def succeed(id: str) -> None:
-        assert hall.store.leases.succeed(id, running(id), {})
-
-    def fail(id: str) -> None:
-        assert hall.store.leases.fail(id, running(id), "refused", "no")
-
-    hall = Hall(client, redis_url, 3)
-    run(work)
+    assert Counter(await asyncio.gather(*(create("emoji-xl") for _ in range(20)))) == {"": 6, "model": 14}
+    then = Counter(await asyncio.gather(*(create("emoji-z") for _ in range(20))))
+    assert then == {"": 3, "queue": 17}, "three more in the queue"
+    assert await create("emoji-lm", "text") == "", "another queue"
+    await other.close()
     hall.check_counts()
-    hall.store.close()
 
 
-def test_what_nobody_removed_counts_against_no_limit_for_long(client: redis.Redis, redis_url: str) -> None:
-    hall = Hall(client, redis_url, 32, OwnerLimits(live=4))
+@pytest.mark.parametrize("hall", [(32, OwnerLimits(live=4))], indirect=True)
+def test_what_nobody_removed_counts_against_no_limit_for_long(hall: Hall, client: redis.Redis) -> None:
     client.zadd(f"diptych:out:{QUEUE}:ada", {f"gone_{k}": 4 for k in range(40)})
     client.sadd("diptych:active:image", "emoji-xl")
     for _ in range(40):
@@ -374,7 +336,6 @@ def test_what_nobody_removed_counts_against_no_limit_for_long(client: redis.Redi
         if not client.exists("diptych:active:image"):
             break
     assert not client.keys("diptych:o*:image*") and not client.exists("diptych:active:image")
-    hall.store.close()
 
 
 def test_positions_of_held_jobs_take_turns_into_account(hall: Hall) -> None:
@@ -382,24 +343,14 @@ def test_positions_of_held_jobs_take_turns_into_account(hall: Hall) -> None:
         for _ in range(100):
             hall.submit(owner)
     held = sorted(hall.held(), key=lambda id: int(id.removeprefix("job_")))
-    positions = {id: hall.store.standing(id) for id in held}
-    assert all(position is not None for position in positions.values())
+    positions = {id: position.ahead for id in held if (position := hall.store.standing(id)) is not None}
+    assert [*positions] == held and hall.store.standing(hall.made[0]) is not None
     for owner in ("ada", "bob"):
-        ahead = [p.ahead for id, p in positions.items() if p is not None and hall.owner(id) == owner]
+        ahead = [count for id, count in positions.items() if hall.owner(id) == owner]
         assert ahead == sorted(ahead) and ahead[-1] < 200
-    assert hall.store.standing(hall.made[0]) is not None
 
 
-def test_what_is_held_back_is_cancelled_expires_and_is_emptied(hall: Hall, client: redis.Redis) -> None:
-    timed = [hall.submit("ada", deadline_s=DEADLINE_S) for _ in range(60)]
-    held = [id for id in timed if id in hall.held()]
-    job = hall.store.cancel(held[0])
-    assert job is not None and job.state is JobState.CANCELLED and held[0] not in hall.held()
-    assert not client.hexists(f"diptych:job:{held[0]}", "message")
-    books.age(client, DEADLINE_S + 1)
-    hall.sweep()
-    expired = hall.store.get(held[1])
-    assert expired is not None and expired.state is JobState.EXPIRED
+def test_what_is_held_back_is_emptied(hall: Hall, client: redis.Redis) -> None:
     for _ in range(60):
         hall.submit("bob")
     sent = client.llen(f"{QUEUE}:3")
@@ -407,9 +358,9 @@ def test_what_is_held_back_is_cancelled_expires_and_is_emptied(hall: Hall, clien
     hall.check()
 
 
-def test_entries_that_nobody_removes_cost_an_owner_no_place_for_long(client: redis.Redis, redis_url: str) -> None:
+@pytest.mark.parametrize("hall", [(0,)], indirect=True)
+def test_entries_that_nobody_removes_cost_an_owner_no_place_for_long(hall: Hall, client: redis.Redis) -> None:
     """A process of an older version ends jobs without a word in `out`, and a worker of it takes them."""
-    hall = Hall(client, redis_url, 0)
     client.zadd(f"diptych:out:{QUEUE}:ada", {f"gone_{k}": 4 for k in range(40)})
     ids = [hall.submit("ada") for _ in range(3)]
     assert hall.held() == {*ids}
@@ -420,14 +371,11 @@ def test_entries_that_nobody_removes_cost_an_owner_no_place_for_long(client: red
             break
     assert not hall.held()
     hall.drain()
-    hall.store.close()
 
 
-def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, redis_url: str) -> None:
-    client.flushall()
-    registry = Registry(redis_url)
+def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, registry: Registry) -> None:
     cards = [
-        WorkerCard(id, "here", 1, "ready", "", 1.5, models=[MODEL, TEXT], limits={"image": 32, "text": jobs})
+        WorkerCard(id, "here", 1, "ready", "", 1.5, models=[IMAGE, TEXT], limits={"image": 32, "text": jobs})
         for id, jobs in (("ada", 64), ("bob", 8))
     ]
     for card in (*cards, *cards):
@@ -435,36 +383,29 @@ def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, redis_ur
     assert client.hgetall("diptych:places") == {QUEUE: "64", TEXTS: "72"}
     registry.deregister("ada")
     assert client.hgetall("diptych:places") == {QUEUE: "32", TEXTS: "8"}
-    draining = WorkerCard("bob", "here", 1, "draining", "", 1.5, models=[MODEL], limits={"image": 32})
+    draining = WorkerCard("bob", "here", 1, "draining", "", 1.5, models=[IMAGE], limits={"image": 32})
     registry.announce(draining, 600)
     assert client.hgetall("diptych:places") == {}
     registry.announce(cards[0], 600)
     client.zadd("diptych:placed", {"ada": 1})  # its card has expired
     registry.announce(cards[1], 600)
     assert client.hgetall("diptych:places") == {QUEUE: "32", TEXTS: "8"}
-    registry.close()
 
 
-def test_many_submissions_at_once_are_held_back_alike(hall: Hall, redis_url: str) -> None:
-    async def work() -> None:
-        submissions = Submissions(redis_url, 1000)
-        for k in range(80):
-            made = await submissions.make(draft(id=f"job_{k}", owner="ada"), f"job_{k}")
-            assert made.standing is not None and made.standing.ahead <= k
-        await submissions.close()
-
-    run(work)
+async def test_many_submissions_at_once_are_held_back_alike(hall: Hall, submissions: Submissions) -> None:
     hall.made = [f"job_{k}" for k in range(80)]
+    for k, id in enumerate(hall.made):
+        made = await submissions.make(draft(id=id, owner="ada"), id)
+        assert made.standing is not None and made.standing.ahead <= k
     hall.check()
     hall.drain()
 
 
-def test_jobs_of_a_model_without_workers_take_no_place_of_anothers(client: redis.Redis, redis_url: str) -> None:
+def test_jobs_of_a_model_without_workers_take_no_place_of_anothers(hall: Hall, client: redis.Redis) -> None:
     """Neither of their owner's jobs of other models, nor of others'; few of them wait as messages."""
-    hall = Hall(client, redis_url, 32)
-    for k in range(60):
-        hall.store.create(draft(id=f"cold_{k}", owner="ada", model=COLD), f"cold_{k}")
     hall.made = [f"cold_{k}" for k in range(60)]
+    for id in hall.made:
+        hall.store.create(draft(id=id, owner="ada", model=COLD), id)
     hall.check_counts()
     assert client.zcard(f"diptych:out:{books.kombu('image', COLD)}:ada") == WINDOW
     warm = [hall.submit("ada") for _ in range(28)]
@@ -476,4 +417,3 @@ def test_jobs_of_a_model_without_workers_take_no_place_of_anothers(client: redis
     hall.sweep()
     hall.check_counts()
     assert not client.keys("diptych:flow*") and not client.keys("diptych:o*:image*")
-    hall.store.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import redis
 
@@ -14,13 +12,6 @@ from tests.core.jobs.drafts import make
 from tests.core.jobs.test_ledger import end
 
 ARTIFACT = "sha256/00/" + 62 * "0" + ".jsonl"
-
-
-@pytest.fixture
-def files(redis_url: str) -> Iterator[FileStore]:
-    store = FileStore(redis_url)
-    yield store
-    store.close()
 
 
 def add(files: FileStore, size: int = 10, *, owner: str = "ann", quota: int = 0) -> File:

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from random import Random
 
 import redis
-from hypothesis import settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.core.jobs.life import FINAL, Life
 
 WALKS, STEPS = 12, 150
 
 
+def walk(client: redis.Redis, url: str, dice: Random, steps: int) -> Counter[str]:
+    """What came about in a life of so many steps."""
+    life = Life(client, url)
+    names, weights = zip(*Life.OPERATIONS.items(), strict=True)
+    for name in dice.choices(names, weights, k=steps):
+        getattr(life, name)(dice)
+        life.agrees()
+    life.drain()
+    life.close()
+    return life.seen
+
+
 def test_walks(client: redis.Redis, redis_url: str) -> None:
-    seen: Counter[str] = Counter()
-    for walk in range(WALKS):
-        dice, life = Random(walk), Life(client, redis_url)
-        names, weights = zip(*Life.OPERATIONS.items(), strict=True)
-        for name in dice.choices(names, weights, k=STEPS):
-            getattr(life, name)(dice)
-            life.agrees()
-        life.drain()
-        life.close()
-        seen += life.seen
+    seen = Counter[str]()
+    for number in range(WALKS):
+        seen += walk(client, redis_url, Random(number), STEPS)
     # A walk that meets nothing proves nothing.
     for what in (
         *("queue full", "claim too late", "renewed", "graced", "swept expired", "swept failed", "swept lost"),
@@ -40,35 +43,8 @@ def test_walks(client: redis.Redis, redis_url: str) -> None:
         assert seen[what] > 0, what
 
 
-class Machine(RuleBasedStateMachine):
-    """The same life, step by step by Hypothesis, which finds the shortest way to a failure."""
-
-    new: Callable[[], Life]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.life = type(self).new()
-
-    @invariant()
-    def agrees(self) -> None:
-        self.life.agrees()
-
-    def teardown(self) -> None:
-        self.life.drain()
-        self.life.close()
-
-
-def _step(name: str) -> Callable[[Machine, Random], None]:
-    def step(self: Machine, dice: Random) -> None:
-        getattr(self.life, name)(dice)
-
-    step.__name__ = name
-    return step
-
-
-def test_machine(client: redis.Redis, redis_url: str) -> None:
-    dice = st.randoms(use_true_random=False)
-    steps = {name: rule(dice=dice)(_step(name)) for name in Life.OPERATIONS}
-    machine = type("Here", (Machine,), {"new": staticmethod(lambda: Life(client, redis_url)), **steps})
-    examples = max(20, settings().max_examples // 4)
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
+@settings(max_examples=max(20, settings().max_examples // 4), suppress_health_check=list(HealthCheck))
+@given(dice=st.randoms(use_true_random=False))
+def test_any_walk(client: redis.Redis, redis_url: str, dice: Random) -> None:
+    """Hypothesis draws each step, and finds the shortest way to a failure."""
+    walk(client, redis_url, dice, 40)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.jobs.batches import BatchStore
 from core.jobs.files import File, FileStore
+from tests.core.present import present
 
 PURPOSES = ("batch", "vision", "batch_output")
-
-
-@pytest.fixture
-def files(redis_url: str) -> Iterator[FileStore]:
-    store = FileStore(redis_url)
-    yield store
-    store.close()
 
 
 def fill(client: redis.Redis, kinds: list[str | None]) -> list[File]:
@@ -50,40 +41,31 @@ def calls(client: redis.Redis) -> dict[str, int]:
     return {name.removeprefix("cmdstat_"): int(stat["calls"]) for name, stat in stats.items()}
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A walk through a list."""
-
-    purpose: str | None
-    oldest: bool
-    limit: int
-
-
-ASKS = st.builds(Ask, st.sampled_from([None, *PURPOSES]), st.booleans(), st.sampled_from([1, 2, 7, 100, 101, 1000]))
 KINDS = st.lists(st.sampled_from([*PURPOSES, None]), max_size=30) | st.builds(
     lambda few, n: few * n, st.lists(st.sampled_from([*PURPOSES, None]), min_size=1, max_size=5), st.integers(1, 300)
 )
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(KINDS, ASKS)
-def test_pages_are_the_list(files: FileStore, client: redis.Redis, kinds: list[str | None], ask: Ask) -> None:
+@given(KINDS, st.sampled_from([None, *PURPOSES]), st.booleans(), st.sampled_from([1, 2, 7, 100, 101, 1000]))
+def test_pages_are_the_list(
+    files: FileStore, client: redis.Redis, kinds: list[str | None], purpose: str | None, oldest: bool, limit: int
+) -> None:
     """Every file once, in order; all pages but the last are full, and the last one says so."""
-    expected = [file for file in fill(client, kinds) if ask.purpose in (None, file.purpose)]
-    if not ask.oldest:
+    expected = [file for file in fill(client, kinds) if purpose in (None, file.purpose)]
+    if not oldest:
         expected.reverse()
     after, walked = "", 0
     while True:
-        page = files.files("ann", purpose=ask.purpose, oldest=ask.oldest, after=after, limit=ask.limit)
-        assert page is not None
-        assert page.items == expected[walked : walked + ask.limit]
+        page = present(files.files("ann", purpose=purpose, oldest=oldest, after=after, limit=limit))
+        assert page.items == expected[walked : walked + limit]
         walked += len(page.items)
         assert page.more == (walked < len(expected))
         if not page.more:
             break
         after = page.items[-1].id
     assert files.files("ann", after="file-of-nobody") is None
-    assert files.files("bob") is not None and files.files("bob").items == []  # type: ignore[union-attr]
+    assert present(files.files("bob")).items == []
 
 
 def test_a_page_of_a_long_list_reads_the_page(files: FileStore, client: redis.Redis) -> None:
@@ -103,11 +85,13 @@ def test_batches_are_listed_alike(redis_url: str, client: redis.Redis) -> None:
     store = BatchStore(redis_url)
     file = File("file-1", "ann", "a.jsonl", "batch", 1, "sha256/00/" + 62 * "0" + ".jsonl", 1)
     ids = [store.add(owner, "/v1/completions", file, 1, "", None, []).id for owner in ("ann", "bob") * 60]
-    every = {owner: [batch.id for batch in store.batches(owner, limit=1000).items] for owner in (None, "ann", "bob")}  # type: ignore[union-attr]
+    every = {
+        owner: [batch.id for batch in present(store.batches(owner, limit=1000)).items] for owner in (None, "ann", "bob")
+    }
     assert sorted(every[None]) == sorted(ids)
     assert (sorted(every["ann"]), sorted(every["bob"])) == (sorted(ids[::2]), sorted(ids[1::2]))
     before = calls(client)
-    page = store.batches(None, after=every[None][10], limit=10)
-    assert page is not None and [batch.id for batch in page.items] == every[None][11:21] and page.more
+    page = present(store.batches(None, after=every[None][10], limit=10))
+    assert [batch.id for batch in page.items] == every[None][11:21] and page.more
     assert calls(client)["hgetall"] - before["hgetall"] <= 11
     store.close()

@@ -17,6 +17,7 @@ from tests.core.jobs import books
 from tests.core.jobs.drafts import draft, make
 from tests.core.jobs.older import sent_by_older
 from tests.core.jobs.test_registry import WORKER
+from tests.core.present import present
 
 NAMES = ("emoji-xl", "owner/a: 50%", "third")
 
@@ -37,19 +38,16 @@ def test_a_queue_is_the_sum_of_its_models(store: JobStore, client: redis.Redis) 
     }  # fmt: skip
     assert store.backlog("image") == QueueBacklog(8, 280, 1, 80)
     assert store.by_model.read("text") == {}
-    positions = [
-        store.standing(id) for id in [*ids[2:8], *ids[:2]]
-    ]  # over all models, as before there were queues of them
-    assert [standing.ahead if standing else None for standing in positions] == [*range(8)]
+    # Over all models, as before there were queues of them.
+    assert [present(store.standing(id)).ahead for id in [*ids[2:8], *ids[:2]]] == [*range(8)]
     books.Books.of(client).check()
 
 
 def test_emptying_takes_the_most_urgent_of_all_models_first(store: JobStore) -> None:
     ids = [make(store, model=NAMES[k % 3], priority=(9, 5, 0)[k // 3]) for k in range(9)]
     assert store.empty("image", 4) == 4
-    states = [store.get(id) for id in ids]
-    assert [job.state.value if job else "" for job in states[:3]] == ["queued"] * 3
-    assert [job.state.value if job else "" for job in states[6:]] == ["cancelled"] * 3
+    states = [present(store.get(id)).state.value for id in ids]
+    assert (states[:3], states[6:]) == (["queued"] * 3, ["cancelled"] * 3)
     assert store.empty("image") == 5 and store.empty("image") == 0
 
 
@@ -96,8 +94,8 @@ def test_jobs_of_an_older_version_go_on(
 ) -> None:
     id, beside = make(store, model=NAMES[1], work_ms=70), make(store, model=NAMES[1], work_ms=5)
     sent_by_older(client, id)
-    standing = store.standing(beside)
-    assert standing is not None and (standing.ahead, standing.backlog.queued) == (1, 2)
+    standing = present(store.standing(beside))
+    assert (standing.ahead, standing.backlog.queued) == (1, 2)
     act(store, id)
     assert not client.exists("diptych:sent:image:3")
     store.cancel(beside)
@@ -140,9 +138,9 @@ def test_what_an_older_version_does_meanwhile_is_mended(store: JobStore, client:
 
 
 def test_the_nearest_worker_is_the_one_with_the_least_delay_that_lives(
-    redis_url: str, store: JobStore, client: redis.Redis
+    redis_url: str, store: JobStore, registry: Registry, client: redis.Redis
 ) -> None:
-    placement, registry = ModelPlacement(redis_url), Registry(redis_url)
+    placement = ModelPlacement(redis_url)
     model = ("image", NAMES[1])
     for id in ("ada", "bob"):
         registry.announce(replace(WORKER, id=id), 600)
@@ -163,5 +161,4 @@ def test_the_nearest_worker_is_the_one_with_the_least_delay_that_lives(
     key = f"diptych:delays:{model_queue(*model)}"
     assert client.zrange(key, 0, -1) == ["ada"] and 0 < client.pttl(key) <= 60_000
     assert placement.announce("ada", {}, 60) == {}
-    registry.close()
     placement.close()

@@ -19,6 +19,7 @@ from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost, RateLimiter, rate_limit_state
 from deployment.redis import RedisServer
 
+PICTURES = RateLimitCost("5/day", "key", "pictures")
 RATES = ("3/second", "60/minute", "7/hour", "1000/day")
 
 
@@ -83,27 +84,28 @@ def test_counted_where_the_library_looks(
 
 
 def test_nobody_gets_more_than_the_rate(rates: RateLimiter) -> None:
+    cost = RateLimitCost("30/hour", "key", "requests")
     with ThreadPoolExecutor(16) as crowd:
-        told = list(crowd.map(lambda _: rates.take(RateLimitCost("30/hour", "key", "requests"))[0], range(100)))
+        told = list(crowd.map(lambda _: rates.take(cost)[0], range(100)))
     allowed = [one for one in told if one.allowed]
     assert sorted(one.remaining for one in allowed) == list(range(30))
     assert all(one.remaining == 0 and one.reset_s > 0 for one in told if not one.allowed)
-    assert not rates.take(RateLimitCost("30/hour", "key", "requests"))[0].allowed
+    assert not rates.take(cost)[0].allowed
     assert rates.take(RateLimitCost("30/hour", "key", "pictures"))[0].remaining == 29, "another counter"
 
 
 def test_what_costs_more_than_a_window_is_all_of_it(rates: RateLimiter) -> None:
     assert rates.take(RateLimitCost("5/day", "key", "pictures", 9))[0].remaining == 0
-    (refused,) = rates.take(RateLimitCost("5/day", "key", "pictures"))
+    (refused,) = rates.take(PICTURES)
     assert not refused.allowed and 1 <= refused.retry_after_s <= 120
 
 
 def test_a_redis_that_is_away(rates: RateLimiter, mortal: RedisServer) -> None:
     mortal.kill()
     with pytest.raises(StoreDown):
-        rates.take(RateLimitCost("5/day", "key", "pictures"))
+        rates.take(PICTURES)
     mortal.start()
-    assert rates.take(RateLimitCost("5/day", "key", "pictures"))[0].remaining == 4
+    assert rates.take(PICTURES)[0].remaining == 4
 
 
 def test_counters_end(rates: RateLimiter, client: redis.Redis) -> None:

@@ -5,38 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import redis
 
-from contract.card import ImageCard, ImageCosts, ImageLimits, TextCard, TextCosts, TextOffer
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreDown
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
+from tests.contract.test_card import IMAGE, TEXT
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft, make
 
-MODEL = ImageCard(
-    name="emoji-xl",
-    precision="fp32",
-    device="cpu",
-    kernels="avx512-vnni",
-    native=128,
-    sizes=((128, 128), (128, 96)),
-    schedulers=("euler", "lcm"),
-    default_scheduler="euler",
-    limits=ImageLimits(max_steps=500),
-    costs=ImageCosts(encode_s=0.01, vae_s=0.02, solo_step_s={"128x128": 0.03}, row_step_s={"128x128": 0.01}),
-    capacity_per_s=1.5,
-)
-TEXT = TextCard(
-    name="emoji-lm", precision="fp32", device="cpu", limits=TextOffer(context=256), costs=TextCosts(token_s=0.01),
-    capacity_per_s=2.5,
-)  # fmt: skip
 WORKER = WorkerCard(
     id="ada",
     host="here",
@@ -44,30 +26,18 @@ WORKER = WorkerCard(
     state="ready",
     message="drawing",
     started=1_700_000_000.5,
-    models=[MODEL],
+    models=[IMAGE],
     in_flight={"image": 2},
     limits={"image": 32, "text": 64},
     version="0.1.0",
 )
 
 
-@pytest.fixture
-def registry(redis_url: str) -> Iterator[Registry]:
-    registry = Registry(redis_url)
-    yield registry
-    registry.close()
-
-
-def test_nobody(registry: Registry) -> None:
-    assert registry.workers() == []
-    assert registry.models() == []
-    registry.deregister("nobody")
-
-
 def test_card_survives_the_way(registry: Registry, client: redis.Redis) -> None:
+    assert registry.workers() == registry.models() == []
     registry.announce(WORKER, 15.0)
     assert registry.workers() == [WORKER]
-    assert registry.models() == [replace(MODEL, live=True)]
+    assert registry.models() == [replace(IMAGE, live=True)]
     assert 0 < client.pttl("diptych:worker:ada") <= 15_000
     later = replace(WORKER, state="draining", in_flight={})
     registry.announce(later, 100.0)
@@ -91,14 +61,14 @@ def test_silent_workers_are_not_listed(registry: Registry, client: redis.Redis) 
 @pytest.mark.parametrize("state", ["starting", "draining"])
 def test_only_ready_workers_serve(registry: Registry, state: str) -> None:
     registry.announce(replace(WORKER, state=state), 15.0)
-    assert registry.models() == [replace(MODEL, loaded=False)]
+    assert registry.models() == [replace(IMAGE, loaded=False)]
 
 
 def test_a_model_is_loaded_if_it_is_in_the_memory_of_any_worker(registry: Registry) -> None:
-    gone = replace(MODEL, loaded=False)
-    registry.announce(replace(WORKER, models=[MODEL]), 15.0)
+    gone = replace(IMAGE, loaded=False)
+    registry.announce(replace(WORKER, models=[IMAGE]), 15.0)
     registry.announce(replace(WORKER, id="bob", models=[gone]), 15.0)  # was heard last
-    assert registry.models() == [replace(MODEL, live=True)]
+    assert registry.models() == [replace(IMAGE, live=True)]
     registry.announce(replace(WORKER, models=[gone]), 15.0)
     assert registry.models() == [replace(gone, live=True)]
 
@@ -110,30 +80,25 @@ def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> N
     registry.announce(WORKER, 15.0)  # a heart beats on a full Redis too
     registry.deregister("ada")
     assert registry.workers() == []
-    assert registry.models() == [replace(MODEL, loaded=False)]
+    assert registry.models() == [replace(IMAGE, loaded=False)]
     assert client.keys() == ["diptych:models"]
 
 
-def test_cards_of_a_newer_version(registry: Registry, client: redis.Redis) -> None:
+@pytest.mark.parametrize("newer", [True, False])
+def test_cards_of_another_version(registry: Registry, client: redis.Redis, newer: bool) -> None:
     registry.announce(WORKER, 15.0)
     card = json.loads(client.get("diptych:worker:ada") or "")
-    card["colour"] = card["models"][0]["colour"] = "blue"
+    (model,), expected = card["models"], IMAGE
+    if newer:
+        card["colour"] = model["colour"] = "blue"
+    else:
+        for name in ("kernels", "kernels_reason", "loras"):
+            del model[name]
+        expected = replace(IMAGE, kernels="", kernels_reason="", loras=())
     client.set("diptych:worker:ada", json.dumps(card))
-    client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
-    assert registry.workers() == [WORKER]
-    assert registry.models() == [replace(MODEL, live=True)]
-
-
-def test_cards_of_an_older_version(registry: Registry, client: redis.Redis) -> None:
-    registry.announce(WORKER, 15.0)
-    card = json.loads(client.get("diptych:worker:ada") or "")
-    for name in ("kernels", "kernels_reason", "loras"):
-        del card["models"][0][name]
-    client.set("diptych:worker:ada", json.dumps(card))
-    client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
-    older = replace(MODEL, kernels="", kernels_reason="", loras=())
-    assert registry.workers() == [replace(WORKER, models=[older])]
-    assert registry.models() == [replace(older, live=True)]
+    client.hset("diptych:models", "emoji-xl", json.dumps(model))
+    assert registry.workers() == [replace(WORKER, models=[expected])]
+    assert registry.models() == [replace(expected, live=True)]
 
 
 def test_control(registry: Registry, store: JobStore) -> None:
@@ -177,8 +142,8 @@ def test_redis_away(registry: Registry, mortal: RedisServer) -> None:
     for call in (
         lambda: registry.announce(WORKER, 15.0),
         lambda: registry.deregister("ada"),
-        lambda: registry.workers(),
-        lambda: registry.models(),
+        registry.workers,
+        registry.models,
         lambda: registry.control("ada", "0", 0),
     ):
         with pytest.raises(StoreDown):

@@ -1,6 +1,6 @@
 """`rediss://`: the server's certificate is verified by whatever speaks to it, on a real redis-server with TLS.
 
-An authority of our own signs it; a second one, which nobody should trust, has signed nothing here.
+It vouches for itself; a second certificate, which nobody should trust, vouches for nothing here.
 """
 
 from __future__ import annotations
@@ -24,42 +24,26 @@ from core.jobs.events import EventReader
 from core.jobs.keyring import Keyring
 from core.jobs.store import JobStore
 from deployment.redis import free_port
+from tests.https_server import make_certificate
 
 PATIENCE_S = 60.0
 PASSWORD = "nobody-else-is-told"
-
-
-def certificates(folder: Path) -> None:
-    """ca.pem, other.pem: two authorities; server.pem, server.key: of localhost and 127.0.0.1, by the first."""
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    for name in ("ca", "other"):
-        openssl(
-            "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", f"{name}.key",
-            "-out", f"{name}.pem", "-subj", f"/CN={name}",
-        )  # fmt: skip
-    openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=redis")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    openssl(
-        "x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-        "-extfile", "names", "-out", "server.pem",
-    )  # fmt: skip
+OURS, OTHERS = "certificate.pem", "other/certificate.pem"
 
 
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """Port and folder of a server that speaks nothing but TLS."""
     server = shutil.which("redis-server")
-    if server is None or shutil.which("openssl") is None:
-        pytest.skip("there is no redis-server with TLS, or no openssl (apt install redis-server openssl)")
+    if server is None:
+        pytest.skip("there is no redis-server with TLS (apt install redis-server)")
     folder, port = tmp_path_factory.mktemp("tls"), free_port()
-    certificates(folder)
+    (folder / "other").mkdir()
+    for place in (folder, folder / "other"):
+        make_certificate(place)
     process = subprocess.Popen(
-        [server, "--port", "0", "--tls-port", str(port), "--tls-cert-file", "server.pem", "--tls-key-file",
-         "server.key", "--tls-ca-cert-file", "ca.pem", "--tls-auth-clients", "no", "--save", "", "--requirepass",
-         PASSWORD],
+        [server, "--port", "0", "--tls-port", str(port), "--tls-cert-file", OURS, "--tls-key-file", "key.pem",
+         "--tls-ca-cert-file", OURS, "--tls-auth-clients", "no", "--save", "", "--requirepass", PASSWORD],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     until = time.monotonic() + PATIENCE_S
@@ -85,24 +69,25 @@ def url(encrypted: tuple[int, Path], authority: str = "", host: str = "127.0.0.1
 
 def passwords_told(encrypted: tuple[int, Path]) -> int:
     """How often anybody has logged in, this question too."""
-    with redis.Redis.from_url(url(encrypted, "ca.pem")) as client:
+    with redis.Redis.from_url(url(encrypted, OURS)) as client:
         counted = client.info("commandstats")
     return sum(int(counted.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in ("auth", "hello"))
 
 
 def test_the_right_authority_is_believed_by_all(encrypted: tuple[int, Path]) -> None:
     for host in ("127.0.0.1", "localhost"):
-        keyring, queue = Keyring(url(encrypted, "ca.pem", host)), MessageProducer(url(encrypted, "ca.pem", host))
+        right = url(encrypted, OURS, host)
+        keyring, queue = Keyring(right), MessageProducer(right)
         assert keyring.guard().keys == {}
         queue.send(Envelope(f"by-{host}", "image", 0))
         keyring.close()
         queue.close()
-    with redis.Redis.from_url(url(encrypted, "ca.pem")) as client:
+    with redis.Redis.from_url(url(encrypted, OURS)) as client:
         assert client.llen("image") == 2, "kombu's too"
 
 
 @pytest.mark.quick(0)
-@pytest.mark.parametrize("authority", ["other.pem", ""])
+@pytest.mark.parametrize("authority", [OTHERS, ""])
 def test_a_server_that_somebody_else_vouches_for_is_told_no_password(
     encrypted: tuple[int, Path], authority: str
 ) -> None:
@@ -135,9 +120,9 @@ def test_a_server_that_somebody_else_vouches_for_is_told_no_password(
 def test_the_command_line_refuses_it(
     encrypted: tuple[int, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DIPTYCH_REDIS_URL", url(encrypted, "ca.pem"))
+    monkeypatch.setenv("DIPTYCH_REDIS_URL", url(encrypted, OURS))
     assert cli.main(["keys", "list"]) == 0
-    monkeypatch.setenv("DIPTYCH_REDIS_URL", url(encrypted, "other.pem"))
+    monkeypatch.setenv("DIPTYCH_REDIS_URL", url(encrypted, OTHERS))
     assert cli.main(["keys", "list"]) == 1
     assert "certificate" in capsys.readouterr().err
 

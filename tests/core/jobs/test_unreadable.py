@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +17,13 @@ from core.jobs.record import Job, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from core.jobs.unreadable import TALLY, UnreadableRecord
+from tests.contract.test_card import IMAGE
 from tests.core.jobs import books
-from tests.core.jobs.drafts import draft, make
-from tests.core.jobs.test_registry import MODEL, WORKER
+from tests.core.jobs.drafts import RECORD, draft, make
+from tests.core.jobs.test_registry import WORKER
+from tests.core.present import present
 
-MODEL_CARD = card_json(MODEL)
+MODEL_CARD = card_json(IMAGE)
 BROKEN_CARDS: dict[str, Any] = {
     "no JSON": "{",
     "no object": "[]",
@@ -33,13 +34,6 @@ BROKEN_CARDS: dict[str, Any] = {
     "limits that are none": json.dumps({**MODEL_CARD, "limits": None}),
     "deep": "[" * 100_000,
 }
-
-
-@pytest.fixture
-def registry(redis_url: str) -> Iterator[Registry]:
-    registry = Registry(redis_url)
-    yield registry
-    registry.close()
 
 
 @pytest.mark.parametrize("card", BROKEN_CARDS.values(), ids=BROKEN_CARDS)
@@ -54,7 +48,7 @@ def test_a_card_that_cannot_be_read_is_skipped_counted_and_told_once(
     before = TALLY.counts()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert registry.models() == [replace(MODEL, live=True)]
+            assert registry.models() == [replace(IMAGE, live=True)]
             assert registry.workers() == [WORKER]
     after = TALLY.counts()
     assert {kind: after[kind] - before[kind] for kind in after} == {"record": 0, "model card": 1, "worker card": 1}
@@ -100,8 +94,8 @@ def test_a_list_goes_on_past_a_record_that_cannot_be_read(
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     before = TALLY.counts()["record"]
     for owner in ("eve", None):
-        page = store.page(owner)
-        assert page is not None and [job.id for job in page.jobs] == [ids[2], ids[0]]
+        page = present(store.page(owner))
+        assert [job.id for job in page.jobs] == [ids[2], ids[0]]
     with pytest.raises(UnreadableRecord) as caught:
         store.get(ids[1])
     assert caught.value.owner == "eve"
@@ -110,18 +104,15 @@ def test_a_list_goes_on_past_a_record_that_cannot_be_read(
     assert store.get(ids[1]) is None
 
 
-DAMAGED = {"newer": {"v": "2"}, "work": {"work_ms": "much"}, "state": {"state": "dreaming"}, "lost": {"lost": "x"}}
+DAMAGED = [{"v": "2"}, {"work_ms": "much"}, {"state": "dreaming"}, {"lost": "x"}]
 
 
-@pytest.mark.parametrize("fields", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("fields", DAMAGED, ids=str)
 @pytest.mark.parametrize("running", [True, False])
 def test_sweeps_go_on_past_it(store: JobStore, client: redis.Redis, fields: dict[str, str], running: bool) -> None:
     """Its neighbours' deadlines, leases and messages are looked after all the same."""
 
-    def three() -> list[str]:
-        return [make(store, deadline_s=500) for _ in range(3)]
-
-    ids = three()
+    ids = [make(store, deadline_s=500) for _ in range(3)]
     if running:
         for id in ids:
             assert store.leases.claim(id, "ada") is not None
@@ -140,15 +131,11 @@ def test_a_claim_of_what_cannot_be_read(store: JobStore, client: redis.Redis) ->
     client.hset(f"diptych:job:{damaged}", "parameters", "[")
     assert store.leases.claim(damaged, "ada") is None
     client.hset(f"diptych:job:{damaged}", "parameters", "{}")
-    job = store.get(damaged)
-    assert job is not None and job.state is JobState.FAILED and job.error is not None
-    assert job.error["code"] == "record_unreadable"
+    job = present(store.get(damaged))
+    assert job.state is JobState.FAILED and present(job.error)["code"] == "record_unreadable"
     client.hset(f"diptych:job:{newer}", "v", "2")
-    assert store.leases.glance(newer) == (
-        True,
-        False,
-        "",
-    )  # of no model that is served here: workers of its version take it
+    # Of no model that is served here: workers of its version take it.
+    assert store.leases.glance(newer) == (True, False, "")
 
 
 def test_records_of_before_there_were_versions(store: JobStore, client: redis.Redis) -> None:
@@ -167,11 +154,7 @@ FIELDS = (
 
 @given(st.dictionaries(st.sampled_from(FIELDS), st.text(max_size=6)))
 def test_whatever_a_record_holds_is_read_or_refused(fields: dict[str, str]) -> None:
-    whole = {
-        "modality": "image", "model": "m", "state": "queued", "parameters": "{}", "priority": "5", "created": "1",
-        "attempt": "0", "lost": "0", "work_ms": "0",
-    }  # fmt: skip
-    for mixed in (fields, {**whole, **fields}):
+    for mixed in (fields, {**RECORD, **fields}):
         try:
             Job.of("x", mixed)
         except UnreadableRecord as error:

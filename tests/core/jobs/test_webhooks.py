@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from core.jobs.record import Claim, JobDraft, ProgressReport, new_id
+from core.jobs.record import Claim, Job, ProgressReport, new_id
 from core.jobs.store import JobStore
 from core.jobs.webhooks import DueWebhook, WebhookQueue
+from tests.core.jobs.drafts import draft
+from tests.core.present import present
 
 
 @pytest.fixture
@@ -24,14 +26,13 @@ def webhooks(redis_url: str) -> Iterator[WebhookQueue]:
     webhooks.close()
 
 
-def made(jobs: JobStore, owner: str, host: str, id: str) -> str:
-    webhook = {"url": f"http://{host}/hook", "base": "http://x/"}
-    return jobs.create(JobDraft(id, "image", "m", {}, owner=owner, webhook=webhook)).incarnation
+def made(jobs: JobStore, owner: str, host: str, id: str = "", **more: Any) -> Job:
+    webhook = {"url": f"http://{host}/hook", "base": "http://x/", **more}
+    return jobs.create(draft(id=id or new_id(), owner=owner, webhook=webhook))
 
 
 def ended(jobs: JobStore, owner: str, host: str) -> str:
-    id = new_id()
-    made(jobs, owner, host, id)
+    id = made(jobs, owner, host).id
     jobs.cancel(id)
     return id
 
@@ -70,20 +71,6 @@ def test_a_try_counts_if_it_failed(jobs: JobStore, webhooks: WebhookQueue) -> No
     assert not webhooks.due(60)
 
 
-def test_the_record_goes_when_it_was_told(jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis) -> None:
-    id = ended(jobs, "ann", "a")
-    assert client.pttl(f"diptych:job:{id}") > 11 * 3_600_000
-    (due,) = webhooks.due(60)
-    webhooks.settle(due)
-    assert client.pttl(f"diptych:job:{id}") <= 60_000
-    assert not list(client.scan_iter("diptych:webhook*"))
-
-
-def test_one_that_was_erased_is_forgotten(jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis) -> None:
-    jobs.erase(ended(jobs, "ann", "a"))
-    assert not webhooks.due(60) and not list(client.scan_iter("diptych:webhook*"))
-
-
 # -- events of jobs that run -------------------------------------------------------------------------------------------
 
 EVENTS = ("start", "logs", "output", "completed")
@@ -92,16 +79,8 @@ SETS = [frozenset(events) for n in range(5) for events in combinations(EVENTS, n
 
 def with_events(jobs: JobStore, events: Collection[str], id: str = "") -> Claim:
     """A running job whose webhook names these events, claimed for the first time."""
-    webhook = {"url": "http://a/hook", "base": "http://x/", "events": [*events]}
-    draft = JobDraft(id or new_id(), "image", "m", {}, webhook=webhook)
-    jobs.create(draft)
-    claim = jobs.leases.claim(draft.id, "worker")
-    assert claim is not None
+    claim = present(jobs.leases.claim(made(jobs, "", "a", id, events=[*events]).id, "worker"))
     return claim
-
-
-def report(jobs: JobStore, claim: Claim) -> None:
-    assert not jobs.leases.report([ProgressReport(claim.id, claim.fence, {"steps_done": 1, "steps": 2})]).stale
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
@@ -120,9 +99,8 @@ def test_a_webhook_is_due_at_the_events_that_it_names(
             webhooks.settle(item)
 
     due("start")
-    for claim, _ in claims:
-        report(jobs, claim)
-        report(jobs, claim)
+    for claim, _ in claims * 2:
+        assert not jobs.leases.report([ProgressReport(claim.id, claim.fence, {"steps_done": 1, "steps": 2})]).stale
     for id, _ in client.zscan_iter("diptych:webhooks"):
         client.zadd("diptych:webhooks", {id: 0})  # half a second passes
     due("logs")
@@ -167,9 +145,8 @@ def test_a_start_is_told_once_where_the_end_is_not(
 
 
 def test_a_start_is_not_told_of_a_job_that_never_ran(jobs: JobStore, webhooks: WebhookQueue) -> None:
-    draft = JobDraft(new_id(), "image", "m", {}, webhook={"url": "http://a/", "base": "http://x/", "events": ["start"]})
-    jobs.create(draft)
-    assert jobs.cancel(draft.id) is not None and not webhooks.due(0)
+    job = made(jobs, "", "a", events=["start"])
+    assert jobs.cancel(job.id) is not None and not webhooks.due(0)
 
 
 def test_a_second_attempt_is_no_second_start(jobs: JobStore, webhooks: WebhookQueue) -> None:
@@ -216,11 +193,10 @@ class Receivers:
         self.jobs, self.webhooks, self.client = jobs, webhooks, client
         self.lives: dict[str, Life] = {}
         self.held: list[tuple[DueWebhook, str]] = []  # and of which incarnation
-        self.seen: Counter[str] = Counter()
 
     def make(self, id: str, owner: str, host: str) -> None:
         if id not in self.lives:
-            self.lives[id] = Life(owner, host, made(self.jobs, owner, host, id))
+            self.lives[id] = Life(owner, host, made(self.jobs, owner, host, id).incarnation)
 
     def end(self, id: str, *_: str) -> None:
         if id in self.lives:
@@ -249,6 +225,7 @@ class Receivers:
             life = self._of(due, incarnation)
             if life is not None:
                 life.settled = True
+                assert self.client.pttl(f"diptych:job:{due.id}") <= 60_000
 
     def again(self, *_: str) -> None:
         if self.held:
@@ -260,10 +237,7 @@ class Receivers:
 
     def _of(self, due: DueWebhook, incarnation: str) -> Life | None:
         life = self.lives.get(due.id)
-        if life is not None and life.incarnation == incarnation:
-            return life
-        self.seen["of one that is gone" if life is None else "of the one before"] += 1
-        return None
+        return life if life is not None and life.incarnation == incarnation else None
 
 
 Step = Callable[..., None]
@@ -278,7 +252,19 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
+def late(answer: Step, host: str) -> list[tuple[Step, str, str, str]]:
+    """It was being told while it was erased, and the next job of its id has ended by then, or lives."""
+    life = [Receivers.make, Receivers.end, Receivers.look, Receivers.erase]
+    steps = [(step, "a") for step in life] + [(step, host) for step in (*life[:3], answer, Receivers.look)]
+    return [(step, "x", "ann", to) for step, to in steps]
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@example(steps=late(Receivers.settle, "a"))
+@example(steps=late(Receivers.settle, "b"))
+@example(steps=late(Receivers.again, "a"))
+@example(steps=late(Receivers.again, "b"))
+@example(steps=late(Receivers.look, "a")[:5])
 @given(steps=STEPS)
 def test_whoever_has_an_id_is_told_of_whatever_came_of_the_one_before(
     steps: list[tuple[Step, str, str, str]], jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis
@@ -291,35 +277,3 @@ def test_whoever_has_an_id_is_told_of_whatever_came_of_the_one_before(
         beside.settle()
     beside.look()
     assert not list(client.scan_iter("diptych:webhook*")), "nothing is left of those that were told, or erased"
-
-
-@pytest.mark.parametrize("way", ["settle", "again"])
-@pytest.mark.parametrize("host", HOSTS)
-def test_an_answer_that_comes_late_is_no_answer_for_the_next_job(
-    way: str, host: str, jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis
-) -> None:
-    """It was being told while it was erased, and the next job of its id has ended by then."""
-    beside = Receivers(jobs, webhooks, client)
-    beside.make("x", "ann", "a")
-    beside.end("x")
-    beside.look()
-    beside.erase("x")
-    beside.make("x", "ann", host)
-    beside.end("x")
-    beside.webhooks.due(0)  # the next one has its place
-    getattr(beside, way)()
-    beside.look()
-    assert beside.seen["of the one before"] == 1
-
-
-def test_a_job_that_lives_is_not_told_for_one_of_its_id(
-    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis
-) -> None:
-    beside = Receivers(jobs, webhooks, client)
-    beside.make("x", "ann", "a")
-    beside.end("x")
-    beside.look()
-    beside.erase("x")
-    beside.make("x", "ann", "a")
-    beside.look()
-    assert not list(client.scan_iter("diptych:webhook*")), "the place of the one before is gone"
