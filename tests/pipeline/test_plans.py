@@ -43,7 +43,6 @@ def test_another_file_may_be_named(tmp_path: Path) -> None:
         "{",
         '{"version": 1, "tuned": {"int8": []}}',
         '{"version": 1, "tuned": {"int8": {"plans": 3}}}',
-        "[]",
         "{}",
         '{"version": 2, "tuned": {}}',
         '{"version": 1, "tuned": {"int8": {"plans": {"fast": {"seed": 1}}}}}',

@@ -41,7 +41,9 @@ from pipeline.extensions.image_prompts import ImagePromptExtension, ImagePromptF
 from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.extensions.upscaling import UpscaleExtension, UpscalerFolder
 from pipeline.families.family import TinyVae
+from pipeline.quantization import quantized
 from pipeline.runner import ImageRunner
+from tests.core.tape import Tape
 
 SHAPES = {
     "plain": SDXLShape(),
@@ -67,6 +69,17 @@ def await_end(ticket: Ticket) -> None:
     assert ended.wait(60)
 
 
+def broken(batch: Batch, ticket: Ticket) -> Any:
+    """A batch that ran, and then failed: what it computed must not count."""
+    await_end(ticket)
+
+    class Broken:
+        def outcome(self) -> Any:
+            raise RuntimeError("planted")
+
+    return Broken()
+
+
 @functools.cache
 def shared_lane() -> Lane:
     """The lane of runners whose tests need none of their own. It starts when asked for: a thread survives no fork."""
@@ -79,6 +92,15 @@ def model(name: str) -> ImageModel:
     key = f"random:test-{name}"
     tiny.SHAPES[key] = shape(name)
     return load(key)
+
+
+def in_int8(where: Path, shape: SDXLShape, kernels: ctypes.CDLL | None) -> Path:
+    """A folder with a model of this shape and its INT8 variant."""
+    folder = tiny.save(where / "tiny", shape)
+    prompts = [f"a {colour} hat" for colour in ("red", "green", "blue", "old", "new", "big")]
+    report = quantized.make(load(str(folder)), prompts, folder, kernels=kernels)
+    assert report["unet"][0].changed and report["vae"][0].changed
+    return folder
 
 
 @functools.cache
@@ -144,6 +166,14 @@ def backend_of(
     if fused:
         return GraphBackend(model, widths, recorder=recorder, **options)
     return TorchBackend(model, widths, **options)
+
+
+def options_of(backend: str, kernels: ctypes.CDLL) -> dict[str, Any]:
+    """The options of `backend_of` by a backend's name."""
+    return {
+        "torch": {}, "kernels": {"kernels": kernels}, "layers": {"fused": True},
+        "graphs": {"fused": True, "recorder": Tape()},
+    }[backend]  # fmt: skip
 
 
 class Watching(ImageRunner):
@@ -282,6 +312,19 @@ class Crank:
 
 def levels(picture: Any) -> np.ndarray:
     return np.asarray(picture.image).astype(int)
+
+
+def apart(one: Any, other: Any) -> int:
+    """The most levels that two pictures differ by at any pixel; either may be an array of levels."""
+    first, second = (each if isinstance(each, np.ndarray) else levels(each) for each in (one, other))
+    return int(np.abs(first - second).max())
+
+
+def check_parity(shape: str, wanted: ImageParameters, picture: Any) -> None:
+    """Require what diffusers draws, but for a level."""
+    expected = stock_picture(shape, wanted)
+    assert expected.std() > 10, "a flat picture would prove nothing"
+    assert apart(picture, expected) <= 1, wanted
 
 
 def solo(runner: ImageRunner, wanted: ImageParameters) -> Any:

@@ -22,9 +22,6 @@ from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, shared_lane, solo, stock
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-
 
 def photograph(side: int, seed: int = 0) -> Image.Image:
     """Something with large shapes and small ones."""

@@ -33,8 +33,6 @@ from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.pixels.test_edit import check_parity, stock_edit, wanted
 from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 SHAPES = {
     "inpaint": tiny.SDXLShape(input_channels=9, heads=(1, 2), channels=(16, 32)),
     "inpaint-v": tiny.SDXLShape(

@@ -24,9 +24,6 @@ from tests.pipeline import worlds
 from tests.pipeline.pixels.test_edit import photograph, pipeline_of
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-
 SHAPE, INPAINTS = "soft", "soft-inpaint"
 SIDE = 32
 

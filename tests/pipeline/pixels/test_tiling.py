@@ -27,9 +27,6 @@ from tests.pipeline import worlds
 from tests.pipeline.pixels.test_edit import photograph, stock_edit
 from tests.pipeline.worlds import Watching, backend_of, levels, model, solo, stock, stock_picture, tiny_model, together
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-
 SHAPE = "tiles"
 # In latents, of tiles of 4 that overlap by 1: one tile high, a last tile of one line, nothing left over, several.
 LATENTS = [(4, 7), (5, 5), (7, 10), (10, 4), (11, 9)]

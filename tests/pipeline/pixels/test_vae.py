@@ -13,8 +13,6 @@ from pipeline.checkpoints.load import load
 from pipeline.pixels import vae
 from tests.pipeline.worlds import model, stock
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_pixels_equal_diffusers(batch: int) -> None:
