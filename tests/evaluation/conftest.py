@@ -19,18 +19,8 @@ from tests.shared import shared_folder
 
 CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
 CAPTIONS = (
-    "pizza",
-    "red heart",
-    "cat face",
-    "rocket",
-    "tiger face",
-    "rainbow",
-    "ghost",
-    "banana",
-    "key",
-    "fire",
-    "owl",
-)
+    "pizza", "red heart", "cat face", "rocket", "tiger face", "rainbow", "ghost", "banana", "key", "fire", "owl",
+)  # fmt: skip
 QUICK = ["--model", tiny.TINY, "--steps", "2", "--threads", "1", "--lens", str(CLIP), "--resamples", "10"]
 
 

@@ -9,14 +9,14 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import cli
-from evaluation import compare, generate, report, scoring_networks
-from evaluation.captions import Caption
+from evaluation import compare, report, scoring_networks
 from evaluation.run import EvaluationRun
 from pipeline import plans
 from tests.cli.shell import Shell
@@ -73,13 +73,6 @@ def test_a_run_has_a_page_of_its_own(runs: dict[str, Path], shell: Shell) -> Non
         assert f"<th>emoji-clip-fid, {reference}</th>" in text and f"<th>psnr, {reference}</th>" in text
 
 
-def test_equal_offsets_share_their_noise_and_others_do_not(runs: dict[str, Path]) -> None:
-    base, seeds, three = (EvaluationRun.read(runs[name]) for name in ("base", "other seeds", "three steps"))
-    for k in range(len(CAPTIONS)):
-        assert base.records[k].seed == three.records[k].seed != seeds.records[k].seed
-    assert generate.seed_of(Caption(3, "", ""), 2**63 - 1) == 2
-
-
 def test_a_run_held_against_another_has_distances_and_pairs(runs: dict[str, Path]) -> None:
     held = scores(runs["three steps"])["against"]["base"]  # type: ignore[index]
     assert held["kind"] == "run" and held["pictures"] == len(CAPTIONS)
@@ -125,8 +118,7 @@ def test_a_killed_run_ends_with_the_scores_of_an_unbroken_one(shell: Shell) -> N
     assert not list((shell.folder / "broken/run/pictures").glob(".*"))
 
 
-@pytest.mark.quick(0, 3)
-@pytest.mark.parametrize("places", [(0,), (1,), (3,), (0, 2), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("places", [(0,), (0, 2)])
 def test_captions_that_the_model_refuses_are_all_named_before_any_is_drawn(
     places: tuple[int, ...], shell: Shell
 ) -> None:
@@ -172,7 +164,6 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
     ("words", "said"),
     [
         (["--steps", "0"], "--steps: must be between 1"),
-        (["--guidance", "-1"], "--guidance: must be between 0"),
         (["--seed-offset", "-1"], "--seed-offset: must be between 0"),
         (["--size", "7"], "--size: must look like"),
         (["--scheduler", "x"], "--scheduler: must be one of"),
@@ -180,12 +171,12 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
         (["--limit", "0"], "--limit: must be at least 1"),
         (["--resamples", "1"], "--resamples: must be at least 2"),
         (["--lens", "nothing"], "--lens: must be emoji-clip, mlperf"),
-        (["--lens", "."], "is not a CLIP model"),
+
         (["--lens", "mlperf", "--inception", "gone.pth"], "gone.pth: cannot be read"),
         (["--against", "nothing"], "nothing: is neither a run, nor a folder"),
         (["--against", "empty"], "empty: holds no pictures"),
         (["--against", "narrow.npz"], "narrow.npz: has mu [4] and sigma [4, 4]; these features are 128 wide"),
-        (["--prompts", "gone.tsv"], "--prompts: gone.tsv: cannot be read"),
+
         (["--prompts", "twice.tsv"], "--prompts: twice.tsv: row 3 has the id '1' of row 2"),
         (["--model", "gone"], "model:"),
     ],
@@ -219,38 +210,31 @@ def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], s
 
 
 @pytest.mark.long
-def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -> None:
-    words = ["evaluate", "--prompts", str(table(shell.folder)), "--limit", "2", *QUICK]
-    at = words.index("--steps")
-    del words[at : at + 2]
-    words[words.index("--model") + 1] = "random:tiny-z"
-    words.append("--out")
-    assert shell(*words, "run", "--guidance-interval", "0:0.5").code == 0
-    asked = EvaluationRun.read(shell.folder / "run").settings
-    assert (asked["steps"], asked["guidance_scale"], asked["guidance_interval"]) == (8, 0.0, [0.0, 0.5])
-    assert shell(*words, "other", "--steps", "2", "--guidance", "1.5", "--guided-steps", "1").code == 0
-    asked = EvaluationRun.read(shell.folder / "other").settings
-    assert (asked["steps"], asked["guidance_scale"], asked["guided_steps"]) == (2, 1.5, [1])
-    assert "guidance_interval" not in asked
-
-
-@pytest.mark.long
-def test_a_tuned_plan_says_what_the_options_leave_open(shell: Shell) -> None:
+def test_a_tuned_plan_or_the_model_says_what_the_options_leave_open(shell: Shell) -> None:
     found = {"steps": 3, "guidance_interval": [0.0, 0.7], "deepcache": {"interval": 2}}
     plans.write(shell.folder / "mine.json", "fp32", {"plans": {"fast": found}})
-    words = ["--prompts", str(table(shell.folder)), "--limit", "2", *QUICK, "--plans", "mine.json", "--out"]
-    at = words.index("--steps")
-    del words[at : at + 2]
-    assert shell("evaluate", *words, "run", "--plan", "fast").code == 0
-    asked = EvaluationRun.read(shell.folder / "run").settings
-    assert (asked["steps"], asked["guidance_interval"], asked["plan"]) == (3, [0.0, 0.7], "fast")
-    assert asked["deepcache"]["interval"] == 2
-    assert shell("evaluate", "sweep", *words, "swept", "--variants", "fp32=off", "fp32=fast", "--steps", "4").code == 0
-    asked = EvaluationRun.read(shell.folder / "swept" / "fp32-fast").settings
-    assert (asked["steps"], asked["guidance_interval"], asked["deepcache"]["interval"]) == (4, [0.0, 0.7], 2)
+    words = ["--prompts", str(table(shell.folder)), "--limit", "2", *QUICK[:2], *QUICK[4:], "--plans", "mine.json"]
+    words += ["--out"]
+
+    def asked(*given: str, run: str = "") -> dict[str, Any]:
+        assert shell("evaluate", *given).code == 0
+        return {"guidance_interval": None, **EvaluationRun.read(shell.folder / (run or given[-1])).settings}
+
+    tuned = asked("--plan", "fast", *words, "run")
+    assert (tuned["steps"], tuned["plan"], tuned["deepcache"]["interval"]) == (3, "fast", 2)
+    assert tuned["guidance_interval"] == [0.0, 0.7]
+    sweep = ["sweep", "--variants", "fp32=off", "fp32=fast", "--steps", "4", *words, "swept"]
+    swept = asked(*sweep, run="swept/fp32-fast")
+    assert (swept["steps"], swept["guidance_interval"], swept["deepcache"]["interval"]) == (4, [0.0, 0.7], 2)
     assert EvaluationRun.read(shell.folder / "swept" / "fp32-off").settings["deepcache"] == "off"
     refused = shell("evaluate", *words, "other", "--plan", "best")
     assert refused.code == 2 and "--plan: must be one of off, auto, fast" in refused.err
+    words[words.index("--model") + 1] = "random:tiny-z"
+    own = asked("--guidance-interval", "0:0.5", *words, "own")
+    assert (own["steps"], own["guidance_scale"], own["guidance_interval"]) == (8, 0.0, [0.0, 0.5])
+    said = asked("--steps", "2", "--guidance", "1.5", "--guided-steps", "1", *words, "said")
+    assert (said["steps"], said["guidance_scale"], said["guided_steps"]) == (2, 1.5, [1])
+    assert said["guidance_interval"] is None
 
 
 def test_only_one_word_is_needed_to_be_told_what_is_missing(shell: Shell) -> None:

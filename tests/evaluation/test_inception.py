@@ -101,7 +101,7 @@ def pictures(count: int, seed: int, side: int) -> list[np.ndarray]:
 
 @pytest.mark.long
 def test_it_sees_what_an_independent_forward_sees(file: Path) -> None:
-    """Of a picture that is enlarged, and of one that is reduced; test_mlperf_files.py makes a FID of it by hand."""
+    """Of a picture that is enlarged, and of one that is reduced."""
     ours = Inception(file)
     double = {name: value.double() for name, value in weights().items()}
     images = [*pictures(1, 1, 128), *pictures(1, 2, 300)]

@@ -84,8 +84,7 @@ def test_it_follows_light_and_dark_and_fits_a_phone(page: Any) -> None:
 def test_a_single_runs_page_shows_its_pictures_and_nothing_to_compare(page: Any) -> None:
     """Last in this file: it leaves the page of the comparison."""
     page.goto(page.alone)
-    assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == [] and page.wrong == []
-    assert page.locator(".cell p").all_text_contents() == list(HOSTILE)
+    test_it_asks_nobody_and_runs_nothing_of_a_captions(page)
     assert page.evaluate("[...document.querySelectorAll('.cell img')].map((one) => one.naturalWidth)") == [32] * 4
     assert page.locator("select, input, .chip").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 420

@@ -61,21 +61,16 @@ def test_safetensors_are_the_same(image_reward: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_hpsv3s_frequencies_are_rounded_as_published(hpsv3: Path) -> None:
-    """Alone, since other roundings of bf16 hide theirs."""
-    network = HpsV3(hpsv3, dtype=torch.float32)
-    for module in _rotary(network):
-        module.to(torch.bfloat16)
-    assert _scores(network) == pytest.approx(PUBLISHED["hpsv3, frequencies in bf16"], abs=1e-4)
-
-
-@pytest.mark.long
 def test_hpsv3_computes_in_bf16(hpsv3: Path) -> None:
-    network = judges.open_judge("hpsv3", hpsv3).scorer
+    """Its frequencies, too, which are rounded as published: shown alone, since other roundings of bf16 hide theirs."""
+    network, rounded = judges.open_judge("hpsv3", hpsv3).scorer, HpsV3(hpsv3, dtype=torch.float32)
     assert isinstance(network, HpsV3)
     assert {b.dtype for module in _rotary(network) for b in module.buffers()} == {torch.bfloat16}
     assert {p.dtype for p in network._network["rm_head"].parameters()} == {torch.float32}
     assert _scores(network) == pytest.approx(PUBLISHED["hpsv3, bf16"], abs=0.2)
+    for module in _rotary(rounded):
+        module.to(torch.bfloat16)
+    assert _scores(rounded) == pytest.approx(PUBLISHED["hpsv3, frequencies in bf16"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +102,8 @@ def test_scores_of_pairs_are_kept_until_a_caption_changes(exact: HpsV3, tmp_path
         Image.fromarray(picture).save(path)
 
     def kept(captions: list[str]) -> Tensor:
-        return features.pair_scores(
-            files, captions, "digest", exact, tmp_path / "kept", lambda done, total: None
-        ).clone()
+        found = features.pair_scores(files, captions, "d", exact, tmp_path / "kept", lambda done, total: None)
+        return found.clone()
 
     first = kept(["a cat", "a dog"])
     assert first.shape == (2, 1) and not torch.equal(first, kept(["a dog", "a cat"]))
@@ -154,7 +148,7 @@ def _changed(name: str, value: Tensor | None) -> Damage:
     [
         (ImageReward, _without(PT), "has no ImageReward.pt or ImageReward.safetensors"),
         (ImageReward, _without("med_config.json"), "has no med_config.json"),
-        (ImageReward, _without("vocab.txt"), "has no vocab.txt"),
+
         (ImageReward, _written(PT, "no weights"), "ImageReward.pt: is no file of weights"),
         (ImageReward, _written("med_config.json", "{}"), "is not the config of ImageReward's text encoder"),
         (
@@ -163,19 +157,16 @@ def _changed(name: str, value: Tensor | None) -> Damage:
             "has 5 tokens, where ImageReward.pt has 22",
         ),
         (ImageReward, _changed("blip.visual_encoder.patch_embed.proj.weight", None), "no blip.visual_encoder.patch"),
-        (ImageReward, _changed("mlp.layers.6.bias", None), "ImageReward.pt: is not ImageReward (no mlp.6.bias)"),
+
         (ImageReward, _changed("mlp.layers.6.bias", torch.zeros(3)), "(mlp.6.bias is [3], not [16])"),
         (ImageReward, _changed("mlp.layers.8.bias", torch.zeros(3)), "(has mlp.8.bias)"),
         (HpsV3, _without(SAFE), "has no HPSv3.safetensors"),
-        (HpsV3, _without("config.json"), "has no config.json"),
+
         (HpsV3, _without("vocab.json"), "tokenizer"),
         (HpsV3, _config(model_type="qwen2"), "Qwen2-VL"),
         (HpsV3, _config(image_token_id=5), "or the tokenizer beside it is not (<|image_pad|> is"),
         (HpsV3, _config(num_hidden_layers=3), "HPSv3.safetensors: is not HPSv3 (no qwen.language_model.layers.2."),
-        (HpsV3, _written(SAFE, "none"), "is no file of weights"),
         (HpsV3, _changed("rm_head.3.bias", None), "(no rm_head.3.bias)"),
-        (HpsV3, _changed("rm_head.5.weight", torch.zeros(1, 16)), "(rm_head.5.weight is [1, 16], not [2, 16])"),
-        (HpsV3, _changed("extra", torch.zeros(1)), "(has extra)"),
         (
             HpsV3,
             _changed("model.embed_tokens.weight", torch.zeros(336, 256)),

@@ -24,34 +24,32 @@ WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
 
 @pytest.mark.long
 def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -> None:
-    service = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
-    try:
-        service.ready()
-        whole = ["evaluate", "--prompts", str(table(shell.folder)), "--steps", "2", "--lens", str(CLIP)]
-        whole += ["--resamples", "10", "--deterministic"]
-        said = shell(*whole, "--server", service.url, "--out", "remote")
-        assert said.code == 0, said.err
-        here = shell(*whole, *QUICK[:2], "--threads", "1", "--out", "here", "--against", "remote")
-        assert here.code == 0, here.err
-        refused = shell(*whole, "--server", service.url, "--out", "other", "--model", "nothing")
-        assert refused.code == 1 and "no picture model nothing; there: " in refused.err
-        bad = shell(*whole, "--server", service.url, "--out", "bad", "--size", "7x7")
-        assert bad.code == 1 and "the service answered 400: size" in bad.err and "nothing is scored" in bad.err
-        prompts = ["--prompts", str(table(shell.folder)), "--latent", "off", "--server", service.url]
-        driven = shell(
-            "mlperf", "--scenario", "SingleStream", *prompts, "--duration", "0.5", "--queries", "64", "--out", "l"
-        )
-        assert driven.code == 0 and "SingleStream: VALID (shortened)" in driven.out, driven
-        text = ["--panel", "text", "--prompts", str(table(shell.folder)), "--server", service.url, "--max-tokens", "8"]
-        said = shell("mlperf", *text, "--scenario", "Offline", "--mode", "accuracy", "--out", "t")
+    given = ["--prompts", str(table(shell.folder))]
+    text = [*given, "--panel", "text", "--max-tokens", "8", "--scenario", "Offline", "--mode", "accuracy"]
+    served = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
+
+    def done(*words: str) -> str:
+        said = shell(*words)
         assert said.code == 0, said
-        here = shell("mlperf", *text[:4], *text[6:], "--scenario", "Offline", "--mode", "accuracy", "--out", "u")
-        assert here.code == 0, here
+        return said.out
+
+    try:
+        served.ready()
+        there = ["--server", served.url]
+        whole = ["evaluate", *given, "--steps", "2", "--lens", str(CLIP), "--resamples", "10", "--deterministic"]
+        done(*whole, *there, "--out", "remote")
+        done(*whole, *QUICK[:2], "--threads", "1", "--out", "here", "--against", "remote")
+        refused = shell(*whole, *there, "--out", "other", "--model", "nothing")
+        assert refused.code == 1 and "no picture model nothing; there: " in refused.err
+        driven = ["--scenario", "SingleStream", "--duration", "0.5", "--queries", "64", "--latent", "off"]
+        assert "SingleStream: VALID (shortened)" in done("mlperf", *given, *there, *driven, "--out", "log")
+        done("mlperf", *text, *there, "--out", "told")
+        done("mlperf", *text, "--out", "written")
     finally:
-        service.close()
+        served.close()
     told, written = (
         {entry["qsl_idx"]: entry for entry in json.loads((shell.folder / one / "mlperf_log_accuracy.json").read_text())}
-        for one in ("t", "u")
+        for one in ("told", "written")
     )
     assert {k: v["token_count"] for k, v in told.items()} == {k: v["token_count"] for k, v in written.items()}
     assert all(bytes.fromhex(entry["data"]).decode() for entry in told.values())
