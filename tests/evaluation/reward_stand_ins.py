@@ -25,10 +25,16 @@ CAPTIONS = (
     "cat",
 )
 SIZES = ((224, 224), (300, 128), (131, 317), (48, 64), (640, 480))  # width, height
-WORDS = "a red apple on table two cats beside dog and cat ! : , 3 ##s cafe".split()
-QWEN_NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end"
-QWEN_NAMES += " vision_start vision_end vision_pad image_pad video_pad"
-QWEN_TOKENS = [f"<|{name}|>" for name in QWEN_NAMES.split()]
+WORDS = (
+    "a", "red", "apple", "on", "table", "two", "cats", "beside", "dog", "and", "cat", "!", ":", ",", "3", "##s", "cafe",
+)  # fmt: skip
+QWEN_TOKENS = [
+    f"<|{name}|>"
+    for name in (
+        "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start",
+        "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad",
+    )
+]  # fmt: skip
 QWEN_IDS = {
     "bos": "endoftext", "eos": "im_end", "vision_start": "vision_start", "vision_end": "vision_end",
     "vision": "vision_pad", "image": "image_pad", "video": "video_pad",

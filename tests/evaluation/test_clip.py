@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from evaluation import bootstrap, pixels, references
+from evaluation import bootstrap, references
 from evaluation.clip import Clip
 from evaluation.inception import WeightsError
 from evaluation.run import EvaluationRun

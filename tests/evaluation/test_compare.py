@@ -95,7 +95,6 @@ def figure(value: float, low: float, high: float) -> Estimate:
     ("fid", "score", "spread", "expected"),
     [
         ((0.8, 0.7, 0.9), (1.0, 0.999, 1.001), None, ["holds", "holds"]),  # FID may fall as it likes
-
         ((1.01, 0.98, 1.04), (0.999, 0.997, 1.001), None, ["open", "open"]),
         ((1.03, 1.02, 1.04), (0.997, 0.996, 0.998), None, ["fails", "fails"]),
         ((1.3, 0.8, 1.9), (0.99, 0.95, 1.02), None, ["too few captions", "too few captions"]),  # also no change at all

@@ -171,12 +171,10 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
         (["--limit", "0"], "--limit: must be at least 1"),
         (["--resamples", "1"], "--resamples: must be at least 2"),
         (["--lens", "nothing"], "--lens: must be emoji-clip, mlperf"),
-
         (["--lens", "mlperf", "--inception", "gone.pth"], "gone.pth: cannot be read"),
         (["--against", "nothing"], "nothing: is neither a run, nor a folder"),
         (["--against", "empty"], "empty: holds no pictures"),
         (["--against", "narrow.npz"], "narrow.npz: has mu [4] and sigma [4, 4]; these features are 128 wide"),
-
         (["--prompts", "twice.tsv"], "--prompts: twice.tsv: row 3 has the id '1' of row 2"),
         (["--model", "gone"], "model:"),
     ],

@@ -97,7 +97,6 @@ def test_a_failure_costs_its_own_picture_and_is_tried_again(tmp_path: Path, cons
         assert writer.run.records[7].session == 1 and writer.run.records[8].session == 0
 
 
-
 def test_a_png_without_a_fingerprint_has_none() -> None:
     stream = io.BytesIO()
     Image.new("RGB", (2, 2)).save(stream, "PNG")

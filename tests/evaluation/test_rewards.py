@@ -148,7 +148,6 @@ def _changed(name: str, value: Tensor | None) -> Damage:
     [
         (ImageReward, _without(PT), "has no ImageReward.pt or ImageReward.safetensors"),
         (ImageReward, _without("med_config.json"), "has no med_config.json"),
-
         (ImageReward, _written(PT, "no weights"), "ImageReward.pt: is no file of weights"),
         (ImageReward, _written("med_config.json", "{}"), "is not the config of ImageReward's text encoder"),
         (
@@ -157,11 +156,9 @@ def _changed(name: str, value: Tensor | None) -> Damage:
             "has 5 tokens, where ImageReward.pt has 22",
         ),
         (ImageReward, _changed("blip.visual_encoder.patch_embed.proj.weight", None), "no blip.visual_encoder.patch"),
-
         (ImageReward, _changed("mlp.layers.6.bias", torch.zeros(3)), "(mlp.6.bias is [3], not [16])"),
         (ImageReward, _changed("mlp.layers.8.bias", torch.zeros(3)), "(has mlp.8.bias)"),
         (HpsV3, _without(SAFE), "has no HPSv3.safetensors"),
-
         (HpsV3, _without("vocab.json"), "tokenizer"),
         (HpsV3, _config(model_type="qwen2"), "Qwen2-VL"),
         (HpsV3, _config(image_token_id=5), "or the tokenizer beside it is not (<|image_pad|> is"),

@@ -77,7 +77,6 @@ def test_a_picture_that_is_not_what_was_recorded_is_drawn_again(data: bytes | No
     ("settings", "captions", "said"),
     [
         (SETTINGS | {"steps": 30}, CAPTIONS, "steps is 20 there, 30 here"),
-
         (SETTINGS | {"precision": "int8"}, CAPTIONS, "precision is None there, 'int8' here"),
         (SETTINGS, CAPTIONS[:3], "captions is 5 there, 3 here"),
         (SETTINGS, [*CAPTIONS[:4], Caption(4, "id4", "another")], "captions_sha256 is"),

@@ -14,7 +14,7 @@ from PIL import Image
 from contract.control import Control
 from contract.image import ImageParameters
 from pipeline.checkpoints.load import ImageModel
-from tests.pipeline.worlds import stock
+from tests.pipeline.worlds import stock, stock_parts
 
 _EMBEDDING = (4, 8, 8, 12)  # channels of the picture's embedding, for 8 pixels a latent
 
@@ -90,9 +90,8 @@ def control(model: str, side: int, seed: int = 0, **options: Any) -> Control:
 def _pipeline(kind: str, shape: str, nets: tuple[Any, ...]) -> Any:
     import diffusers
 
-    parts = {k: v for k, v in stock(shape).components.items() if k not in ("image_encoder", "feature_extractor")}
     made = getattr(diffusers, kind)(
-        **parts, controlnet=nets[0] if len(nets) == 1 else [*nets], add_watermarker=False,
+        **stock_parts(shape), controlnet=nets[0] if len(nets) == 1 else [*nets], add_watermarker=False,
         force_zeros_for_empty_prompt=stock(shape).config.force_zeros_for_empty_prompt,
     )  # fmt: skip
     made.set_progress_bar_config(disable=True)
@@ -119,10 +118,9 @@ def stock_adapted(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
     import diffusers
 
     (control,) = one.control
-    parts = {k: v for k, v in stock(shape).components.items() if k not in ("image_encoder", "feature_extractor")}
     force = stock(shape).config.force_zeros_for_empty_prompt
     kind = diffusers.StableDiffusionXLAdapterPipeline
-    pipeline = kind(**parts, adapter=net, force_zeros_for_empty_prompt=force)
+    pipeline = kind(**stock_parts(shape), adapter=net, force_zeros_for_empty_prompt=force)
     pipeline.set_progress_bar_config(disable=True)
     made = pipeline(
         **_drawn(one),

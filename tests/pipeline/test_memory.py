@@ -26,12 +26,8 @@ def held(model: ImageModel) -> int:
     return sum(t.nbytes for module in (model.denoiser, model.vae.decoder) for t in module.state_dict().values())
 
 
-@pytest.mark.quick("int8")
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_frugal_lets_go_of_what_is_packed_and_draws_the_same(
-    folder: Path, kernels: ctypes.CDLL, precision: str
-) -> None:
-    model = load(str(folder), precision=precision)
+def test_frugal_lets_go_of_what_is_packed_and_draws_the_same(folder: Path, kernels: ctypes.CDLL) -> None:
+    model = load(str(folder), precision="int8")
     whole = held(model)
     plain = solo(Watching(copy.deepcopy(model), kernels=kernels), ONE)
     runner = Watching(model, kernels=kernels, frugal=True)

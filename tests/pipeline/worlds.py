@@ -122,6 +122,13 @@ def stock(name: str) -> Any:
     return pipeline
 
 
+def stock_parts(name: str) -> dict[str, Any]:
+    """The parts of the stock pipeline, for another pipeline over them."""
+    return {
+        part: own for part, own in stock(name).components.items() if part not in ("image_encoder", "feature_extractor")
+    }
+
+
 @functools.cache
 def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     """What diffusers draws for these parameters, [H, W, 3] in levels."""

@@ -67,7 +67,6 @@ def test_what_is_wrong_is_said(text: str, whole: bool, wrong: str | None) -> Non
     assert caption_filter.squeeze(" “A fox\n\tin  snow.” ") == "A fox in snow."
 
 
-
 def test_tokenizers_of_any_picture_model() -> None:
     assert CaptionFilter(caption_filter.tokenizers(tiny.TINY)).tokens("fox") == 5
     assert CaptionFilter(TOKENIZERS).tokens("red heart") == 4

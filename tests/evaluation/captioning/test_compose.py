@@ -170,7 +170,6 @@ def test_a_refused_question_costs_an_attempt_and_one_that_can_never_be_served_en
         assert len(file.rows) == 12 and file.made > 6 and file.again["refused"] > 0
 
 
-
 def test_seeds_and_themes_are_spread() -> None:
     seeds = {seed_of(seed, row, attempt) for seed in range(5) for row in range(50) for attempt in range(20)}
     assert len(seeds) == 5000 and all(0 <= seed < 2**63 for seed in seeds)

@@ -14,8 +14,9 @@ from contract.image import ImageParameters
 from evaluation.pairs import psnr
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
-from pipeline.checkpoints.load import load
+from pipeline.checkpoints.load import ImageModel, load
 from tests.pipeline import worlds
+from tests.pipeline.pixels import test_edit
 from tests.pipeline.worlds import Watching, apart, check_parity, in_int8, levels, model, solo, together
 
 SHAPES = {
@@ -43,40 +44,43 @@ def mixture(shape: str) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
-def runner_of(shape: str, kernels: ctypes.CDLL, **options: Any) -> Watching:
-    return Watching(model(shape), kernels=kernels, **options)
+def runner_of(model: ImageModel, kernels: ctypes.CDLL, **options: Any) -> Watching:
+    return Watching(model, kernels=kernels, **options)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pictures_equal_diffusers(shape: str, kernels: ctypes.CDLL) -> None:
-    parameters = mixture(shape)
-    for one, picture in zip(parameters, together(runner_of(shape, kernels), parameters), strict=True):
+def test_pictures_and_edits_equal_diffusers_and_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
+    """With weights let go, but for what edits need; bits in any company are those of tests/pipeline/test_mixes.py."""
+    edits = [
+        test_edit.wanted(shape, seed=seed, strength=strength, masked=bool(seed % 2), picture=seed, scheduler=scheduler)
+        for seed, (strength, scheduler) in enumerate(((0.4, None), (1.0, "euler-ancestral"), (0.7, "dpm++2m")))
+    ]
+    model(shape)  # which names it
+    runner = runner_of(load(f"random:test-{shape}"), kernels, frugal=True, max_rows=64)
+    pictures = together(runner, [*edits, *mixture(shape)])
+    riders = [{name for name, _ in ride} for phase, ride in runner.rides if phase == "deep"]
+    assert any({"3", "4"} < ride for ride in riders), "a deterministic one rode with nobody"
+    for one, picture in zip(edits, pictures[: len(edits)], strict=True):
+        test_edit.check_parity(shape, one, picture)
+        assert picture.png() == solo(runner, one).png()
+    for one, picture in zip(mixture(shape), pictures[len(edits) :], strict=True):
         check_parity(shape, one, picture)
         assert (picture.fingerprint["executable"], picture.fingerprint["bucket"]) == ("kernels", None)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_pixels_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
-    parameters = mixture(shape)
-    runner, alone = runner_of(shape, kernels, max_rows=64), runner_of(shape, kernels)
-    mixed = together(runner, parameters)
-    riders = [{name for name, _ in ride} for phase, ride in runner.rides if phase == "deep"]
-    assert any({"0", "1"} < ride for ride in riders), "deterministic ones rode with nobody"
-    for one, picture in zip(parameters, mixed, strict=True):
         # Prompts that are encoded in different batches may differ in their last bits.
-        assert apart(picture, solo(alone, one)) <= (not one.deterministic)
+        assert apart(picture, solo(runner, one)) <= (not one.deterministic)
 
 
 def test_deterministic_bytes_do_not_depend_on_threads(kernels: ctypes.CDLL) -> None:
     one = ImageParameters("a red hat", 3, 32, 32, steps=4, deterministic=True)
-    before, pngs = torch.get_num_threads(), []
+    before, pixels = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            pngs.append(levels(solo(runner_of("wide-heads", kernels), one)).tobytes())
+            pixels.append(solo(runner_of(model("wide-heads"), kernels), one).image.tobytes())
     finally:
         torch.set_num_threads(before)
-    assert len(set(pngs)) == 1
+    assert len(set(pixels)) == 1
 
 
 def test_a_model_that_the_kernels_do_not_know_is_refused(kernels: ctypes.CDLL) -> None:
@@ -93,8 +97,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) ->
 def test_int8_is_picked_up_and_is_close_to_fp32(quantized: Path, kernels: ctypes.CDLL) -> None:
     one = mixture("wide-heads")[0]
     exact, eight = (
-        solo(Watching(load(str(quantized), precision=precision), kernels=kernels), one)
-        for precision in ("fp32", "int8")
+        solo(runner_of(load(str(quantized), precision=precision), kernels), one) for precision in ("fp32", "int8")
     )
     assert 25 < psnr(levels(exact), levels(eight)) < 99
     assert eight.fingerprint["precision"] == "int8"
@@ -103,7 +106,7 @@ def test_int8_is_picked_up_and_is_close_to_fp32(quantized: Path, kernels: ctypes
 
 def test_int8_pixels_do_not_depend_on_the_batch(quantized: Path, kernels: ctypes.CDLL) -> None:
     """Also of a size that no level halves evenly."""
-    runner, alone = (Watching(load(str(quantized), precision="int8"), kernels=kernels) for _ in range(2))
+    runner, alone = (runner_of(load(str(quantized), precision="int8"), kernels) for _ in range(2))
     parameters = [one for one in mixture("wide-heads") if one.deterministic]
     parameters += [replace(one, width=40, height=24) for one in parameters]
     for one, picture in zip(parameters, together(runner, parameters), strict=True):
@@ -121,21 +124,3 @@ def test_int8_of_another_models_weights_is_refused(quantized: Path, tmp_path: Pa
     other = tiny.save(tmp_path / "other", SHAPES["wide-heads"], seed=1)
     with pytest.raises(ModelError, match="other weights"):
         load(str(other), precision="int8", unet=quantized / "unet-int8")
-
-
-@pytest.mark.quick(0)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_edits_equal_diffusers_and_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
-    from tests.pipeline.pixels.test_edit import check_parity, wanted
-
-    edits = [
-        wanted(shape, seed=seed, strength=strength, masked=bool(seed % 2), picture=seed, scheduler=scheduler)
-        for seed, (strength, scheduler) in enumerate(((0.4, None), (1.0, "euler-ancestral"), (0.7, "dpm++2m")))
-    ]
-    worlds.model(shape)  # which names it
-    # Its own weights are let go, but for what edits need.
-    runner = Watching(load(f"random:test-{shape}"), kernels=kernels, frugal=True)
-    mixed = together(runner, [*edits, *mixture(shape)])
-    for one, picture in zip(edits, mixed[: len(edits)], strict=True):
-        check_parity(shape, one, picture)
-        assert picture.png() == solo(runner, one).png()

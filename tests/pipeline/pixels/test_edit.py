@@ -20,7 +20,19 @@ from contract.plan import DeepCache
 from pipeline.backends.phases import IMAGE
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
-from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, shared_lane, solo, stock
+from tests.pipeline.worlds import (
+    SHAPES,
+    Crank,
+    Watching,
+    apart,
+    levels,
+    model,
+    shared_lane,
+    solo,
+    stock,
+    stock_parts,
+    together,
+)  # fmt: skip
 
 
 def photograph(side: int, seed: int = 0) -> Image.Image:
@@ -59,9 +71,7 @@ def pipeline_of(shape: str, one: ImageParameters, kind: Any) -> Any:
     from tests.schedulers import replaced, scheduler
 
     drawing = stock(shape)
-    parts = {
-        name: part for name, part in drawing.components.items() if name not in ("image_encoder", "feature_extractor")
-    }
+    parts = stock_parts(shape)
     parts["scheduler"] = scheduler(drawing.scheduler.config, one.scheduler or "euler", **replaced(one.schedule_type))
     pipeline = kind(
         **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False
@@ -93,7 +103,7 @@ def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:
     assert one.edit is not None
     expected = stock_edit(shape, one)
     assert expected.std() > 5, "a flat picture would prove nothing"
-    assert np.abs(levels(picture) - with_kept(one, expected)).max() <= 1, one
+    assert apart(picture, with_kept(one, expected)) <= 1, one
 
 
 def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
@@ -147,70 +157,53 @@ def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
         check_parity(shape, one, solo(runner, one))
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.7])
-def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one(strength: float) -> None:
+def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one() -> None:
     """Of a size of its own, which no level of the UNet halves evenly."""
     small = np.asarray(photograph(24).crop((0, 0, 24, 16)))
     image = np.pad(small, ((0, 8), (11, 5), (0, 0)), mode="edge")  # 40×24
     mask = np.pad(np.zeros((16, 24), np.uint8), ((0, 8), (11, 5)), constant_values=255)
     one = wanted(width=40, height=24, guidance_scale=5.0)
-    one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), strength))
+    one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), 0.7))
     runner = Watching(model("plain"), lane=shared_lane())
     picture = solo(runner, one)
     check_parity("plain", one, picture)
     assert np.array_equal(levels(picture)[:16, 11:35], small.astype(int))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool) -> None:
+def test_companions_change_no_bit_of_a_deterministic_edit() -> None:
+    """Its picture is encoded alone, in an iteration of its own."""
     runner = Watching(model("plain"), lane=shared_lane())
-    one = wanted(masked=masked, deterministic=True, scheduler="euler-ancestral")
-    alone = solo(runner, one).png()
-    crank = Crank(runner)
-    crank.submit("it", one)
-    for seed in range(2, 5):
-        crank.submit(f"edit {seed}", wanted(seed=seed, deterministic=True, masked=seed % 2 == 0, picture=seed))
-        crank.submit(f"plain {seed}", replace(wanted(seed=seed, deterministic=True), edit=None))
-    pictures = crank.pictures()
-    assert pictures["it"].png() == alone
+    edits = [
+        wanted(seed=seed, deterministic=True, masked=seed > 1, picture=seed, scheduler="euler-ancestral")
+        for seed in range(4)
+    ]
+    pictures = together(runner, [*edits, *(replace(one, edit=None) for one in edits)], lambda: 0)
+    assert sorted(riders for phase, riders in runner.rides if phase == IMAGE) == [[(str(k), -1)] for k in range(4)]
     assert any(len(riders) > 2 for phase, riders in runner.rides if phase == "deep"), "nobody shared a forward"
-
-
-def test_a_picture_is_encoded_alone_and_in_an_iteration_of_its_own() -> None:
-    runner = Watching(model("plain"), lane=shared_lane())
-    crank = Crank(runner)
-    for index in range(3):
-        crank.submit(str(index), wanted(seed=index))
-    crank.pictures()
-    assert sorted(riders for phase, riders in runner.rides if phase == IMAGE) == [[(str(k), -1)] for k in range(3)]
+    for one, picture in list(zip(edits, pictures, strict=False))[::2]:
+        assert picture.png() == solo(runner, one).png()
 
 
 def test_what_fails_among_others_and_is_tried_again_draws_the_same() -> None:
     runner = Watching(model("plain"), lane=shared_lane())
     edits = {str(masked): wanted(masked=masked, scheduler="euler-ancestral") for masked in (False, True)}
-    undisturbed = {name: levels(solo(runner, one)) for name, one in edits.items()}
     crank = Crank(runner)
     for name, one in edits.items():
         crank.submit(name, one)
-    broken: set[str] = set()
-
-    class Broken:
-        def outcome(self) -> Any:
-            raise RuntimeError("this once")
+    failed: set[str] = set()
 
     def once(batch: Any, ticket: Any) -> Any:
         phase = batch.requests[0].phase
-        if phase in broken or len(batch.requests) < 2:
+        if phase in failed or len(batch.requests) < 2:
             return ticket
-        worlds.await_end(ticket)
-        broken.add(phase)
-        return Broken()
+        failed.add(phase)
+        return worlds.broken(batch, ticket)
 
     while crank.turn(once):
         pass
-    assert broken >= {"deep", "vae"}
-    for name, request in crank.ended.items():
-        assert np.abs(levels(request.result) - undisturbed[name]).max() <= 1
+    assert failed >= {"deep", "vae"}
+    for name, one in edits.items():
+        assert apart(crank.ended[name].result, solo(runner, one)) <= 1
 
 
 def test_deepcache_counts_the_steps_that_are_made() -> None:
@@ -221,16 +214,7 @@ def test_deepcache_counts_the_steps_that_are_made() -> None:
     crank = Crank(runner)
     crank.submit("it", one)
     crank.pictures()
-    assert [phase for phase, _ in runner.rides] == [
-        IMAGE,
-        "encode",
-        "deep",
-        "shallow",
-        "deep",
-        "shallow",
-        "deep",
-        "vae",
-    ]
+    assert [phase for phase, _ in runner.rides] == [IMAGE, "encode", *["deep", "shallow"] * 2, "deep", "vae"]
     with pytest.raises(Invalid, match=r"deepcache"):
         crank.submit("no", replace(one, deepcache=DeepCache(deep_steps=(0, 7))))
 
@@ -258,7 +242,6 @@ def test_a_cut_table_is_the_end_of_the_whole_one(steps: int, strength: float, na
     ("change", "field"),
     [
         ({"strength": 0.1}, "strength"),
-        ({"strength": -0.1}, "strength"),
         ({"strength": 1.5}, "strength"),
         ({"strength": float("nan")}, "strength"),
         ({"strength": True}, "strength"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeline.sampling import samplers
 from pipeline.sampling.denoise import InpaintMask
 from tests.pipeline import worlds
 from tests.pipeline.pixels.test_edit import photograph, pipeline_of
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
+from tests.pipeline.worlds import Crank, Watching, apart, levels, model, options_of, solo, together
 
 SHAPE, INPAINTS = "soft", "soft-inpaint"
 SIDE = 32
@@ -84,20 +85,20 @@ def by_the_rule(one: ImageParameters) -> np.ndarray:
 def check_parity(one: ImageParameters, picture: Any) -> None:
     expected = by_the_rule(one).astype(int)
     assert expected.std() > 5, "a flat picture would prove nothing"
-    assert np.abs(levels(picture) - expected).max() <= 1, one
+    assert apart(picture, expected) <= 1, one
 
 
 def mixture() -> list[ImageParameters]:
     return [
         wanted((1.0, 0.7, 0.4)[seed % 3], scheduler=name, seed=seed, steps=5 + seed % 4, guidance_scale=guidance)
-        for seed, (name, guidance) in enumerate([(name, g) for name in samplers.SCHEDULERS for g in (1.0, 6.0)])
+        for seed, (name, guidance) in enumerate(itertools.product(samplers.SCHEDULERS, (1.0, 6.0)))
     ]
 
 
 @pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels"])
 def test_each_is_drawn_by_the_rule_alone_and_among_others(backend: str, kernels: ctypes.CDLL) -> None:
-    runner = Watching(model(SHAPE), max_rows=64, **({} if backend == "torch" else {"kernels": kernels}))
+    runner = Watching(model(SHAPE), max_rows=64, **options_of(backend, kernels))
     edits = mixture()
     hard = [replace(one, edit=replace(one.edit, soft_mask=False)) for one in edits[:3] if one.edit is not None]
     pictures = together(runner, [*edits, *hard, *(replace(one, edit=None) for one in edits[:3])])
@@ -105,7 +106,7 @@ def test_each_is_drawn_by_the_rule_alone_and_among_others(backend: str, kernels:
     for one, picture in zip(edits, pictures, strict=False):
         check_parity(one, picture)
     for soft, one in zip(pictures, pictures[len(edits) :][:3], strict=False):
-        assert np.abs(levels(soft) - levels(one)).max() > 10, "the mask's values made no difference"
+        assert apart(soft, one) > 10, "the mask's values made no difference"
     check_parity(edits[1], solo(runner, edits[1]))
     if backend == "kernels":
         one = replace(edits[1], deterministic=True)
@@ -145,8 +146,5 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
 
 def test_a_file_says_that_its_mask_was_soft() -> None:
     one = wanted()
-    assert one.to_dict()["edit"]["soft_mask"] is True
-    assert (
-        one.edit is not None
-        and "soft_mask" not in replace(one, edit=replace(one.edit, soft_mask=False)).to_dict()["edit"]
-    )
+    assert one.edit is not None and one.to_dict()["edit"]["soft_mask"] is True
+    assert "soft_mask" not in replace(one, edit=replace(one.edit, soft_mask=False)).to_dict()["edit"]
