@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 import cli
 from evaluation.pixels import Pixels
 from pipeline.checkpoints import tiny
-from tests.cli.shell import Shell
+from tests.cli.shell import Said, Shell
 from tests.core.quant.stage import warm
 from tests.evaluation import reward_stand_ins
 from tests.shared import shared_folder
@@ -33,6 +35,15 @@ def table(folder: Path, captions: tuple[str, ...] = CAPTIONS) -> Path:
     path = folder / "captions.tsv"
     path.write_text("id\tcaption\n" + "".join(f"{k}\t{text}\n" for k, text in enumerate(captions)), "utf-8")
     return path
+
+
+def evaluate(shell: Shell, *words: str, captions: tuple[str, ...] = CAPTIONS) -> Said:
+    """What `diptych evaluate` says of these captions, with `QUICK` and these words."""
+    return shell("evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, *words)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
 
 
 def evaluated(folder: Path, name: str, *words: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from evaluation.clip import Clip
 from evaluation.inception import WeightsError
 from evaluation.run import EvaluationRun
 from evaluation.scoring_networks import embedded
-from tests.evaluation.conftest import CLIP, blocks
+from tests.evaluation.conftest import CLIP, blocks, read_json
 
 
 def test_mixed_up_captions_score_lower(emoji: Path) -> None:
@@ -28,7 +27,7 @@ def test_mixed_up_captions_score_lower(emoji: Path) -> None:
     right = bootstrap.mean(100 * (clip * captions).sum(1), counts).interval
     wrong = bootstrap.mean(100 * (clip * captions.roll(1, 0)).sum(1), counts).interval
     assert right.low > wrong.high and right.value > 60
-    score = json.loads((emoji / "scores.json").read_text())["scores"]["emoji-clip-score"]
+    score = read_json(emoji / "scores.json")["scores"]["emoji-clip-score"]
     assert score["value"] == pytest.approx(right.value, rel=1e-6)
 
 

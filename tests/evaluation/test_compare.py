@@ -16,7 +16,7 @@ from evaluation import compare
 from evaluation.bootstrap import Estimate
 from evaluation.scoring_networks import embedded
 from tests.cli.shell import Shell
-from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
+from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, evaluate, read_json, table
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
 
@@ -33,21 +33,21 @@ def compared(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     given = [str(runs[name]) for name in ("base", "three steps", "other seeds")]
     words = ["evaluate", "compare", *given, "--real", str(real), "--out", str(out / "report"), "--lens", str(CLIP)]
     assert cli.main([*words, "--resamples", "20", "--shown", "4"]) == 0
-    found = json.loads((out / "report" / "report.json").read_text("utf-8"))
+    found = read_json(out / "report" / "report.json")
     return found, (out / "report" / "report.html").read_text("utf-8")
 
 
 def test_figures_are_those_of_each_run_alone(compared: tuple[dict[str, Any], str], runs: dict[str, Path]) -> None:
     found, _ = compared
     for entry, name in zip(found["runs"], ("base", "three steps", "other seeds"), strict=True):
-        alone = json.loads((runs[name] / "scores.json").read_text("utf-8"))["scores"]["emoji-clip-score"]["value"]
+        alone = read_json(runs[name] / "scores.json")["scores"]["emoji-clip-score"]["value"]
         assert entry["scores"]["emoji-clip-score"]["value"] == pytest.approx(alone, rel=1e-12)
     base, three, seeds = found["runs"]
     assert "ratios" not in base and "gates" not in base
     ours, theirs = ({name: score["value"] for name, score in one["scores"].items()} for one in (three, base))
     for figure in ("emoji-clip-fid", "emoji-clip-score"):
         assert three["ratios"][figure]["value"] == pytest.approx(ours[figure] / theirs[figure], rel=1e-12)
-    held = json.loads((runs["three steps"] / "scores.json").read_text("utf-8"))["against"]["base"]["scores"]
+    held = read_json(runs["three steps"] / "scores.json")["against"]["base"]["scores"]
     assert three["pairs"]["psnr"]["value"] == pytest.approx(held["psnr"]["value"])
     assert len(three["differences"]) == len(CAPTIONS)
     assert "pairs" not in seeds and "changes" not in seeds and seeds["gates"] == []
@@ -118,11 +118,10 @@ def test_gates_are_wider_for_deepcache_and_as_asked() -> None:
 
 
 def test_captions_that_not_all_have_are_left_out(runs: dict[str, Path], shell: Shell) -> None:
-    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--limit", "4", "--out", "four"]
-    assert shell(*words).code == 0
+    assert evaluate(shell, "--limit", "4", "--out", "four").code == 0
     said = shell("evaluate", "compare", str(runs["base"]), "four", "--out", "r", "--lens", str(CLIP))
     assert said.code == 0 and f"base: 4 of {len(CAPTIONS)} captions" in said.err
-    found = json.loads((shell.folder / "r" / "report.json").read_text("utf-8"))
+    found = read_json(shell.folder / "r" / "report.json")
     assert found["captions"] == 4 and found["real"] is None
     four = found["runs"][1]
     assert four["ratios"]["emoji-clip-score"]["value"] == pytest.approx(1, rel=1e-3)
@@ -142,15 +141,15 @@ def test_what_cannot_be_compared_is_named(runs: dict[str, Path], shell: Shell) -
 
 @pytest.mark.long
 def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell, alexnet_file: Path) -> None:
-    words = ["evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--steps", "4", "--limit", "4"]
+    words = ["sweep", "--prompts", str(table(shell.folder)), *QUICK, "--steps", "4", "--limit", "4"]
     words += ["--variants", "fp32", "fp32@50", "fp32+3:resnet", "--out", "runs", "--lpips"]
-    refused = shell(*words, "gone.pth")
+    refused = shell("evaluate", *words, "gone.pth")
     assert refused.code == 2 and "gone.pth: cannot be read" in refused.err
-    said = shell(*words, str(alexnet_file))
+    said = shell("evaluate", *words, str(alexnet_file))
     assert said.code == 0, said
     distances = ["psnr", "ssim", "lpips", "emoji-clip-layers", "emoji-clip-distance"]
     assert said.out.splitlines()[0].split()[3:-2] == distances
-    runs = json.loads((shell.folder / "runs" / "report.json").read_text("utf-8"))["runs"]
+    runs = read_json(shell.folder / "runs" / "report.json")["runs"]
     assert [(run["name"], run["settings"]["deepcache"], run["settings"]["seed_offset"]) for run in runs] == [
         ("fp32", "off", 0), ("fp32@50", "off", 50), ("fp32+3-resnet", "3:resnet", 0),
     ]  # fmt: skip

@@ -20,14 +20,14 @@ from evaluation import compare, report, scoring_networks
 from evaluation.run import EvaluationRun
 from pipeline import plans
 from tests.cli.shell import Shell
-from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
+from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, evaluate, read_json, table
 from tests.forks import REAL, forker
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def scores(folder: Path) -> dict[str, object]:
-    found = json.loads((folder / "scores.json").read_text("utf-8"))
+    found = read_json(folder / "scores.json")
     del found["pictures_per_second"]  # the one figure that is the machine's
     assert isinstance(found, dict)
     return found
@@ -63,7 +63,7 @@ def test_a_run_has_a_page_of_its_own(runs: dict[str, Path], shell: Shell) -> Non
         for figure, value in shown.items():
             assert figure in heads or figure in ("psnr", "ssim")
             assert f"{value['value']:.4g}" in text
-    whole = json.loads((runs["three steps"] / "scores.json").read_text("utf-8"))
+    whole = read_json(runs["three steps"] / "scores.json")
     whole["against"]["twin"] = whole["against"]["base"]
     run = EvaluationRun.read(runs["three steps"])
     found = compare.of_one(run, scoring_networks.embedded(CLIP), whole)
@@ -126,8 +126,7 @@ def test_captions_that_the_model_refuses_are_all_named_before_any_is_drawn(
     captions = [f"a heart {number}" for number in range(5)]
     for place in places:
         captions[place] = f"{place} {'very long words here ' * 120}"
-    words = ["evaluate", "--prompts", str(table(shell.folder, tuple(captions))), *QUICK, "--out", "run"]
-    said = shell(*words)
+    said = evaluate(shell, "--out", "run", captions=tuple(captions))
     assert said.code == 2 and f"--prompts: {len(places)} of 5 captions cannot be drawn" in said.err
     named = re.findall(r"^caption (\d+) \((\d+)\): has \d+ tokens", said.err, re.MULTILINE)
     assert named == [(str(place + 1), str(place)) for place in places]
@@ -138,8 +137,7 @@ def test_captions_that_the_model_refuses_are_all_named_before_any_is_drawn(
 def test_a_finished_run_is_scored_again_without_a_model(runs: dict[str, Path], shell: Shell) -> None:
     """With a model that does not exist it would be refused; the settings name the model that drew, so they are kept."""
     before = (runs["base"] / "scores.json").read_bytes()
-    words = ["--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
-    said = shell("evaluate", *words)
+    said = evaluate(shell, "--out", str(runs["base"]))
     assert said.code == 0 and "steps" not in said.err
     assert (runs["base"] / "scores.json").read_bytes() == before
 
@@ -152,8 +150,7 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
         Image.fromarray(draw.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(real / f"{k}.png")
     (real / "notes.txt").write_text("not a picture")
     np.savez(shell.folder / "real.npz", mu=np.zeros(128), sigma=np.eye(128))
-    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
-    said = shell(*words, "--against", "real", "--against", "real.npz")
+    said = evaluate(shell, "--out", str(runs["base"]), "--against", "real", "--against", "real.npz")
     assert said.code == 0
     against = scores(runs["base"])["against"]
     assert against["real"]["pictures"] == 5 and "emoji-clip-kid" in against["real"]["scores"]  # type: ignore[index]
@@ -183,8 +180,7 @@ def test_what_cannot_be_used_is_named_before_anything_is_drawn(words: list[str],
     (shell.folder / "empty").mkdir()
     np.savez(shell.folder / "narrow.npz", mu=np.zeros(4), sigma=np.eye(4))
     (shell.folder / "twice.tsv").write_text("id\tcaption\n1\ta\n1\tb\n")
-    given = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", "run", *words]
-    answer = shell(*given)
+    answer = evaluate(shell, "--out", "run", *words)
     assert answer.code == 2 and said in answer.err.strip().splitlines()[-1], answer
     assert not list((shell.folder / "run").glob("pictures/*.png"))
 
@@ -196,14 +192,12 @@ def test_a_truncated_picture_of_a_reference_is_named(runs: dict[str, Path], shel
         (real / path.name).write_bytes(path.read_bytes())
     victim = sorted(real.iterdir())[3]
     victim.write_bytes(victim.read_bytes()[:300])
-    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
-    answer = shell(*words, "--against", "real")
+    answer = evaluate(shell, "--out", str(runs["base"]), "--against", "real")
     assert answer.code == 2 and f"real/{victim.name}: is no whole picture" in answer.err
 
 
 def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], shell: Shell) -> None:
-    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
-    answer = shell(*words, "--guidance", "3")
+    answer = evaluate(shell, "--out", str(runs["base"]), "--guidance", "3")
     assert answer.code == 2 and "guidance_scale is 5.0 there, 3.0 here" in answer.err
 
 

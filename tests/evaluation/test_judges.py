@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from evaluation.dinov2 import DinoV2
 from evaluation.fid import FrechetDistance
 from evaluation.run import EvaluationRun
 from tests.cli.shell import Shell
-from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, blocks, table
+from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, blocks, evaluate, read_json
 
 
 @pytest.mark.parametrize("size", [(128, 128), (300, 128)])
@@ -55,10 +53,9 @@ def test_hpsv2_sees_whole_pictures_between_black_borders() -> None:
 def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward: Path, shell: Shell) -> None:
     given = {"fd-dinov2": dino, "cmmd": CLIP, "hpsv2": CLIP, "imagereward": image_reward}
     words = [word for figure, folder in given.items() for word in ("--judge", f"{figure}={folder}")]
-    usual = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out"]
-    said = shell(*usual, str(runs["base"]), "--against", str(runs["three steps"]), *words)
+    said = evaluate(shell, "--out", str(runs["base"]), "--against", str(runs["three steps"]), *words)
     assert said.code == 0, said
-    found: dict[str, Any] = json.loads((runs["base"] / "scores.json").read_text("utf-8"))
+    found = read_json(runs["base"] / "scores.json")
     held = found["against"]["three"]
     base, three = ([pixels.read(path) for path in EvaluationRun.read(runs[n]).files()] for n in ("base", "three steps"))
     network, clip = DinoV2(dino), Clip(CLIP)
@@ -75,7 +72,7 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward
     assert "fd-dinov2 is far too high" in " ".join(found["notes"])
     both = (str(runs["base"]), str(runs["three steps"]))
     assert shell("evaluate", "compare", *both, "--out", "r", *QUICK[-4:-2], *words).code == 0
-    entry = json.loads((shell.folder / "r" / "report.json").read_text("utf-8"))["runs"][1]
+    entry = read_json(shell.folder / "r" / "report.json")["runs"][1]
     assert entry["changes"]["hpsv2"]["value"] == pytest.approx(-held["changes"]["hpsv2"]["value"], rel=1e-6)
     assert "<th>hpsv2</th>" in (shell.folder / "r" / "report.html").read_text("utf-8")
 
@@ -92,6 +89,6 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward
     ],
 )
 def test_a_judge_that_cannot_be_is_refused_before_it_draws(words: list[str], told: str, shell: Shell) -> None:
-    answer = shell("evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", "run", *words)
+    answer = evaluate(shell, "--out", "run", *words)
     assert answer.code == 2 and told in answer.err, answer
     assert not (shell.folder / "run").exists()

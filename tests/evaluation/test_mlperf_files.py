@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from evaluation.inception import WEIGHTS
 from evaluation.mlperf_files import CAPTIONS, CLIP, LATENT, MODEL_FILE, MODEL_FOLDER, STATISTICS
 from pipeline.checkpoints import sdxl, tiny
 from tests.cli.shell import Shell
+from tests.evaluation.conftest import read_json
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "emoji-xl"
 EVERY = (CAPTIONS, LATENT, STATISTICS, WEIGHTS, CLIP)
@@ -105,11 +105,11 @@ def test_a_dry_run_goes_from_nothing_to_the_end_and_gives_no_verdict(shell: Shel
     assert said.code == 0, said
     assert "verdict      none (stand-ins for captions_source.tsv, latents.npy, val2014.npz" in said.out
     assert "LoadGen      Offline" in said.out and "(shortened)" in said.out
-    found = json.loads((shell.folder / "dry" / "verdict.json").read_text("utf-8"))
+    found = read_json(shell.folder / "dry" / "verdict.json")
     assert [one["within"] for one in found["scores"]] == [None, None]
     assert all(one["value"] is not None for one in found["scores"]) and found["loadgen"]["scenario"] == "Offline"
     accuracy = shell.folder / "dry" / "accuracy"
-    scores = json.loads((accuracy / "scores.json").read_text("utf-8"))
+    scores = read_json(accuracy / "scores.json")
     held = scores["against"][STATISTICS]
     assert (scores["lens"], *scores["scores"], held["kind"], *held["scores"]) == (
         "mlperf", "clip-score", "statistics", "fid",
@@ -120,7 +120,7 @@ def test_a_dry_run_goes_from_nothing_to_the_end_and_gives_no_verdict(shell: Shel
     assert any("fewer than the 2048 features" in note for note in scores["notes"])
     before = (accuracy / "scores.json").stat().st_mtime_ns
     again = shell(*words)
-    assert again.code == 0 and json.loads((shell.folder / "dry" / "verdict.json").read_text("utf-8")) == found
+    assert again.code == 0 and read_json(shell.folder / "dry" / "verdict.json") == found
     assert (accuracy / "scores.json").stat().st_mtime_ns == before, "what is done stays"
     assert "--limit: is of a dry run" in shell("evaluate", "mlperf", "--out", "x", "--limit", "3").err
 

@@ -22,6 +22,7 @@ from evaluation.image_reward import ImageReward
 from evaluation.inception import WeightsError
 from evaluation.pixels import PictureError
 from tests.evaluation import reward_stand_ins
+from tests.evaluation.conftest import read_json
 
 PUBLISHED: dict[str, list[float]] = json.loads(
     Path(__file__).with_name("published_rewards.json").read_text("utf-8")
@@ -126,7 +127,7 @@ def _written(name: str, text: str) -> Damage:
 def _config(**values: Any) -> Damage:
     def change(folder: Path) -> None:
         path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
+        path.write_text(json.dumps(read_json(path) | values), "utf-8")
 
     return change
 

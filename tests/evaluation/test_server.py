@@ -16,7 +16,7 @@ from evaluation.run import EvaluationRun
 from evaluation.sources import RemoteService, SourceError
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
-from tests.evaluation.conftest import CLIP, QUICK, table
+from tests.evaluation.conftest import CLIP, QUICK, read_json, table
 from tests.http_server import Handler, LocalServer
 
 WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
@@ -48,14 +48,14 @@ def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -
     finally:
         served.close()
     told, written = (
-        {entry["qsl_idx"]: entry for entry in json.loads((shell.folder / one / "mlperf_log_accuracy.json").read_text())}
+        {entry["qsl_idx"]: entry for entry in read_json(shell.folder / one / "mlperf_log_accuracy.json")}
         for one in ("told", "written")
     )
     assert {k: v["token_count"] for k, v in told.items()} == {k: v["token_count"] for k, v in written.items()}
     assert all(bytes.fromhex(entry["data"]).decode() for entry in told.values())
     remote, local = EvaluationRun.read(shell.folder / "remote"), EvaluationRun.read(shell.folder / "here")
     assert remote.drawn_by["weights"] == local.drawn_by["weights"]
-    scores = json.loads((shell.folder / "here" / "scores.json").read_text("utf-8"))["against"]["remote"]["scores"]
+    scores = read_json(shell.folder / "here" / "scores.json")["against"]["remote"]["scores"]
     assert scores["psnr"]["value"] > 60 and scores["emoji-clip-fid"]["value"] == pytest.approx(0, abs=1e-3)
 
 

@@ -60,47 +60,39 @@ _SGM_ENDS: dict[str, At] = {
     "lora_unet_label_emb_0_2": ("unet", "add_embedding.linear_2"),
     "lora_unet_out_2": ("unet", "conv_out"),
 }
+_MIDDLE = f"mid_block.attentions.0.{_T}.9.attn2"
+_Q, _Q_TEXT, _OUT_TEXT = (
+    f"down_blocks.1.attentions.0.{_T}.0.attn1", "text_model.encoder.layers.0.self_attn",
+    "text_model.encoder.layers.1.self_attn",
+)  # fmt: skip
+
+
+def _underscored(prefix: str, part: str, *names: str) -> dict[str, At]:
+    return {prefix + name.replace(".", "_"): (part, name) for name in names}
+
+
 _KOHYA_TEXT: dict[str, At] = {
-    "lora_te1_text_model_encoder_layers_0_self_attn_q_proj": (
-        "text_encoder", "text_model.encoder.layers.0.self_attn.q_proj"),
-    "lora_te1_text_model_encoder_layers_1_mlp_fc1": ("text_encoder", "text_model.encoder.layers.1.mlp.fc1"),
-    "lora_te2_text_model_encoder_layers_1_self_attn_out_proj": (
-        "text_encoder_2", "text_model.encoder.layers.1.self_attn.out_proj"),
-}  # fmt: skip
+    **_underscored("lora_te1_", "text_encoder", f"{_Q_TEXT}.q_proj", "text_model.encoder.layers.1.mlp.fc1"),
+    **_underscored("lora_te2_", "text_encoder_2", f"{_OUT_TEXT}.out_proj"),
+}
 _PATHS: dict[str, At] = {  # of diffusers' own names
-    f"down_blocks.1.attentions.0.{_T}.0.attn1.to_q": ("unet", f"down_blocks.1.attentions.0.{_T}.0.attn1.to_q"),
-    f"mid_block.attentions.0.{_T}.9.attn2.to_v": ("unet", f"mid_block.attentions.0.{_T}.9.attn2.to_v"),
-    f"up_blocks.1.attentions.2.{_T}.1.ff.net.0.proj": ("unet", f"up_blocks.1.attentions.2.{_T}.1.ff.net.0.proj"),
+    name: ("unet", name) for name in (f"{_Q}.to_q", f"{_MIDDLE}.to_v", f"up_blocks.1.attentions.2.{_T}.1.ff.net.0.proj")
 }
 _ATTENTION: dict[str, At] = {
-    f"down_blocks.1.attentions.0.{_T}.0.attn1.processor.to_q": (
-        "unet",
-        f"down_blocks.1.attentions.0.{_T}.0.attn1.to_q",
-    ),
-    f"mid_block.attentions.0.{_T}.9.attn2.processor.to_out": ("unet", f"mid_block.attentions.0.{_T}.9.attn2.to_out.0"),
-}
+    f"{_Q}.processor.to_q": ("unet", f"{_Q}.to_q"), f"{_MIDDLE}.processor.to_out": ("unet", f"{_MIDDLE}.to_out.0"),
+}  # fmt: skip
 _DIFFUSERS_TEXT: dict[str, At] = {
-    "text_encoder.text_model.encoder.layers.0.self_attn.q_proj": (
-        "text_encoder", "text_model.encoder.layers.0.self_attn.q_proj"),
-    "text_encoder_2.text_model.encoder.layers.1.self_attn.out_proj": (
-        "text_encoder_2", "text_model.encoder.layers.1.self_attn.out_proj"),
-}  # fmt: skip
-_OLDEST_TEXT: dict[str, At] = {
-    "text_encoder.text_model.encoder.layers.0.self_attn.to_q": (
-        "text_encoder", "text_model.encoder.layers.0.self_attn.q_proj"),
-    "text_encoder_2.text_model.encoder.layers.1.self_attn.to_out": (
-        "text_encoder_2", "text_model.encoder.layers.1.self_attn.out_proj"),
-}  # fmt: skip
-_UNDERSCORED: dict[str, At] = {
-    **{f"lora_unet_{name.replace('.', '_')}": at for name, at in _PATHS.items()},
-    "lora_unet_down_blocks_0_resnets_0_conv1": ("unet", "down_blocks.0.resnets.0.conv1"),
-    "lora_unet_up_blocks_0_upsamplers_0_conv": ("unet", "up_blocks.0.upsamplers.0.conv"),
-    "lora_unet_mid_block_resnets_1_time_emb_proj": ("unet", "mid_block.resnets.1.time_emb_proj"),
-    "lora_unet_time_embedding_linear_1": ("unet", "time_embedding.linear_1"),
-    "lora_unet_add_embedding_linear_2": ("unet", "add_embedding.linear_2"),
-    "lora_unet_conv_in": ("unet", "conv_in"),
-    "lora_unet_conv_out": ("unet", "conv_out"),
+    f"text_encoder.{_Q_TEXT}.q_proj": ("text_encoder", f"{_Q_TEXT}.q_proj"),
+    f"text_encoder_2.{_OUT_TEXT}.out_proj": ("text_encoder_2", f"{_OUT_TEXT}.out_proj"),
 }
+_OLDEST_TEXT: dict[str, At] = {
+    f"text_encoder.{_Q_TEXT}.to_q": ("text_encoder", f"{_Q_TEXT}.q_proj"),
+    f"text_encoder_2.{_OUT_TEXT}.to_out": ("text_encoder_2", f"{_OUT_TEXT}.out_proj"),
+}
+_UNDERSCORED = _underscored(
+    "lora_unet_", "unet", *_PATHS, "down_blocks.0.resnets.0.conv1", "up_blocks.0.upsamplers.0.conv",
+    "mid_block.resnets.1.time_emb_proj", "time_embedding.linear_1", "add_embedding.linear_2", "conv_in", "conv_out",
+)  # fmt: skip
 _PROJECTION: dict[str, At] = {"lora_te2_text_projection": ("text_encoder_2", "text_projection")}
 _COMFY: dict[str, At] = {
     f"diffusion_model.input_blocks.4.1.{_T}.0.attn1.to_k": ("unet", f"down_blocks.1.attentions.0.{_T}.0.attn1.to_k"),

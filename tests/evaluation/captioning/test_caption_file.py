@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from evaluation import captions
 from evaluation.captioning import caption_file
 from evaluation.captioning.caption_file import CaptionFile, CaptionFileError, CaptionRow
+from tests.evaluation.conftest import read_json
 
 SETTINGS = {"seed": 0, "temperature": 0.7}
 BY = {"model": "m", "weights": "w"}
@@ -41,7 +41,7 @@ def test_what_was_written_is_read_by_evaluate(tmp_path: Path) -> None:
     out = tmp_path / "new" / "c.tsv"
     assert finished(out).decode() == f"id\tcaption\tseed\n00000\ta fox\t11\n00002\tdrei Füchse\t{2**63 - 1}\n"
     assert [(one.id, one.text) for one in captions.read(out)] == [("00000", "a fox"), ("00002", "drei Füchse")]
-    told = json.loads((tmp_path / "new" / "c.tsv.json").read_text("utf-8"))
+    told = read_json(tmp_path / "new" / "c.tsv.json")
     assert (told["captions"], told["missing"], told["written_by"]) == (2, [1], BY)
     assert told["settings"] == SETTINGS | {"count": 3} and told["again"] == {"duplicate": 3, "too long": 1}
     assert sorted(path.name for path in out.parent.iterdir()) == ["c.tsv", "c.tsv.json"]

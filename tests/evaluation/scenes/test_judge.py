@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from evaluation import captions, judges, pixels
 from evaluation.run import EvaluationRun, RunWriter
 from evaluation.scenes.judge import SceneJudge
 from tests.cli.shell import Shell
+from tests.evaluation.conftest import read_json
 from training import scene_prompts
 from training.run import TrainingRun
 from training.scenes import is_held_out
@@ -65,7 +65,7 @@ def test_true_images_are_right_and_those_of_other_captions_are_not(
     done = shell(*words, "--again", "again", "--real", str(real))
     assert done.code == 0, done
     assert "colour held out" in done.out and "100.0 (" in done.out
-    right, wrong = (json.loads((shell.folder / name / "scenes.json").read_text()) for name in ("true", "wrong"))
+    right, wrong = (read_json(shell.folder / name / "scenes.json") for name in ("true", "wrong"))
     assert set(right) == {"name", "precision", "steps", "guidance_scale", "pictures", "prompts", *KINDS}
     for kind in KINDS:
         figures: dict[str, Any] = right[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
-from pipeline.checkpoints.load import load
+from pipeline.checkpoints.load import ImageModel, load
 from tests.pipeline import worlds
 from tests.pipeline.damage import Damage, edit
 from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, solo, tiny_model, together
@@ -98,14 +98,14 @@ def wish(seed: int = 1, **fields: Any) -> ImageParameters:
 
 
 @pytest.fixture(params=["torch", "kernels", "graphs"])
-def options(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> dict[str, Any]:
-    return {"max_rows": 16, **options_of(request.param, kernels)}
+def runner_of(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> Callable[[ImageModel], Watching]:
+    return lambda model: Watching(model, max_rows=16, **options_of(request.param, kernels))
 
 
 @pytest.fixture
-def runner(options: dict[str, Any]) -> Watching:
+def runner(runner_of: Callable[[ImageModel], Watching]) -> Watching:
     worlds.MORE["heads-of-16"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
-    return Watching(tiny_model("heads-of-16"), **options)
+    return runner_of(tiny_model("heads-of-16"))
 
 
 def finished_latents(runner: Watching, wanted: ImageParameters) -> torch.Tensor:
@@ -134,8 +134,10 @@ def test_a_picture_is_what_diffusers_decodes(runner: Watching) -> None:
     assert picture.parameters.to_dict()["vae"] == "tiny"
 
 
-def test_the_vaes_own_pictures_and_fingerprints_stay(runner: Watching, options: dict[str, Any]) -> None:
-    without = Watching(replace(runner.model, tiny_vae=None), **options)
+def test_the_vaes_own_pictures_and_fingerprints_stay(
+    runner: Watching, runner_of: Callable[[ImageModel], Watching]
+) -> None:
+    without = runner_of(replace(runner.model, tiny_vae=None))
     for wanted in (wish(vae="full"), wish(2, vae="full", deterministic=True, deepcache=AUTO)):
         assert solo(runner, wanted).png() == solo(without, wanted).png()
     with pytest.raises(Invalid, match=r"^vae: this model has no tiny decoder; it has full$"):
