@@ -21,10 +21,7 @@ from contract.plan import DEPTHS, DeepCache
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import BatchGroup, ExecutionPlan
 from pipeline.backends.graphs import GraphBackend
-from pipeline.backends.phases import TEXT
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.families.sdxl.conditioning import embed
-from pipeline.families.sdxl.parts import tokenizers
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.backends.test_programs import SHAPES, mixture
@@ -309,21 +306,6 @@ def test_another_size_is_recorded_where_that_pays_and_pushes_nothing_out(
     forwards(backend, other, 2)
     assert backend.plan(other, 2).compiled == recorded
     assert [backend.plan(group, rows).compiled for rows in (2, 6, 8)] == [True] * 3
-
-
-@torch.inference_mode()
-def test_prompts_are_encoded_at_the_next_width_in_their_order(prepared: Callable[..., Watching]) -> None:
-    runner = prepared()
-    prompts = ["a red hat", "an old cat", "two boats on a lake"]  # of four rows the fourth is padding
-    ids = [
-        tokenizer(prompts, padding="max_length", max_length=tokenizer.model_max_length, return_tensors="pt").input_ids
-        for tokenizer in tokenizers(runner.model)
-    ]
-    expected = embed(runner.model, ids)
-    for own, wanted in zip(runner.backend.phases[TEXT](ids), expected, strict=True):
-        assert own.shape == wanted.shape
-        assert torch.allclose(own.float(), wanted.float(), atol=0.05 if CUDA else 1e-5)
-        assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
 
 
 def test_a_graph_that_cannot_be_recorded_costs_no_picture(

@@ -27,7 +27,6 @@ def header(*keys: str, **shapes: tuple[int, ...]) -> Header:
     ("key", "told"),
     [
         ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.lora_down.weight", "LoRA"),
-
         ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.lora_A.weight", "LoRA"),
         ("base_model.model.down_blocks.1.attentions.0.proj_in.lora_B.weight", "LoRA"),
         ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.processor.to_k_lora.down.weight", "LoRA"),
@@ -35,7 +34,6 @@ def header(*keys: str, **shapes: tuple[int, ...]) -> Header:
         ("lycoris_unet_down_blocks_1_attentions_0_proj_in.hada_w1_a", "LoRA"),
         ("oft_unet_down_blocks_1_attentions_0_proj_in.oft_blocks", "LoRA"),
         ("lora_unet_mid_block_attentions_0_proj_in.lokr_w1", "LoRA"),
-
         ("ip_adapter.1.to_k_ip.weight", "IP-Adapter"),
         ("image_proj.latents", "IP-Adapter"),
         ("control_model.input_hint_block.0.weight", "ControlNet"),

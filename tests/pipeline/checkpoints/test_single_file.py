@@ -249,12 +249,10 @@ def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
             torch.frombuffer(bytearray(b'{"format": "nvfp4"}'), dtype=torch.uint8), "of the format nvfp4",
         ),
         ("model.diffusion_model.time_embed.0.weight", torch.zeros(32, 8, dtype=torch.int8), "int8 without a scale"),
-
         ("model.diffusion_model.label_emb.0.0.lora_magnitude", torch.zeros(2), "no use for: .*lora_magnitude"),
         ("conditioner.embedders.1.model.transformer.resblocks.0.gate", torch.zeros(2), "no use for.*gate"),
         ("first_stage_model.decoder.extra.weight", torch.zeros(2), "no use for.*extra"),
         ("conditioner.embedders.2.model.weight", torch.zeros(2), r"no use for: conditioner\.embedders\.2"),
-
     ],
 )  # fmt: skip
 def test_no_key_is_dropped_without_a_word(
