@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +77,6 @@ def test_the_page_needs_nothing_else(compared: tuple[dict[str, Any], str]) -> No
     for change in found["runs"][1]["changes"].values():
         assert f"{change['value']:+.4g}" in page
         assert all(f"{one['base']:.4g} → {one['run']:.4g} ({one['value']:+.4g})" in page for one in change["worst"])
-    for name in ("base", "three", "seeds"):
-        assert name in page
-    HTMLParser().feed(page)
     names = re.search(r"const names = (\[.*?\]), rows = (\[.*?\]);\n", page)
     assert names is not None and json.loads(names[1]) == ["base", "three", "seeds"]
     assert [set(row) for row in json.loads(names[2])] == [{"caption", "images"}] * 4
@@ -112,8 +108,8 @@ def test_a_gate_holds_is_open_or_fails(
 
 
 def test_gates_are_wider_for_deepcache_and_as_asked() -> None:
-    assert compare.Gates().of({"deepcache": "off"}) == compare.Gates().of({}) == (2.0, 0.2)
-    assert compare.Gates().of({"deepcache": "2"}) == (4.0, 0.5)
+    usual = compare.Gates()
+    assert usual.of({"deepcache": "off"}) == usual.of({}) == (2.0, 0.2) and usual.of({"deepcache": "2"}) == (4.0, 0.5)
     assert compare.Gates(1.0, 0.0).of({"deepcache": "2"}) == (1.0, 0.0)
 
 

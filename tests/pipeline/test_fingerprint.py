@@ -36,9 +36,7 @@ FIELDS = {
 WISH = ImageParameters("a red hat", 3, 32, 32, steps=3, deterministic=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE["fingerprint"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
+worlds.MORE["fingerprint"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
 
 @pytest.fixture

@@ -28,9 +28,7 @@ SHAPE = "deep"
 SIZES = [(72, 56), (40, 64), (56, 72), (88, 40), (24, 16)]  # in latents 9×7, 5×8, 7×9, 11×5, 3×2: none halves twice
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE.update(SHAPES)
+worlds.MORE.update(SHAPES)
 
 
 def mixture(**fields: Any) -> list[ImageParameters]:

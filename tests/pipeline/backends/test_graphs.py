@@ -23,17 +23,17 @@ from pipeline.backends.backend import BatchGroup, ExecutionPlan
 from pipeline.backends.graphs import GraphBackend
 from pipeline.checkpoints.load import ImageModel, load
 from tests.core.tape import Tape
-from tests.pipeline import worlds
 from tests.pipeline.backends.test_programs import SHAPES, mixture
 from tests.pipeline.long_prompts import words
 from tests.pipeline.worlds import Watching, apart, levels, model, solo, stock_picture, together
 from tests.unet_opt.shapes import unet
 
 CUDA = torch.cuda.is_available()
+SIZE = (32, 32)  # the native one of the shape with wide heads
+HAT = ImageParameters("a red hat", 1, *SIZE, steps=3, guidance_scale=2.0)
 
 
 def served(shape: str) -> ImageModel:
-    worlds.MORE.update(SHAPES)
     model(shape)  # which names it
     return load(f"random:test-{shape}", precision="bf16", device="cuda") if CUDA else model(shape)
 
@@ -159,8 +159,7 @@ def test_padding_repeats_a_row_and_changes_no_picture(
         return way._replace(function=function)
 
     monkeypatch.setattr(runner.backend, "plan", watched)
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
+    one = replace(HAT, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
     wanted = [replace(one, seed=seed, prompt=f"{seed} red hats") for seed in range(3)]
     pictures = together(runner, wanted, lambda: 0)
     padded = {"deep": 6, "shallow": 6, "vae": 4}
@@ -176,41 +175,35 @@ def test_padding_repeats_a_row_and_changes_no_picture(
 
 def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
     runner = runner_of("wide-heads", recorded=False)
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
-    solo(runner, one)
+    solo(runner, HAT)
     assert runner.recording.wait(600)
-    group = BatchGroup("deep", (side, side))
+    group = BatchGroup("deep", SIZE)
     assert runner.backend.plan(group, 2).compiled and not runner.backend.plan(group, 16).compiled
     assert runner.backend.graphs.counts == (3, 3), (
         "the encoders for two prompts, deep steps of two rows, one picture's VAE"
     )
-    assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "it was timed"
+    assert runner.backend.costs.measured()["deep", SIZE, True].keys() == {2}, "it was timed"
 
 
 def test_longer_texts_have_graphs_of_their_own(prepared: Callable[..., Watching]) -> None:
     runner = runner_of("wide-heads", recorded=False)
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
-    long, longer = replace(one, prompt=words(100)), replace(one, prompt=words(160))
+    long, longer = replace(HAT, prompt=words(100)), replace(HAT, prompt=words(160))
     before = levels(solo(runner, long))
     assert runner.recording.wait(600)
-    plan, group = runner.backend.plan, BatchGroup("deep", (side, side))
+    plan, group = runner.backend.plan, BatchGroup("deep", SIZE)
     assert plan(group._replace(chunks=2), 2).compiled and not plan(group._replace(chunks=3), 2).compiled
     assert not plan(group, 2).compiled
     assert apart(solo(runner, long), before) <= 1, "replayed as launched one by one"
-    for wanted in (one, longer):
+    for wanted in (HAT, longer):
         assert apart(solo(runner, wanted), solo(prepared(), wanted)) <= 1
-    assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "lengths share a curve"
+    assert runner.backend.costs.measured()["deep", SIZE, True].keys() == {2}, "lengths share a curve"
 
 
 def test_nobody_s_sizes_or_long_texts_push_others_graphs_out() -> None:
     runner = runner_of("wide-heads", recorded=False)
-    side, backend = runner.model.native, runner.backend
-    assert isinstance(backend, GraphBackend)
-    listed, other = (side, side), (side + 8, side)
+    backend, other = runner.backend, (40, 32)
     assert other not in runner.sizes
-    for size, chunks, rows, wanted in ((other, 1, 2, 0), (listed, 2, 16, 0), (listed, 2, 2, 1), (listed, 1, 16, 2)):
+    for size, chunks, rows, wanted in ((other, 1, 2, 0), (SIZE, 2, 16, 0), (SIZE, 2, 2, 1), (SIZE, 1, 16, 2)):
         backend.plan(BatchGroup("deep", size, chunks=chunks), rows, live=True)
         assert backend.graphs.counts[1] == wanted, (size, chunks, rows)
 
@@ -220,7 +213,7 @@ def unrecorded() -> tuple[Watching, GraphBackend, BatchGroup]:
     runner = runner_of("wide-heads", recorded=False)
     runner.recording.close()
     assert isinstance(runner.backend, GraphBackend)
-    return runner, runner.backend, BatchGroup("deep", (runner.model.native, runner.model.native))
+    return runner, runner.backend, BatchGroup("deep", SIZE)
 
 
 def observe(backend: GraphBackend, group: BatchGroup, rows: int, recorded: bool, *seconds: float) -> None:
@@ -268,7 +261,6 @@ def cost(backend: GraphBackend, group: BatchGroup, rows: int, *, graph_s: float,
 
 def test_a_width_that_traffic_pays_for_is_recorded_and_draws_the_same() -> None:
     runner, backend, group = unrecorded()
-    side = runner.model.native
     forwards(backend, group, 3)
     forwards(backend, group, 2)
     assert backend.plan(group, 3).rows == 6, "the next usual width"
@@ -281,7 +273,7 @@ def test_a_width_that_traffic_pays_for_is_recorded_and_draws_the_same() -> None:
         (True, 2), (True, 3), (True, 6), (True, 6), (False, 8),
     ]  # fmt: skip
     assert backend.plan(group._replace(mode="graphs"), 2).rows == 8, "deterministic requests have the one width"
-    parameters = [ImageParameters("a red hat", seed, side, side, steps=2, guidance_scale=1.0) for seed in range(9)]
+    parameters = [replace(HAT, seed=seed, steps=2, guidance_scale=1.0) for seed in range(9)]
     pictures = together(runner, parameters)
     assert ("deep", 3) in {(phase, len(ride)) for phase, ride in runner.rides}, "it was drawn at that width"
     reference = Watching(model("wide-heads"), max_rows=16)
@@ -294,7 +286,7 @@ def test_another_size_is_recorded_where_that_pays_and_pushes_nothing_out(
     saved_s: float, room: int, recorded: bool
 ) -> None:
     runner, backend, group = unrecorded()
-    other = group._replace(size=(runner.model.native - 8, runner.model.native))
+    other = group._replace(size=(24, 32))
     assert other.size not in runner.sizes
     for rows in (2, 6, 8):
         forwards(backend, group, rows)
@@ -322,8 +314,7 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(
         record(phase, *rest, **options)
 
     recordings._graphs.record = failing  # type: ignore[method-assign]
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0, deterministic=True)
+    one = replace(HAT, deterministic=True)
     first = solo(runner, one)
     assert runner.recording.wait(600)
     assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
@@ -335,8 +326,7 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(
 def test_what_preparing_leaves_is_recorded_and_measured_beside_traffic() -> None:
     runner = runner_of("wide-heads", recorded=False, buckets=(2, 6, 8))
     runner.prepare(measure_s=0.0)
-    side = runner.model.native
-    solo(runner, ImageParameters("a red hat", 1, side, side, steps=3))
+    solo(runner, HAT)
     assert runner.recording.wait(600) and not runner.backend.graphs.pending
     measured = {(key[0], rows) for key, curve in runner.backend.costs.measured().items() if key[2] for rows in curve}
     steps = set(itertools.product(("deep", "shallow", "shallow-resnet"), (2, 6, 8, 16)))
@@ -347,9 +337,8 @@ def test_what_preparing_leaves_is_recorded_and_measured_beside_traffic() -> None
 def test_what_is_wider_than_any_forward_costs_more(prepared: Callable[..., Watching]) -> None:
     """As the scheduler asks of all that waits."""
     runner = prepared()
-    side = runner.model.native
     for phase, widest in (("deep", 16), ("vae", 4)):
-        group = BatchGroup(phase, (side, side))
+        group = BatchGroup(phase, SIZE)
         assert runner.cost(group, 10 * widest) >= runner.cost(group, widest)
 
 

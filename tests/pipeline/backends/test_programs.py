@@ -25,9 +25,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE.update(SHAPES)
+worlds.MORE.update(SHAPES)
 
 
 def mixture(shape: str) -> list[ImageParameters]:

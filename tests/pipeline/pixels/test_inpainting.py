@@ -51,9 +51,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE.update(SHAPES)
+worlds.MORE.update(SHAPES)
 
 
 def mixture(shape: str) -> list[ImageParameters]:

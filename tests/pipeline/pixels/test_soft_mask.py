@@ -29,10 +29,8 @@ SHAPE, INPAINTS = "soft", "soft-inpaint"
 SIDE = 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2))
-    worlds.MORE[INPAINTS] = tiny.SDXLShape(heads=(1, 2), input_channels=9)
+worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2))
+worlds.MORE[INPAINTS] = tiny.SDXLShape(heads=(1, 2), input_channels=9)
 
 
 def ramp() -> np.ndarray:

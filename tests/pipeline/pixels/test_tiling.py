@@ -40,9 +40,7 @@ SHAPE = "tiles"
 LATENTS = [(4, 7), (5, 5), (7, 10), (10, 4), (11, 9)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2), vae_attention=True)
+worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2), vae_attention=True)
 
 
 def tiled(model: ImageModel, above: int = 0) -> ImageModel:
