@@ -66,7 +66,6 @@ def test_a_changed_file_is_not_valid(marks: Provenance) -> None:
     assert report(bytes(data))["validation_state"] == "Invalid"
 
 
-
 def test_processes_that_begin_together_share_one_key(tmp_path: Path) -> None:
     path = tmp_path / "data" / "provenance.pem"
     with ThreadPoolExecutor(4) as threads:

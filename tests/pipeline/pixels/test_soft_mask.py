@@ -135,9 +135,3 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
     ):
         with pytest.raises(Invalid, match=f"^soft_mask: {why}"):
             fields.complete(offer, (32, 32), masked=masked)
-
-
-def test_a_file_says_that_its_mask_was_soft() -> None:
-    one = wanted()
-    assert one.edit is not None and one.to_dict()["edit"]["soft_mask"] is True
-    assert "soft_mask" not in replace(one, edit=replace(one.edit, soft_mask=False)).to_dict()["edit"]

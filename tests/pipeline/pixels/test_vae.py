@@ -62,7 +62,6 @@ def test_a_preview_of_a_linear_decoder_is_exact() -> None:
     assert np.abs(preview.astype(int) - vae.decode(linear, latents)[0, ::8, ::8].numpy().astype(int)).max() <= 2
 
 
-
 @pytest.mark.parametrize(
     ("size", "most", "wanted"), [((6, 4), 8, (6, 4)), ((8, 8), 8, (8, 8)), ((32, 16), 8, (8, 4)), ((5, 40), 8, (1, 8))]
 )
