@@ -241,13 +241,7 @@ def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
     ("key", "value", "told"),
     [
         ("model.diffusion_model.time_embed.7.scale_weight", torch.ones(()), r"time_embed\.7\.weight, which is not"),
-        ("model.diffusion_model.label_emb.0.0.scale_weight", torch.ones(()), "scale of a weight in torch.float32"),
-        ("model.diffusion_model.label_emb.0.0.weight_scale_inv", torch.ones(2, 2), "a scale of blocks"),
         ("model.diffusion_model.label_emb.0.0.comfy_quant", torch.zeros(3, dtype=torch.uint8), "names no format"),
-        (
-            "model.diffusion_model.label_emb.0.0.comfy_quant",
-            torch.frombuffer(bytearray(b'{"format": "nvfp4"}'), dtype=torch.uint8), "of the format nvfp4",
-        ),
         ("model.diffusion_model.time_embed.0.weight", torch.zeros(32, 8, dtype=torch.int8), "int8 without a scale"),
         ("model.diffusion_model.label_emb.0.0.lora_magnitude", torch.zeros(2), "no use for: .*lora_magnitude"),
         ("conditioner.embedders.1.model.transformer.resblocks.0.gate", torch.zeros(2), "no use for.*gate"),
