@@ -23,8 +23,7 @@ def test_the_interval_of_a_mean_covers_it_nineteen_times_in_twenty() -> None:
     covered = 0
     for trial in range(300):
         interval = bootstrap.mean(
-            torch.randn(100, generator=generator, dtype=torch.float64) + 3,
-            bootstrap.resamples(100, seed=trial),
+            torch.randn(100, generator=generator, dtype=torch.float64) + 3, bootstrap.resamples(100, seed=trial)
         ).interval
         covered += interval.low <= 3 <= interval.high
     assert 0.90 <= covered / 300 <= 0.99

@@ -19,7 +19,7 @@ from pipeline import content
 from pipeline.checkpoints.folder import ModelError
 from pipeline.content import ContentNetwork, Verdict, blurred
 from tests.pipeline import checkers
-from tests.pipeline.damage import Damage, edit
+from tests.pipeline.damage import Damage, edit, remove
 
 CPU = torch.device("cpu")
 COUNT = 240
@@ -116,10 +116,6 @@ def test_labels_are_inferred_by_their_words_and_overridden_by_the_setting(tmp_pa
         assert content.load(folder, CPU, {labels[0]: 0.25}).labels == labels[:1]
 
 
-def removed(name: str) -> Damage:
-    return lambda folder: (folder / name).unlink()
-
-
 def as_pickle(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -136,8 +132,8 @@ def as_no_numbers(folder: Path) -> None:
         (shutil.rmtree, {}, "no such folder"),
         (as_pickle, {}, "pickles can run code and are not read"),
         (as_no_numbers, {}, "cannot check a picture .its scores are not finite"),
-        (removed("config.json"), {}, "config.json is missing"),
-        (removed("preprocessor_config.json"), {}, "preprocessor_config"),
+        (remove("config.json"), {}, "config.json is missing"),
+        (remove("preprocessor_config.json"), {}, "preprocessor_config"),
         (edit("config.json", auto_map={"AutoConfig": "x.Y"}), {}, "code of its own"),
         (edit("config.json", problem_type="regression"), {}, "regression"),
         (edit("config.json", num_hidden_layers=3), {}, "missing keys"),

@@ -77,7 +77,7 @@ def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDL
             for _ in range(chance.randint(0, 2)):
                 crank.turn()
         pictures = crank.pictures()
-        shared += any(len({name for name, _ in ride}) > 1 for phase, ride in runner.rides if phase == "deep")
+        shared += any(len(ride) > 1 for ride in runner.companions)
         for index, one in enumerate(mix):
             exact = backend == "kernels" or one.deterministic
             assert apart(pictures[str(index)], alone(one)) <= (not exact), one

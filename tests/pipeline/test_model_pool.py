@@ -171,9 +171,7 @@ def test_idle_models_leave_and_the_first_stays(stages: Callable[..., Stage]) -> 
     assert stage.submit("third", 3).result(60).png() == alone("third", 3)
 
 
-def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(
-    stages: Callable[..., Stage],
-) -> None:
+def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(stages: Callable[..., Stage]) -> None:
     broken = threading.Event()
 
     def before(name: str) -> None:

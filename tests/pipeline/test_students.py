@@ -89,8 +89,7 @@ def test_students_and_full_models_requests_share_forwards_and_stay_as_alone(fold
     wanted = [usual(model), usual(model, **full, scheduler="euler"), usual(model, steps=1), usual(model, **full)]
     wanted = [replace(one, seed=seed) for seed, one in enumerate(wanted)]
     pictures = together(runner, wanted, lambda: 0)
-    rides = [{name for name, _ in riders} for phase, riders in runner.rides if phase == "deep"]
-    assert {"0", "1", "2", "3"} in rides and {"1", "3"} in rides
+    assert {"0", "1", "2", "3"} in runner.companions and {"1", "3"} in runner.companions
     assert all(apart(picture, solo(runner, one)) <= 1 for picture, one in zip(pictures, wanted, strict=True))
     told = [picture.warnings for picture in pictures]
     assert told[0] == told[2] == () and [len(told[1]), len(told[3])] == [1, 1]

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from contract.image import ImageParameters
@@ -229,12 +227,7 @@ class Watching(ImageRunner):
             extensions.append(ImagePromptExtension(model, backend, prompts))
         second = None if refiner is None else backend_of(refiner, **{**options, "release": ()})
         super().__init__(
-            backend,
-            extensions,
-            refiner=second,
-            lane=lane,
-            max_requests=max_requests,
-            memory_bytes=memory_bytes,
+            backend, extensions, refiner=second, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes
         )
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 
@@ -251,25 +244,14 @@ class Watching(ImageRunner):
         return super().launch(requests)
 
     @property
+    def companions(self) -> list[set[str]]:
+        """The names of those that shared each UNet forward."""
+        return [{name for name, _ in ride} for phase, ride in self.rides if phase == "deep"]
+
+    @property
     def shared_steps(self) -> set[frozenset[int]]:
         """The sets of different steps that shared one UNet forward."""
         return {frozenset(step for _, step in ride) for phase, ride in self.rides if phase == "deep"}
-
-
-class HeldReads:
-    """Makes a module's `read` wait: `begun` tells of the first, `go_on` lets all go on. `threads`: which ones read."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.threads: list[str] = []
-        self._real = module.read
-        monkeypatch.setattr(module, "read", self._read)
-
-    def _read(self, *given: Any) -> Any:
-        self.threads.append(threading.current_thread().name)
-        self.begun.set()
-        assert self.go_on.wait(60)
-        return self._real(*given)
 
 
 class Crank:

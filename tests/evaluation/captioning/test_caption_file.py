@@ -166,8 +166,5 @@ def test_damage_is_named_by_file_and_line(line: int, text: str | None, said: str
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    with (
-        begun(tmp_path / "c.tsv", ROWS[:1]),
-        pytest.raises(CaptionFileError, match="written by another process"),
-    ):
+    with begun(tmp_path / "c.tsv", ROWS[:1]), pytest.raises(CaptionFileError, match="written by another process"):
         CaptionFile(tmp_path / "c.tsv", SETTINGS, 3)

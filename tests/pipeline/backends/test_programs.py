@@ -57,8 +57,7 @@ def test_pictures_and_edits_equal_diffusers_and_do_not_depend_on_the_batch(shape
     model(shape)  # which names it
     runner = runner_of(load(f"random:test-{shape}"), kernels, frugal=True, max_rows=64)
     pictures = together(runner, [*edits, *mixture(shape)])
-    riders = [{name for name, _ in ride} for phase, ride in runner.rides if phase == "deep"]
-    assert any({"3", "4"} < ride for ride in riders), "a deterministic one rode with nobody"
+    assert any({"3", "4"} < ride for ride in runner.companions), "a deterministic one rode with nobody"
     for one, picture in zip(edits, pictures[: len(edits)], strict=True):
         test_edit.check_parity(shape, one, picture)
         assert picture.png() == solo(runner, one).png()
@@ -88,7 +87,7 @@ def test_a_model_that_the_kernels_do_not_know_is_refused(kernels: ctypes.CDLL) -
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return in_int8(tmp_path_factory.mktemp("models"), SHAPES["wide-heads"], None)
 
 

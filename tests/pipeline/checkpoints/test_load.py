@@ -20,7 +20,7 @@ from pipeline.checkpoints.load import ImageModel, ModelError, load
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.families import sdxl
 from pipeline.families.sdxl.parts import text_encoders
-from tests.pipeline.damage import Damage, edit, rebuilt, replaced
+from tests.pipeline.damage import Damage, edit, rebuilt, remove, replaced, write
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -37,19 +37,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def remove(*names: str) -> Damage:
-    def damage(folder: Path) -> None:
-        for name in names:
-            path = folder / name
-            path.unlink() if path.is_file() else shutil.rmtree(path)
-
-    return damage
-
-
-def write(file: str, data: bytes) -> Damage:
-    return lambda folder: (folder / file).write_bytes(data)
 
 
 def cut(file: str, size: int) -> Damage:
