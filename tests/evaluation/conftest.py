@@ -23,7 +23,7 @@ CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
 CAPTIONS = (
     "pizza", "red heart", "cat face", "rocket", "tiger face", "rainbow", "ghost", "banana", "key", "fire", "owl",
 )  # fmt: skip
-QUICK = ["--model", tiny.TINY, "--steps", "2", "--threads", "1", "--lens", str(CLIP), "--resamples", "10"]
+QUICK = f"--model {tiny.TINY} --steps 2 --threads 1 --lens {CLIP} --resamples 10".split()
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def table(folder: Path, captions: tuple[str, ...] = CAPTIONS) -> Path:
     return path
 
 
-def evaluate(shell: Shell, *words: str, captions: tuple[str, ...] = CAPTIONS) -> Said:
+def evaluate(shell: Shell, words: str, captions: tuple[str, ...] = CAPTIONS) -> Said:
     """What `diptych evaluate` says of these captions, with `QUICK` and these words."""
-    return shell("evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, *words)
+    return shell("evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, *words.split())
 
 
 def read_json(path: Path) -> Any:
@@ -76,8 +76,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def emoji(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the embedded model, whose pictures show their captions."""
-    words = ["--steps", "6", "--guidance", "4", "--threads", "1", "--precision", "fp32", "--resamples", "10"]
-    return evaluated(tmp_path_factory.mktemp("emoji"), "xl", *words)
+    words = "--steps 6 --guidance 4 --threads 1 --precision fp32 --resamples 10"
+    return evaluated(tmp_path_factory.mktemp("emoji"), "xl", *words.split())
 
 
 def blocks(count: int, size: tuple[int, int]) -> list[Pixels]:

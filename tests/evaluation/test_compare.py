@@ -14,7 +14,7 @@ import torch
 from evaluation import compare
 from evaluation.bootstrap import Estimate
 from evaluation.scoring_networks import embedded
-from tests.cli.shell import Shell
+from tests.cli.shell import Said, Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, evaluate, read_json, table
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
@@ -29,9 +29,9 @@ def compared(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     real.mkdir()
     for path in sorted((runs["other seeds"] / "pictures").iterdir())[:9]:
         shutil.copy(path, real / path.name)
-    given = [str(runs[name]) for name in ("base", "three steps", "other seeds")]
-    words = ["evaluate", "compare", *given, "--real", str(real), "--out", str(out / "report"), "--lens", str(CLIP)]
-    assert cli.main([*words, "--resamples", "20", "--shown", "4"]) == 0
+    given = " ".join(str(runs[name]) for name in ("base", "three steps", "other seeds"))
+    words = f"evaluate compare {given} --real {real} --out {out / 'report'} --lens {CLIP} --resamples 20 --shown 4"
+    assert cli.main(words.split()) == 0
     found = read_json(out / "report" / "report.json")
     return found, (out / "report" / "report.html").read_text("utf-8")
 
@@ -114,8 +114,8 @@ def test_gates_are_wider_for_deepcache_and_as_asked() -> None:
 
 
 def test_captions_that_not_all_have_are_left_out(runs: dict[str, Path], shell: Shell) -> None:
-    assert evaluate(shell, "--limit", "4", "--out", "four").code == 0
-    said = shell("evaluate", "compare", str(runs["base"]), "four", "--out", "r", "--lens", str(CLIP))
+    assert evaluate(shell, "--limit 4 --out four").code == 0
+    said = shell(*f"evaluate compare {runs['base']} four --out r --lens {CLIP}".split())
     assert said.code == 0 and f"base: 4 of {len(CAPTIONS)} captions" in said.err
     found = read_json(shell.folder / "r" / "report.json")
     assert found["captions"] == 4 and found["real"] is None
@@ -125,23 +125,26 @@ def test_captions_that_not_all_have_are_left_out(runs: dict[str, Path], shell: S
 
 
 def test_what_cannot_be_compared_is_named(runs: dict[str, Path], shell: Shell) -> None:
-    base = str(runs["base"])
     for words, said in (
-        ([base, "nothing"], "nothing is no run"),
-        ([base, base], "two runs have the name 'base'"),
-        ([base, "--real", "nothing"], "nothing: is neither a run"),
+        ("nothing", "nothing is no run"),
+        (str(runs["base"]), "two runs have the name 'base'"),
+        ("--real nothing", "nothing: is neither a run"),
     ):
-        answer = shell("evaluate", "compare", *words, "--out", "r", "--lens", str(CLIP))
+        answer = shell(*f"evaluate compare {runs['base']} {words} --out r --lens {CLIP}".split())
         assert answer.code == 2 and said in answer.err.splitlines()[-1]
+
+
+def sweep(shell: Shell, words: str) -> Said:
+    given = ["--prompts", str(table(shell.folder)), *QUICK, "--out", "runs", *words.split()]
+    return shell("evaluate", "sweep", *given)
 
 
 @pytest.mark.long
 def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell, alexnet_file: Path) -> None:
-    words = ["sweep", "--prompts", str(table(shell.folder)), *QUICK, "--steps", "4", "--limit", "4"]
-    words += ["--variants", "fp32", "fp32@50", "fp32+3:resnet", "--out", "runs", "--lpips"]
-    refused = shell("evaluate", *words, "gone.pth")
+    words = "--steps 4 --limit 4 --variants fp32 fp32@50 fp32+3:resnet --lpips"
+    refused = sweep(shell, f"{words} gone.pth")
     assert refused.code == 2 and "gone.pth: cannot be read" in refused.err
-    said = shell("evaluate", *words, str(alexnet_file))
+    said = sweep(shell, f"{words} {alexnet_file}")
     assert said.code == 0, said
     distances = ["psnr", "ssim", "lpips", "emoji-clip-layers", "emoji-clip-distance"]
     assert said.out.splitlines()[0].split()[3:-2] == distances
@@ -158,13 +161,13 @@ def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell, alexnet_f
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--variants", "int9"], "--variants: must look like"),
-        (["--variants", "fp32", "fp32"], "--variants: names one twice"),
-        (["--variants", "fp32+x"], "must be off, auto, or an interval"),
-        (["--real", "nothing"], "nothing: is neither a run"),
+        ("--variants int9", "--variants: must look like"),
+        ("--variants fp32 fp32", "--variants: names one twice"),
+        ("--variants fp32+x", "must be off, auto, or an interval"),
+        ("--real nothing", "nothing: is neither a run"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_before_it_draws(words: list[str], said: str, shell: Shell) -> None:
-    answer = shell("evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--out", "runs", *words)
+def test_a_sweep_that_cannot_be_is_refused_before_it_draws(words: str, said: str, shell: Shell) -> None:
+    answer = sweep(shell, words)
     assert answer.code == 2 and said in answer.err, answer
     assert not list((shell.folder / "runs").rglob("*.png"))

@@ -118,7 +118,7 @@ def test_captions_that_the_model_refuses_are_all_named_before_any_is_drawn(
     captions = [f"a heart {number}" for number in range(5)]
     for place in places:
         captions[place] = f"{place} {'very long words here ' * 120}"
-    said = evaluate(shell, "--out", "run", captions=tuple(captions))
+    said = evaluate(shell, "--out run", tuple(captions))
     assert said.code == 2 and f"--prompts: {len(places)} of 5 captions cannot be drawn" in said.err
     named = re.findall(r"^caption (\d+) \((\d+)\): has \d+ tokens", said.err, re.MULTILINE)
     assert named == [(str(place + 1), str(place)) for place in places]
@@ -129,7 +129,7 @@ def test_captions_that_the_model_refuses_are_all_named_before_any_is_drawn(
 def test_a_finished_run_is_scored_again_without_a_model(runs: dict[str, Path], shell: Shell) -> None:
     """With a model that does not exist it would be refused; the settings name the model that drew, so they are kept."""
     before = (runs["base"] / "scores.json").read_bytes()
-    said = evaluate(shell, "--out", str(runs["base"]))
+    said = evaluate(shell, f"--out {runs['base']}")
     assert said.code == 0 and "steps" not in said.err
     assert (runs["base"] / "scores.json").read_bytes() == before
 
@@ -142,7 +142,7 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
         Image.fromarray(draw.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(real / f"{k}.png")
     (real / "notes.txt").write_text("not a picture")
     np.savez(shell.folder / "real.npz", mu=np.zeros(128), sigma=np.eye(128))
-    said = evaluate(shell, "--out", str(runs["base"]), "--against", "real", "--against", "real.npz")
+    said = evaluate(shell, f"--out {runs['base']} --against real --against real.npz")
     assert said.code == 0
     against = scores(runs["base"])["against"]
     assert against["real"]["pictures"] == 5 and "emoji-clip-kid" in against["real"]["scores"]
@@ -152,33 +152,33 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "0"], "--steps: must be between 1"),
-        (["--seed-offset", "-1"], "--seed-offset: must be between 0"),
-        (["--size", "7"], "--size: must look like"),
-        (["--scheduler", "x"], "--scheduler: must be one of"),
-        (["--deepcache", "x"], "must be off, auto, or an interval"),
-        (["--limit", "0"], "--limit: must be at least 1"),
-        (["--resamples", "1"], "--resamples: must be at least 2"),
-        (["--lens", "nothing"], "--lens: must be emoji-clip, mlperf"),
-        (["--lens", "mlperf", "--inception", "gone.pth"], "gone.pth: cannot be read"),
-        (["--against", "nothing"], "nothing: is neither a run, nor a folder"),
-        (["--against", "empty"], "empty: holds no pictures"),
-        (["--against", "narrow.npz"], "narrow.npz: has mu [4] and sigma [4, 4]; these features are 128 wide"),
-        (["--prompts", "twice.tsv"], "--prompts: twice.tsv: row 3 has the id '1' of row 2"),
-        (["--model", "gone"], "model:"),
+        ("--steps 0", "--steps: must be between 1"),
+        ("--seed-offset -1", "--seed-offset: must be between 0"),
+        ("--size 7", "--size: must look like"),
+        ("--scheduler x", "--scheduler: must be one of"),
+        ("--deepcache x", "must be off, auto, or an interval"),
+        ("--limit 0", "--limit: must be at least 1"),
+        ("--resamples 1", "--resamples: must be at least 2"),
+        ("--lens nothing", "--lens: must be emoji-clip, mlperf"),
+        ("--lens mlperf --inception gone.pth", "gone.pth: cannot be read"),
+        ("--against nothing", "nothing: is neither a run, nor a folder"),
+        ("--against empty", "empty: holds no pictures"),
+        ("--against narrow.npz", "narrow.npz: has mu [4] and sigma [4, 4]; these features are 128 wide"),
+        ("--prompts twice.tsv", "--prompts: twice.tsv: row 3 has the id '1' of row 2"),
+        ("--model gone", "model:"),
     ],
 )
-def test_what_cannot_be_used_is_named_before_anything_is_drawn(words: list[str], said: str, shell: Shell) -> None:
+def test_what_cannot_be_used_is_named_before_anything_is_drawn(words: str, said: str, shell: Shell) -> None:
     (shell.folder / "empty").mkdir()
     np.savez(shell.folder / "narrow.npz", mu=np.zeros(4), sigma=np.eye(4))
     (shell.folder / "twice.tsv").write_text("id\tcaption\n1\ta\n1\tb\n")
-    answer = evaluate(shell, "--out", "run", *words)
+    answer = evaluate(shell, f"--out run {words}")
     assert answer.code == 2 and said in answer.err.strip().splitlines()[-1], answer
     assert not list((shell.folder / "run").glob("pictures/*.png"))
 
 
 def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], shell: Shell) -> None:
-    answer = evaluate(shell, "--out", str(runs["base"]), "--guidance", "3")
+    answer = evaluate(shell, f"--out {runs['base']} --guidance 3")
     assert answer.code == 2 and "guidance_scale is 5.0 there, 3.0 here" in answer.err
 
 
@@ -186,26 +186,25 @@ def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], s
 def test_a_tuned_plan_or_the_model_says_what_the_options_leave_open(shell: Shell) -> None:
     found = {"steps": 3, "guidance_interval": [0.0, 0.7], "deepcache": {"interval": 2}}
     plans.write(shell.folder / "mine.json", "fp32", {"plans": {"fast": found}})
-    words = ["--prompts", str(table(shell.folder)), "--limit", "2", *QUICK[:2], *QUICK[4:], "--plans", "mine.json"]
-    words += ["--out"]
+    usual = ["--prompts", str(table(shell.folder)), "--limit", "2", *QUICK[:2], *QUICK[4:], "--plans", "mine.json"]
 
-    def asked(*given: str, run: str = "") -> dict[str, Any]:
-        assert shell("evaluate", *given).code == 0
-        return {"guidance_interval": None, **EvaluationRun.read(shell.folder / (run or given[-1])).settings}
+    def asked(words: str, run: str) -> dict[str, Any]:
+        out = run.partition("/")[0]
+        assert shell("evaluate", *words.split(), *usual, "--out", out).code == 0
+        return {"guidance_interval": None, **EvaluationRun.read(shell.folder / run).settings}
 
-    tuned = asked("--plan", "fast", *words, "run")
+    tuned = asked("--plan fast", "run")
     assert (tuned["steps"], tuned["plan"], tuned["deepcache"]["interval"]) == (3, "fast", 2)
     assert tuned["guidance_interval"] == [0.0, 0.7]
-    sweep = ["sweep", "--variants", "fp32=off", "fp32=fast", "--steps", "4", *words, "swept"]
-    swept = asked(*sweep, run="swept/fp32-fast")
+    swept = asked("sweep --variants fp32=off fp32=fast --steps 4", "swept/fp32-fast")
     assert (swept["steps"], swept["guidance_interval"], swept["deepcache"]["interval"]) == (4, [0.0, 0.7], 2)
     assert EvaluationRun.read(shell.folder / "swept" / "fp32-off").settings["deepcache"] == "off"
-    refused = shell("evaluate", *words, "other", "--plan", "best")
+    refused = shell("evaluate", *usual, "--out", "other", "--plan", "best")
     assert refused.code == 2 and "--plan: must be one of off, auto, fast" in refused.err
-    words[words.index("--model") + 1] = "random:tiny-z"
-    own = asked("--guidance-interval", "0:0.5", *words, "own")
+    usual[usual.index("--model") + 1] = "random:tiny-z"
+    own = asked("--guidance-interval 0:0.5", "own")
     assert (own["steps"], own["guidance_scale"], own["guidance_interval"]) == (8, 0.0, [0.0, 0.5])
-    said = asked("--steps", "2", "--guidance", "1.5", "--guided-steps", "1", *words, "said")
+    said = asked("--steps 2 --guidance 1.5 --guided-steps 1", "said")
     assert (said["steps"], said["guidance_scale"], said["guided_steps"]) == (2, 1.5, [1])
     assert said["guidance_interval"] is None
 

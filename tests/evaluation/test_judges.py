@@ -16,7 +16,7 @@ from evaluation.dinov2 import DinoV2
 from evaluation.fid import FrechetDistance
 from evaluation.run import EvaluationRun
 from tests.cli.shell import Shell
-from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, blocks, evaluate, read_json
+from tests.evaluation.conftest import CAPTIONS, CLIP, blocks, evaluate, read_json
 
 
 @pytest.mark.parametrize("size", [(128, 128), (300, 128)])
@@ -52,8 +52,8 @@ def test_hpsv2_sees_whole_pictures_between_black_borders() -> None:
 @pytest.mark.long
 def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward: Path, shell: Shell) -> None:
     given = {"fd-dinov2": dino, "cmmd": CLIP, "hpsv2": CLIP, "imagereward": image_reward}
-    words = [word for figure, folder in given.items() for word in ("--judge", f"{figure}={folder}")]
-    said = evaluate(shell, "--out", str(runs["base"]), "--against", str(runs["three steps"]), *words)
+    words = " ".join(f"--judge {figure}={folder}" for figure, folder in given.items())
+    said = evaluate(shell, f"--out {runs['base']} --against {runs['three steps']} {words}")
     assert said.code == 0, said
     found = read_json(runs["base"] / "scores.json")
     held = found["against"]["three"]
@@ -70,8 +70,8 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward
     assert {figure: scores[figure]["value"] for figure in expected} == pytest.approx(expected, rel=1e-4)
     assert set(held["changes"]) == {"emoji-clip-score", "hpsv2", "imagereward"}
     assert "fd-dinov2 is far too high" in " ".join(found["notes"])
-    both = (str(runs["base"]), str(runs["three steps"]))
-    assert shell("evaluate", "compare", *both, "--out", "r", *QUICK[-4:-2], *words).code == 0
+    compared = f"evaluate compare {runs['base']} {runs['three steps']} --out r --lens {CLIP} {words}"
+    assert shell(*compared.split()).code == 0
     entry = read_json(shell.folder / "r" / "report.json")["runs"][1]
     assert entry["changes"]["hpsv2"]["value"] == pytest.approx(-held["changes"]["hpsv2"]["value"], rel=1e-6)
     assert "<th>hpsv2</th>" in (shell.folder / "r" / "report.html").read_text("utf-8")
@@ -80,15 +80,15 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--judge", "hps=x"], f"--judge: must be one of {', '.join(judges.JUDGES)}, with =DIR, not 'hps=x'"),
-        (["--judge", "cmmd"], "not 'cmmd'"),
-        (["--judge", "cmmd=a", "--judge", "cmmd=b"], "--judge: names cmmd twice"),
-        (["--judge", "pickscore=gone"], "gone: is not a CLIP model"),
-        (["--judge", "imagereward=gone"], "gone: has no ImageReward.pt or ImageReward.safetensors"),
-        (["--judge", "hpsv3=gone"], "gone: has no HPSv3.safetensors"),
+        ("--judge hps=x", f"--judge: must be one of {', '.join(judges.JUDGES)}, with =DIR, not 'hps=x'"),
+        ("--judge cmmd", "not 'cmmd'"),
+        ("--judge cmmd=a --judge cmmd=b", "--judge: names cmmd twice"),
+        ("--judge pickscore=gone", "gone: is not a CLIP model"),
+        ("--judge imagereward=gone", "gone: has no ImageReward.pt or ImageReward.safetensors"),
+        ("--judge hpsv3=gone", "gone: has no HPSv3.safetensors"),
     ],
 )
-def test_a_judge_that_cannot_be_is_refused_before_it_draws(words: list[str], told: str, shell: Shell) -> None:
-    answer = evaluate(shell, "--out", "run", *words)
+def test_a_judge_that_cannot_be_is_refused_before_it_draws(words: str, told: str, shell: Shell) -> None:
+    answer = evaluate(shell, f"--out run {words}")
     assert answer.code == 2 and told in answer.err, answer
     assert not (shell.folder / "run").exists()

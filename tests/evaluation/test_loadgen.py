@@ -19,19 +19,21 @@ from evaluation import loadgen, pixels
 from evaluation.loadgen import LoadGenError
 from evaluation.loadgen_tasks import LoggedAnswer
 from evaluation.run import EvaluationRun
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Said, Shell
-from tests.evaluation.conftest import CLIP, QUICK, read_json, table
+from tests.evaluation.conftest import CLIP, read_json, table
 
 pytest.importorskip("mlperf_loadgen", reason="LoadGen has wheels for Linux alone")
 
 CAPTIONS = ("a fox", "a hen", "a pig", "an owl", "a cow")
-LATENT = ["--latent", "off", *QUICK[:2]]
-SHORT = ["--duration", "0.1", "--queries", "70"]
+LATENT = f"--latent off --model {tiny.TINY}"
+SHORT = "--duration 0.1 --queries 70"
 
 
-def driven(shell: Shell, scenario: str, *words: str) -> Said:
+def driven(shell: Shell, *words: str) -> Said:
+    """What LoadGen's command says, of a scenario and these further words."""
     given = ["--prompts", str(table(shell.folder, CAPTIONS)), "--threads", "1", "--out", "log"]
-    return shell("mlperf", "--scenario", scenario, *given, *words)
+    return shell("mlperf", *given, "--scenario", *" ".join(words).split())
 
 
 def summary(shell: Shell) -> str:
@@ -40,22 +42,22 @@ def summary(shell: Shell) -> str:
 
 @pytest.mark.quick(0)
 @pytest.mark.parametrize(
-    ("scenario", "rate"), [("Offline", ["--target-qps", "1000"]), ("SingleStream", [])]
+    ("scenario", "rate"), [("Offline", "--target-qps 1000"), ("SingleStream", "")]
 )  # Server is VALID from some 460 queries on: too long for a test
-def test_loadgen_says_valid_and_we_say_shortened(scenario: str, rate: list[str], shell: Shell) -> None:
-    said = driven(shell, scenario, *LATENT, *SHORT, *rate)
+def test_loadgen_says_valid_and_we_say_shortened(scenario: str, rate: str, shell: Shell) -> None:
+    said = driven(shell, scenario, LATENT, SHORT, rate)
     assert said.code == 0, said
     assert f"{scenario}: VALID (shortened)" in said.out and "Result is : VALID" in said.out
     assert "min_duration_ms is 100, official: 600000" in said.out
     found = read_json(shell.folder / "log" / "mlperf.json")
     assert found["valid"] is True and any("performance_sample_count" in reason for reason in found["shortened"])
     assert f"Scenario : {scenario}" in summary(shell)
-    refused = driven(shell, scenario, *LATENT, *SHORT, *rate)
+    refused = driven(shell, scenario, LATENT, SHORT, rate)
     assert refused.code == 2 and "log is not empty" in refused.err
 
 
 def test_server_meets_loadgens_own_limit_for_the_model(shell: Shell) -> None:
-    said, text = driven(shell, "Server", *LATENT, *SHORT, "--target-qps", "10", "--queries", "10"), summary(shell)
+    said, text = driven(shell, "Server", LATENT, SHORT, "--target-qps 10 --queries 10"), summary(shell)
     assert "target_latency (ns): 20000000000" in text  # 20 s: from LoadGen's own configuration, not from ours
     assert "Performance constraints satisfied : Yes" in text
     assert said.code == 1 and "Server: INVALID (shortened)" in said.out and "Early Stopping" in said.out
@@ -121,11 +123,11 @@ def test_the_help_shows_runs_that_can_be_valid(shell: Shell) -> None:
 
 @pytest.mark.long
 def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:
-    scored = [*LATENT, "--lens", str(CLIP), "--resamples", "10"]
-    said = driven(shell, "Offline", "--mode", "accuracy", *scored)
+    scored = f"{LATENT} --lens {CLIP} --resamples 10"
+    said = driven(shell, "Offline", "--mode accuracy", scored)
     assert said.code == 0, said
-    alone = ["--prompts", "captions.tsv", "--threads", "1", "--out", "alone", *scored]
-    assert shell("evaluate", "--protocol", "mlperf", *alone).code == 0
+    alone = f"evaluate --protocol mlperf --prompts captions.tsv --threads 1 --out alone {scored}"
+    assert shell(*alone.split()).code == 0
     runs = [EvaluationRun.read(shell.folder / name) for name in ("log/run", "alone")]
     for a, b in zip(*(run.files() for run in runs), strict=True):
         # the engine chose its batches anew: on torch that may move a level
@@ -138,7 +140,7 @@ def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:
 
 def test_settings_of_ones_own_go_into_loadgens(shell: Shell) -> None:
     (shell.folder / "mine.conf").write_text("*.SingleStream.min_duration = 100\n*.*.max_query_count = 3\n")
-    said = driven(shell, "SingleStream", *LATENT, "--queries", "3", "--user-conf", "mine.conf")
+    said = driven(shell, "SingleStream", LATENT, "--queries 3 --user-conf mine.conf")
     text = summary(shell)
     assert re.search(r"max_query_count : 3\b", text) and re.search(r"min_duration \(ms\): 100\b", text), said
     assert "*.SingleStream.min_query_count = 3" in (shell.folder / "log" / "user.conf").read_text()
@@ -147,15 +149,15 @@ def test_settings_of_ones_own_go_into_loadgens(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["Offline", "--target-qps", "0"], 2, "--target-qps: must be greater than 0"),
-        (["Offline", "--latent", "gone.npy"], 2, "--latent: gone.npy: cannot be read"),
-        (["Offline"], 2, "latents.npy: cannot be read"),
-        (["Offline", "--latent", "off", "--user-conf", "gone"], 1, "gone: cannot be read"),
-        (["Offline", "--latent", "off", "--against", "gone", "--mode", "accuracy"], 2, "gone: is nei"),
+        ("Offline --target-qps 0", 2, "--target-qps: must be greater than 0"),
+        ("Offline --latent gone.npy", 2, "--latent: gone.npy: cannot be read"),
+        ("Offline", 2, "latents.npy: cannot be read"),
+        ("Offline --latent off --user-conf gone", 1, "gone: cannot be read"),
+        ("Offline --latent off --against gone --mode accuracy", 2, "gone: is nei"),
     ],
 )
-def test_what_cannot_be_used_is_named(words: list[str], code: int, said: str, shell: Shell) -> None:
-    answer = driven(shell, *words, *QUICK[:2], "--lens", str(CLIP))
+def test_what_cannot_be_used_is_named(words: str, code: int, said: str, shell: Shell) -> None:
+    answer = driven(shell, words, f"--model {tiny.TINY} --lens {CLIP}")
     assert answer.code == code and said in answer.err, answer
 
 
@@ -189,7 +191,7 @@ def test_failures_end_the_test_and_are_told(tmp_path: Path) -> None:
 @pytest.mark.quick("Offline")
 @pytest.mark.parametrize("scenario", ["Offline", "SingleStream"])
 def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
-    said = driven(shell, scenario, "--panel", "text", *SHORT, "--target-qps", "2000", "--max-tokens", "8")
+    said = driven(shell, scenario, SHORT, "--panel text --target-qps 2000 --max-tokens 8")
     assert said.code == 0 and f"{scenario}: VALID (shortened)" in said.out, said
     text = summary(shell)
     told = "Tokens per second" if scenario == "Offline" else "90.0th first token percentile latency"
@@ -200,7 +202,7 @@ def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
 def test_the_text_panels_log_holds_the_tokens_that_the_model_writes(shell: Shell) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    said = driven(shell, "Offline", "--panel", "text", "--mode", "accuracy", "--max-tokens", "8")
+    said = driven(shell, "Offline", "--panel text --mode accuracy --max-tokens 8")
     assert said.code == 0, said
     folder = CLIP.parent / "emoji-lm"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

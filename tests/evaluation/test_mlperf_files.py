@@ -97,8 +97,7 @@ def test_a_latent_has_the_models_own_size() -> None:
 @pytest.mark.long
 def test_a_dry_run_goes_from_nothing_to_the_end_and_gives_no_verdict(shell: Shell) -> None:
     pytest.importorskip("mlperf_loadgen")
-    words = ["evaluate", "mlperf", "--stand-ins", "--model", tiny.TINY, "--limit", "3", "--resamples", "2"]
-    words += ["--files", "nowhere", "--out", "dry"]
+    words = f"evaluate mlperf --stand-ins --model {tiny.TINY} --limit 3 --resamples 2 --files nowhere --out dry".split()
     looked = shell(*words, "--check")
     assert looked.code == 0 and looked.out.count("a stand-in") == 6, looked
     said = shell(*words)

@@ -27,10 +27,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
     )
     folder = tmp_path_factory.mktemp("page")
-    words = ["evaluate", "sweep", "--prompts", str(table(folder, HOSTILE)), *QUICK, "--out", str(folder / "runs")]
-    assert cli.main([*words, "--variants", "fp32", "fp32+2"]) == 0
-    alone = [*words[:1], *words[2:-1], str(folder / "runs" / "fp32"), "--precision", "fp32"]
-    assert cli.main(alone) == 0  # all is drawn: the run is scored, and gets a page of its own
+    words = ["--prompts", str(table(folder, HOSTILE)), *QUICK, "--out"]
+    assert cli.main(["evaluate", "sweep", *words, f"{folder}/runs", "--variants", "fp32", "fp32+2"]) == 0
+    assert (
+        cli.main(["evaluate", *words, f"{folder}/runs/fp32", "--precision", "fp32"]) == 0
+    )  # all is drawn: the run is scored, and gets a page of its own
     with sync_api.sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

@@ -14,9 +14,10 @@ from contract.image import ImageParameters
 from evaluation import service
 from evaluation.run import EvaluationRun
 from evaluation.sources import RemoteService, SourceError
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
-from tests.evaluation.conftest import CLIP, QUICK, read_json, table
+from tests.evaluation.conftest import CLIP, read_json, table
 from tests.http_server import Handler, LocalServer
 
 WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
@@ -24,27 +25,27 @@ WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
 
 @pytest.mark.long
 def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -> None:
-    given = ["--prompts", str(table(shell.folder))]
-    text = [*given, "--panel", "text", "--max-tokens", "8", "--scenario", "Offline", "--mode", "accuracy"]
+    given = f"--prompts {table(shell.folder)}"
+    whole = f"evaluate {given} --steps 2 --lens {CLIP} --resamples 10 --deterministic"
+    text = f"mlperf {given} --panel text --max-tokens 8 --scenario Offline --mode accuracy"
+    driven = f"mlperf {given} --scenario SingleStream --duration 0.5 --queries 64 --latent off"
     served = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
 
-    def done(*words: str) -> str:
-        said = shell(*words)
+    def done(words: str) -> str:
+        said = shell(*words.split())
         assert said.code == 0, said
         return said.out
 
     try:
         served.ready()
-        there = ["--server", served.url]
-        whole = ["evaluate", *given, "--steps", "2", "--lens", str(CLIP), "--resamples", "10", "--deterministic"]
-        done(*whole, *there, "--out", "remote")
-        done(*whole, *QUICK[:2], "--threads", "1", "--out", "here", "--against", "remote")
-        refused = shell(*whole, *there, "--out", "other", "--model", "nothing")
+        there = f"--server {served.url} --out"
+        done(f"{whole} {there} remote")
+        done(f"{whole} --model {tiny.TINY} --threads 1 --out here --against remote")
+        refused = shell(*f"{whole} {there} other --model nothing".split())
         assert refused.code == 1 and "no picture model nothing; there: " in refused.err
-        driven = ["--scenario", "SingleStream", "--duration", "0.5", "--queries", "64", "--latent", "off"]
-        assert "SingleStream: VALID (shortened)" in done("mlperf", *given, *there, *driven, "--out", "log")
-        done("mlperf", *text, *there, "--out", "told")
-        done("mlperf", *text, "--out", "written")
+        assert "SingleStream: VALID (shortened)" in done(f"{driven} {there} log")
+        done(f"{text} {there} told")
+        done(f"{text} --out written")
     finally:
         served.close()
     told, written = (

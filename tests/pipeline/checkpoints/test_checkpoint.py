@@ -23,33 +23,43 @@ def header(*keys: str, **shapes: tuple[int, ...]) -> Header:
 
 
 # Keys as they stand in files that people share, in the layouts of kohya's scripts, diffusers, PEFT, LyCORIS and others.
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.lora_down.weight", "LoRA"),
-        ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.lora_A.weight", "LoRA"),
-        ("base_model.model.down_blocks.1.attentions.0.proj_in.lora_B.weight", "LoRA"),
-        ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.processor.to_k_lora.down.weight", "LoRA"),
-        ("unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q.lora.up.weight", "LoRA"),
-        ("lycoris_unet_down_blocks_1_attentions_0_proj_in.hada_w1_a", "LoRA"),
-        ("oft_unet_down_blocks_1_attentions_0_proj_in.oft_blocks", "LoRA"),
-        ("lora_unet_mid_block_attentions_0_proj_in.lokr_w1", "LoRA"),
-        ("ip_adapter.1.to_k_ip.weight", "IP-Adapter"),
-        ("image_proj.latents", "IP-Adapter"),
-        ("control_model.input_hint_block.0.weight", "ControlNet"),
-        ("controlnet_cond_embedding.conv_in.weight", "ControlNet"),
-        ("lora_controlnet", "ControlNet"),
-        ("adapter.body.0.resnets.0.block1.weight", "T2I-Adapter"),
-        ("conditioner.embedders.0.model.transformer.resblocks.0.ln_1.bias", "refiner"),
-        ("cond_stage_model.transformer.text_model.encoder.layers.0.layer_norm1.bias", "Stable Diffusion 1 or 2"),
-        ("cond_stage_model.model.transformer.resblocks.0.ln_1.bias", "Stable Diffusion 1 or 2"),
-        ("double_blocks.0.img_attn.qkv.weight", "Flux"),
-        ("model.diffusion_model.double_blocks.0.img_attn.qkv.weight", "Flux"),
-        ("single_transformer_blocks.0.attn.to_q.weight", "Flux"),
-        ("model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
-        ("model.diffusion_model.cap_embedder.0.weight", "Lumina's or Z-Image's"),
+OTHERS = {
+    "LoRA": [
+        "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.lora_down.weight",
+        "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.lora_A.weight",
+        "base_model.model.down_blocks.1.attentions.0.proj_in.lora_B.weight",
+        "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.processor.to_k_lora.down.weight",
+        "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q.lora.up.weight",
+        "lycoris_unet_down_blocks_1_attentions_0_proj_in.hada_w1_a",
+        "oft_unet_down_blocks_1_attentions_0_proj_in.oft_blocks",
+        "lora_unet_mid_block_attentions_0_proj_in.lokr_w1",
     ],
-)  # fmt: skip
+    "IP-Adapter": [
+        "ip_adapter.1.to_k_ip.weight",
+        "image_proj.latents",
+    ],
+    "ControlNet": [
+        "control_model.input_hint_block.0.weight",
+        "controlnet_cond_embedding.conv_in.weight",
+        "lora_controlnet",
+    ],
+    "T2I-Adapter": ["adapter.body.0.resnets.0.block1.weight"],
+    "refiner": ["conditioner.embedders.0.model.transformer.resblocks.0.ln_1.bias"],
+    "Stable Diffusion 1 or 2": [
+        "cond_stage_model.transformer.text_model.encoder.layers.0.layer_norm1.bias",
+        "cond_stage_model.model.transformer.resblocks.0.ln_1.bias",
+    ],
+    "Flux": [
+        "double_blocks.0.img_attn.qkv.weight",
+        "model.diffusion_model.double_blocks.0.img_attn.qkv.weight",
+        "single_transformer_blocks.0.attn.to_q.weight",
+    ],
+    "Stable Diffusion 3": ["model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"],
+    "Lumina's or Z-Image's": ["model.diffusion_model.cap_embedder.0.weight"],
+}
+
+
+@pytest.mark.parametrize(("key", "told"), [(key, told) for told, keys in OTHERS.items() for key in keys])
 def test_what_else_a_file_is_is_said_with_the_key_that_tells(key: str, told: str) -> None:
     for found in (header(key), header(*SDXL, key)):
         with pytest.raises(ModelError) as caught:

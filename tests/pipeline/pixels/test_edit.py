@@ -21,7 +21,6 @@ from pipeline.backends.phases import IMAGE
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
 from tests.pipeline.worlds import (
-    SHAPES,
     Crank,
     Watching,
     apart,
@@ -119,30 +118,22 @@ def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
     return np.asarray(Image.alpha_composite(made, source).convert("RGB")).astype(int)
 
 
-def mixture(shape: str) -> list[ImageParameters]:
-    """Every scheduler, with and without guidance and mask, of several strengths: in all combinations of the plain
-    shape.
-    """
+def mixture() -> list[ImageParameters]:
+    """Every scheduler, with and without guidance and mask, of several strengths: each pair of them."""
     strengths = itertools.cycle((0.3, 0.6, 1.0, 0.85, 0.5))
-    each = list(itertools.product((1.0, 6.0), (False, True)))
-    cases = [(name, *one) for name in samplers.SCHEDULERS for one in each]
-    if shape == "plain":  # each pair of sampler, guidance and mask; the distilled has one sampler, and all
-        cases = [case for index, case in enumerate(cases) if (index // 4 + index // 2 + index) % 2]
-    elif shape != "distilled":  # samplers and masks do not depend on the shape
-        cases = [(name, *each[index % len(each)]) for index, name in enumerate(samplers.SCHEDULERS)]
+    every = [(name, *one) for name in samplers.SCHEDULERS for one in itertools.product((1.0, 6.0), (False, True))]
+    cases = [case for index, case in enumerate(every) if (index // 4 + index // 2 + index) % 2]
     return [
-        wanted(shape, seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
+        wanted(seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
                steps=5 + seed % 4, picture=seed)
         for seed, (name, guidance, masked) in enumerate(cases)
     ]  # fmt: skip
 
 
-@pytest.mark.quick("plain")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
-    runner = Watching(model(shape), lane=shared_lane(), max_rows=64)
-    edits = [one for one in mixture(shape) if not (shape == "distilled" and one.scheduler != "lcm")]
-    crank = Crank(runner)
+def test_each_edit_equals_diffusers_alone_and_among_others() -> None:
+    """Of other shapes see tests/pipeline/backends/test_programs.py."""
+    runner = Watching(model("plain"), lane=shared_lane(), max_rows=64)
+    edits, crank = mixture(), Crank(runner)
     for index, one in enumerate(edits):
         crank.submit(str(index), one)
         crank.submit(f"plain {index}", replace(one, edit=None))
@@ -152,9 +143,9 @@ def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
     mixed = [{name.startswith("plain") for name in ride} for ride in runner.companions]
     assert {True, False} in mixed, "no edit shared a forward with a request that is none"
     for index, one in enumerate(edits):
-        check_parity(shape, one, pictures[str(index)])
-    for one in edits[:: max(1, len(edits) // 4)]:
-        check_parity(shape, one, solo(runner, one))
+        check_parity("plain", one, pictures[str(index)])
+    for one in edits[:: len(edits) // 4]:
+        check_parity("plain", one, solo(runner, one))
 
 
 def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one() -> None:
