@@ -29,9 +29,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("page")
     words = ["--prompts", str(table(folder, HOSTILE)), *QUICK, "--out"]
     assert cli.main(["evaluate", "sweep", *words, f"{folder}/runs", "--variants", "fp32", "fp32+2"]) == 0
-    assert (
-        cli.main(["evaluate", *words, f"{folder}/runs/fp32", "--precision", "fp32"]) == 0
-    )  # all is drawn: the run is scored, and gets a page of its own
+    # All is drawn: the run is scored, and gets a page of its own.
+    assert cli.main(["evaluate", *words, f"{folder}/runs/fp32", "--precision", "fp32"]) == 0
     with sync_api.sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

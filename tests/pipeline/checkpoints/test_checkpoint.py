@@ -71,24 +71,24 @@ def test_what_else_a_file_is_is_said_with_the_key_that_tells(key: str, told: str
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (("encoder.down.0.block.0.conv1.weight", "quant_conv.bias"), "is a VAE alone.*--vae"),
-        (("first_stage_model.decoder.conv_in.weight",), "is a VAE alone"),
-        (("decoder.up_blocks.0.resnets.0.conv1.weight",), "is a VAE alone"),
-        (("text_model.encoder.layers.0.layer_norm1.bias",), "is a text encoder"),
-        (("down_blocks.0.resnets.0.conv1.weight", "conv_in.bias", "time_embedding.linear_1.bias"), "is a UNet alone"),
-        (("clip_l", "clip_g"), "is a textual inversion"),
-        (("emb_params",), "is a textual inversion"),
-        (("conv_first.weight", "body.0.rdb1.conv1.weight"), "is an upscaler"),
-        (("model.0.weight", "model.1.sub.0.RDB1.conv1.0.weight"), "is an upscaler"),
-        (("something", "else"), "has no UNet .*its first key is else"),
-        ((), "its first key is no key at all"),
-        ((SDXL[0],), "is a UNet without text encoders; it has no first text encoder"),
-        (SDXL[:2], "has no second text encoder"),
+        ("encoder.down.0.block.0.conv1.weight quant_conv.bias", "is a VAE alone.*--vae"),
+        ("first_stage_model.decoder.conv_in.weight", "is a VAE alone"),
+        ("decoder.up_blocks.0.resnets.0.conv1.weight", "is a VAE alone"),
+        ("text_model.encoder.layers.0.layer_norm1.bias", "is a text encoder"),
+        ("down_blocks.0.resnets.0.conv1.weight conv_in.bias time_embedding.linear_1.bias", "is a UNet alone"),
+        ("clip_l clip_g", "is a textual inversion"),
+        ("emb_params", "is a textual inversion"),
+        ("conv_first.weight body.0.rdb1.conv1.weight", "is an upscaler"),
+        ("model.0.weight model.1.sub.0.RDB1.conv1.0.weight", "is an upscaler"),
+        ("something else", "has no UNet .*its first key is else"),
+        ("", "its first key is no key at all"),
+        (SDXL[0], "is a UNet without text encoders; it has no first text encoder"),
+        (" ".join(SDXL[:2]), "has no second text encoder"),
     ],
 )
-def test_parts_of_a_checkpoint_are_said_to_be_parts(keys: tuple[str, ...], told: str) -> None:
+def test_parts_of_a_checkpoint_are_said_to_be_parts(keys: str, told: str) -> None:
     with pytest.raises(ModelError, match=f"^mine: .*{told}"):
-        check_checkpoint("mine", header(*keys))
+        check_checkpoint("mine", header(*keys.split()))
 
 
 @pytest.mark.parametrize(
