@@ -127,6 +127,15 @@ def stock_parts(name: str) -> dict[str, Any]:
     }
 
 
+def stock_options(wanted: ImageParameters) -> dict[str, Any]:
+    """What diffusers' pipelines are given for a request."""
+    return {
+        "prompt": wanted.prompt, "negative_prompt": wanted.negative_prompt, "width": wanted.width,
+        "height": wanted.height, "num_inference_steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
+        "generator": torch.Generator().manual_seed(wanted.seed),
+    }  # fmt: skip
+
+
 @functools.cache
 def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     """What diffusers draws for these parameters, [H, W, 3] in levels."""
@@ -137,13 +146,7 @@ def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     pipeline.scheduler = scheduler(own.config, wanted.scheduler or "euler", **replaced(wanted.schedule_type))
     try:
         image = pipeline(
-            wanted.prompt,
-            negative_prompt=wanted.negative_prompt,
-            width=wanted.width,
-            height=wanted.height,
-            num_inference_steps=wanted.steps,
-            guidance_scale=wanted.guidance_scale,
-            generator=torch.Generator().manual_seed(wanted.seed),
+            **stock_options(wanted),
             **{name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(wanted, name)) is not None},
             **({} if wanted.eta is None else {"eta": wanted.eta}),
         ).images[0]

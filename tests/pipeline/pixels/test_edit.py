@@ -29,6 +29,7 @@ from tests.pipeline.worlds import (
     shared_lane,
     solo,
     stock,
+    stock_options,
     stock_parts,
     together,
 )  # fmt: skip
@@ -85,17 +86,14 @@ def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
 
     assert one.edit is not None
     kind = StableDiffusionXLImg2ImgPipeline if one.edit.mask is None else StableDiffusionXLInpaintPipeline
-    size = (one.width, one.height)
-    options: dict[str, Any] = {}
-    if one.edit.mask is not None:
-        options = {"mask_image": Image.frombytes("L", size, one.edit.mask), "width": one.width, "height": one.height}
-    options |= {
-        "image": Image.frombytes("RGB", size, one.edit.image), "negative_prompt": one.negative_prompt,
-        "num_inference_steps": one.steps, "strength": one.edit.strength, "guidance_scale": one.guidance_scale,
-        "generator": torch.Generator().manual_seed(one.seed),
-    }  # fmt: skip
+    options, size = stock_options(one), (one.width, one.height)
+    options |= {"image": Image.frombytes("RGB", size, one.edit.image), "strength": one.edit.strength}
+    if one.edit.mask is None:
+        del options["width"], options["height"]
+    else:
+        options["mask_image"] = Image.frombytes("L", size, one.edit.mask)
     options |= {name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None}
-    return pipeline_of(shape, one, kind)(one.prompt, **options | more).images[0]
+    return pipeline_of(shape, one, kind)(**options | more).images[0]
 
 
 def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:

@@ -22,7 +22,7 @@ from pipeline.checkpoints import tiny
 from pipeline.sampling import samplers
 from pipeline.sampling.denoise import InpaintMask
 from tests.pipeline import worlds
-from tests.pipeline.pixels.test_edit import photograph, pipeline_of
+from tests.pipeline.pixels.test_edit import edited, photograph, pipeline_of
 from tests.pipeline.worlds import Crank, Watching, apart, levels, model, options_of, solo, together
 
 SHAPE, INPAINTS = "soft", "soft-inpaint"
@@ -71,11 +71,7 @@ def by_the_rule(one: ImageParameters) -> np.ndarray:
             tensors["latents"] = noisy * mask + tensors["latents"] * (1 - mask)
         return tensors
 
-    made = pipeline(
-        one.prompt, image=source, num_inference_steps=one.steps, strength=one.edit.strength,
-        guidance_scale=one.guidance_scale, generator=torch.Generator().manual_seed(one.seed),
-        callback_on_step_end=put_back,
-    ).images[0]  # fmt: skip
+    made = edited(SHAPE, replace(one, edit=replace(one.edit, mask=None)), callback_on_step_end=put_back)
     own = np.frombuffer(one.edit.image, np.uint8).reshape(SIDE, SIDE, 3)
     return np.where(np.frombuffer(one.edit.mask, np.uint8).reshape(SIDE, SIDE, 1) > 0, np.asarray(made), own)
 
