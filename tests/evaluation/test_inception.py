@@ -39,8 +39,11 @@ def other_forward(w: Weights, picture: np.ndarray) -> Tensor:
         for name in names:
             kernel, step = w[f"{name}.conv.weight"], stride if name == names[-1] else 1
             pad = [side // 2 for side in kernel.shape[2:]] if padded and step == 1 else 0
-            norm = (w[f"{name}.bn.{key}"] for key in ("running_mean", "running_var", "weight", "bias"))
-            x = F.batch_norm(F.conv2d(x, kernel, None, step, pad), *norm, False, 0.0, 0.001).clamp_min(0)
+            mean, var, scale, shift = (
+                w[f"{name}.bn.{key}"] for key in ("running_mean", "running_var", "weight", "bias")
+            )
+            x = F.conv2d(x, kernel, None, step, pad)
+            x = F.batch_norm(x, mean, var, scale, shift, False, 0.0, 0.001).clamp_min(0)
         return x
 
     def branch(x: Tensor, n: str, *ends: str, **options: Any) -> Tensor:

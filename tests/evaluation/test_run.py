@@ -94,9 +94,12 @@ def test_other_settings_are_refused_by_name(
 
 
 def test_settings_may_change_as_long_as_nothing_is_drawn(tmp_path: Path) -> None:
+    """By one process at a time."""
     RunWriter(tmp_path / "r", SETTINGS | {"model": "misspelt"}, CAPTIONS).close()
     with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS[:2]) as writer:
         assert writer.run.settings["model"] == "m" and len(writer.run.missing) == 2
+        with pytest.raises(RunError, match="another process"):
+            RunWriter(tmp_path / "r", SETTINGS, CAPTIONS[:2])
 
 
 def test_another_model_is_refused_and_other_threads_are_told(tmp_path: Path) -> None:
@@ -166,12 +169,6 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     with pytest.raises(RunError, match="is no run"):
         EvaluationRun.read(tmp_path)
-
-
-def test_two_processes_do_not_draw_into_one_folder(tmp_path: Path) -> None:
-    folder = filled(tmp_path / "r", 1)
-    with RunWriter(folder, SETTINGS, CAPTIONS), pytest.raises(RunError, match="another process"):
-        RunWriter(folder, SETTINGS, CAPTIONS)
 
 
 def test_a_full_disk_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

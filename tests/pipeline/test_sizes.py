@@ -15,6 +15,7 @@ from contract.card import ImageOffer
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import DeepCache
+from core.config import EMBEDDED_MODEL
 from pipeline import sizes
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
@@ -106,11 +107,7 @@ def test_sizes_that_a_model_was_trained_at_are_offered(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"size: 56x48 is not offered; offered: 48x48, .*; and any sides"):
         solo(runner, ImageParameters("a hat", 0, 56, 48, steps=2))
     assert replace(one, max_pixels=40 * 48).sizes == plain.sizes
-
-
-def test_the_embedded_model_offers_what_it_was_trained_at() -> None:
-    folder = Path(__file__).parents[2] / "models" / "emoji-xl"
-    assert (192, 192) in sizes.trained(folder, 8)
+    assert (192, 192) in sizes.trained(EMBEDDED_MODEL, 8)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,5 @@ def test_a_lora_in_the_weights_makes_a_student(tmp_path: Path, folders: dict[str
     assert not defaults_of(str(full)).student
     assert defaults_of(str(full), loras="lcm-lora-sdxl:0.9").student == "lcm"
     assert not defaults_of(str(full), loras="lcm-lora-sdxl:0,dmd2_sdxl_4step_lora:-1").student
-
-
-def test_a_family_is_given_no_sampler_that_it_lacks() -> None:
+    # A family is given no sampler that it lacks.
     assert defaults_of("random:tiny-z") == load("random:tiny-z").defaults

@@ -178,10 +178,11 @@ def backend_of(
 
 def options_of(backend: str, kernels: ctypes.CDLL) -> dict[str, Any]:
     """The options of `backend_of` by a backend's name."""
-    return {
+    options: dict[str, dict[str, Any]] = {
         "torch": {}, "kernels": {"kernels": kernels}, "layers": {"fused": True},
         "graphs": {"fused": True, "recorder": Tape()},
-    }[backend]  # fmt: skip
+    }  # fmt: skip
+    return options[backend]
 
 
 class Watching(ImageRunner):

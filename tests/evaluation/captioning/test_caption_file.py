@@ -115,13 +115,13 @@ def test_other_settings_are_refused_by_name(done: bool, tmp_path: Path) -> None:
         assert file.finished == done
 
 
-def test_another_models_beginning_is_refused(tmp_path: Path) -> None:
+def test_another_models_beginning_and_a_second_process_are_refused(tmp_path: Path) -> None:
     begun(tmp_path / "c.tsv", ROWS[:1]).close()
-    with (
-        CaptionFile(tmp_path / "c.tsv", SETTINGS, 3) as file,
-        pytest.raises(CaptionFileError, match="weights is 'w' there, 'v' here"),
-    ):
-        file.begin(BY | {"weights": "v"})
+    with CaptionFile(tmp_path / "c.tsv", SETTINGS, 3) as file:
+        with pytest.raises(CaptionFileError, match="weights is 'w' there, 'v' here"):
+            file.begin(BY | {"weights": "v"})
+        with pytest.raises(CaptionFileError, match="written by another process"):
+            CaptionFile(tmp_path / "c.tsv", SETTINGS, 3)
 
 
 def test_what_brought_nothing_is_no_reason_to_refuse(tmp_path: Path) -> None:
@@ -163,8 +163,3 @@ def test_damage_is_named_by_file_and_line(line: int, text: str | None, said: str
     with pytest.raises(CaptionFileError) as refused:
         CaptionFile(tmp_path / "c.tsv", SETTINGS, 3)
     assert said in str(refused.value) and str(part) in str(refused.value)
-
-
-def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    with begun(tmp_path / "c.tsv", ROWS[:1]), pytest.raises(CaptionFileError, match="written by another process"):
-        CaptionFile(tmp_path / "c.tsv", SETTINGS, 3)

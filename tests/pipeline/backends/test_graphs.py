@@ -173,26 +173,17 @@ def test_padding_repeats_a_row_and_changes_no_picture(
         assert apart(pictures[index], solo(runner, parameters)) <= (20 if CUDA else 1)
 
 
-def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
-    runner = runner_of("wide-heads", recorded=False)
-    solo(runner, HAT)
-    assert runner.recording.wait(600)
-    group = BatchGroup("deep", SIZE)
-    assert runner.backend.plan(group, 2).compiled and not runner.backend.plan(group, 16).compiled
-    assert runner.backend.graphs.counts == (3, 3), (
-        "the encoders for two prompts, deep steps of two rows, one picture's VAE"
-    )
-    assert runner.backend.costs.measured()["deep", SIZE, True].keys() == {2}, "it was timed"
-
-
-def test_longer_texts_have_graphs_of_their_own(prepared: Callable[..., Watching]) -> None:
+def test_a_missed_graph_is_recorded_and_replayed_from_then_on_of_each_length_of_texts(
+    prepared: Callable[..., Watching],
+) -> None:
     runner = runner_of("wide-heads", recorded=False)
     long, longer = replace(HAT, prompt=words(100)), replace(HAT, prompt=words(160))
-    before = levels(solo(runner, long))
+    before = solo(runner, long)
     assert runner.recording.wait(600)
     plan, group = runner.backend.plan, BatchGroup("deep", SIZE)
-    assert plan(group._replace(chunks=2), 2).compiled and not plan(group._replace(chunks=3), 2).compiled
-    assert not plan(group, 2).compiled
+    assert [plan(group._replace(chunks=chunks), 2).compiled for chunks in (1, 2, 3)] == [False, True, False]
+    assert not plan(group._replace(chunks=2), 16).compiled
+    assert runner.backend.graphs.counts == (3, 3), "the encoders for two prompts, steps of two rows, one picture's VAE"
     assert apart(solo(runner, long), before) <= 1, "replayed as launched one by one"
     for wanted in (HAT, longer):
         assert apart(solo(runner, wanted), solo(prepared(), wanted)) <= 1

@@ -110,14 +110,13 @@ def test_int8_pixels_do_not_depend_on_the_batch(quantized: Path, kernels: ctypes
         assert picture.png() == solo(alone, one).png()
 
 
-def test_int8_without_a_variant_says_what_makes_one(tmp_path: Path) -> None:
-    folder = str(tiny.save(tmp_path / "plain", SHAPES["wide-heads"]))
-    for name, unet in ((folder, None), (folder, tmp_path / "nowhere"), (tiny.TINY, None)):
-        with pytest.raises(ModelError, match="diptych quantize"):
+def test_int8_without_a_variant_says_what_makes_one_and_refuses_another_models(quantized: Path, tmp_path: Path) -> None:
+    folder = str(tiny.save(tmp_path / "plain", SHAPES["wide-heads"], seed=1))
+    for name, unet, told in (
+        (folder, None, "diptych quantize"),
+        (folder, tmp_path / "nowhere", "diptych quantize"),
+        (tiny.TINY, None, "diptych quantize"),
+        (folder, quantized / "unet-int8", "other weights"),
+    ):
+        with pytest.raises(ModelError, match=told):
             load(name, precision="int8", unet=unet)
-
-
-def test_int8_of_another_models_weights_is_refused(quantized: Path, tmp_path: Path) -> None:
-    other = tiny.save(tmp_path / "other", SHAPES["wide-heads"], seed=1)
-    with pytest.raises(ModelError, match="other weights"):
-        load(str(other), precision="int8", unet=quantized / "unet-int8")

@@ -97,7 +97,7 @@ class Shelf(PoolStage):
         return ReadFile(runner, name, weight_bytes(runner), name)
 
     def backend(self, name: str) -> ImageBackend:
-        runner = self.pool.resident(name)
+        runner: ImageRunner | None = self.pool.resident(name)
         assert runner is not None
         return runner.backend
 
