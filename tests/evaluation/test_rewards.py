@@ -148,6 +148,7 @@ def _changed(name: str, value: Tensor | None) -> Damage:
             edit("config.json", num_hidden_layers=3),
             "HPSv3.safetensors: is not HPSv3 (no qwen.language_model.layers.2.",
         ),
+        (HpsV3, write(SAFE, b"none"), "is no file of weights"),
         (HpsV3, _changed("rm_head.3.bias", None), "(no rm_head.3.bias)"),
         (
             HpsV3,
