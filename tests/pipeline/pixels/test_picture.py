@@ -66,11 +66,6 @@ def test_equal_pictures_are_equal_files_and_others_are_not() -> None:
     assert len({made().png(), made(seed=8).png(), made("a hen").png(), made(noise=1).png()}) == 4
 
 
-def test_nan_is_never_written_as_json() -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        made(guidance_scale=float("nan")).png()
-
-
 @contextmanager
 def small_files() -> Iterator[None]:
     """No file may grow beyond 1000 bytes: the kernel's own refusal, as on a full disk or over a quota.
@@ -145,6 +140,8 @@ def test_file_names_stay_in_their_folder_and_within_limits(prompt: str, name: st
     assert len(found.encode()) < 200
 
 
-def test_a_picture_cannot_be_altered() -> None:
+def test_a_picture_cannot_be_altered_and_nan_is_never_written_as_json() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         made().warnings = ("x",)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="JSON"):
+        made(guidance_scale=float("nan")).png()
