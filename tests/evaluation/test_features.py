@@ -14,6 +14,8 @@ from torch import Tensor
 from evaluation import features, pixels
 from evaluation.pixels import PictureError, Pixels
 
+Take = Callable[..., Tensor]
+
 
 class Mean:
     """An extractor that counts what it sees, and stops after so many."""
@@ -41,7 +43,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def take(files: list[Path], tmp_path: Path) -> Callable[..., Tensor]:
+def take(files: list[Path], tmp_path: Path) -> Take:
     """Takes the features of the files, or of these, with an extractor; they are kept."""
 
     def take(extractor: Mean, digest: str = "p", given: list[Path] = files) -> Tensor:
@@ -50,7 +52,7 @@ def take(files: list[Path], tmp_path: Path) -> Callable[..., Tensor]:
     return take
 
 
-def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path, take: Callable[..., Tensor]) -> None:
+def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path, take: Take) -> None:
     expected = torch.stack([torch.tensor(pixels.read(path)).float().mean((0, 1)) for path in files])
     with pytest.raises(KeyboardInterrupt):
         take(Mean(stop=400))
@@ -67,7 +69,7 @@ def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path, take: Cal
     ("extractor", "digest", "count"), [("d", "q", 600), ("e", "p", 600), ("d", "p", 10), ("damage", "p", 600)]
 )
 def test_they_are_taken_anew_where_anything_is_another(
-    extractor: str, digest: str, count: int, files: list[Path], tmp_path: Path, take: Callable[..., Tensor]
+    extractor: str, digest: str, count: int, files: list[Path], tmp_path: Path, take: Take
 ) -> None:
     take(Mean("damage" if extractor == "damage" else "d"))
     if extractor == "damage":
@@ -90,7 +92,7 @@ def test_what_is_no_picture_is_named(data: bytes | None, files: list[Path]) -> N
         pixels.read(files[1])
 
 
-def test_all_unreadable_pictures_are_named_at_once(files: list[Path], take: Callable[..., Tensor]) -> None:
+def test_all_unreadable_pictures_are_named_at_once(files: list[Path], take: Take) -> None:
     for number in (40, 70, 599):
         files[number].write_bytes(files[number].read_bytes()[:50])
     with pytest.raises(PictureError, match=r"040\.png: is no whole picture .*; nor are 070\.png, 599\.png$"):

@@ -33,6 +33,9 @@ SIZE = (32, 32)  # the native one of the shape with wide heads
 HAT = ImageParameters("a red hat", 1, *SIZE, steps=3, guidance_scale=2.0)
 
 
+Prepared = Callable[..., Watching]
+
+
 def served(shape: str) -> ImageModel:
     model(shape)  # which names it
     return load(f"random:test-{shape}", precision="bf16", device="cuda") if CUDA else model(shape)
@@ -62,7 +65,7 @@ def runner_of(shape: str, *, recorded: bool = True, **options: Any) -> Watching:
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Iterator[Callable[..., Watching]]:
+def prepared() -> Iterator[Prepared]:
     """The one of each shape that has all graphs recorded, for tests that only draw with it."""
     made = dict[str, Watching]()
 
@@ -93,7 +96,7 @@ WIDE, DEEP = SHAPES  # each has one of two values elsewhere than on a GPU, where
 @pytest.mark.parametrize(
     ("shape", "recorded"), [*itertools.product(SHAPES, (True, False))] if CUDA else [(DEEP, True), (WIDE, False)]
 )
-def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Callable[..., Watching]) -> None:
+def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Prepared) -> None:
     parameters = mixture(shape)
     runner = prepared(shape) if recorded else runner_of(shape, recorded=False)
     for one, picture in zip(parameters, together(runner, parameters), strict=True):
@@ -106,9 +109,7 @@ def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Callable
 @pytest.mark.parametrize(
     ("shape", "depth"), [*itertools.product(SHAPES, DEPTHS)] if CUDA else [(DEEP, "block"), (WIDE, "resnet")]
 )
-def test_deepcache_is_the_requests_own_in_any_company(
-    shape: str, depth: str, prepared: Callable[..., Watching]
-) -> None:
+def test_deepcache_is_the_requests_own_in_any_company(shape: str, depth: str, prepared: Prepared) -> None:
     cached = DeepCache(2, depth)
     parameters = [replace(one, deepcache=cached if index % 2 else None) for index, one in enumerate(mixture(shape))]
     runner, on_torch = prepared(shape), Watching(model(shape), max_rows=16)
@@ -119,9 +120,7 @@ def test_deepcache_is_the_requests_own_in_any_company(
 
 
 @pytest.mark.parametrize("shape", SHAPES if CUDA else [WIDE])
-def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
-    shape: str, prepared: Callable[..., Watching]
-) -> None:
+def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(shape: str, prepared: Prepared) -> None:
     parameters = [replace(one, deepcache=DeepCache(2, "resnet")) for one in mixture(shape)]
     runner, recording = prepared(shape), runner_of(shape, recorded=False)
     never = runner_of(shape, recorded=False)
@@ -141,9 +140,7 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
         assert near(alone["graphs"], alone["layers"])
 
 
-def test_padding_repeats_a_row_and_changes_no_picture(
-    prepared: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_repeats_a_row_and_changes_no_picture(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
     runner = prepared()
     plan, seen = runner.backend.plan, list[tuple[str, int, list[torch.Tensor]]]()
@@ -174,7 +171,7 @@ def test_padding_repeats_a_row_and_changes_no_picture(
 
 
 def test_a_missed_graph_is_recorded_and_replayed_from_then_on_of_each_length_of_texts(
-    prepared: Callable[..., Watching],
+    prepared: Prepared,
 ) -> None:
     runner = runner_of("wide-heads", recorded=False)
     long, longer = replace(HAT, prompt=words(100)), replace(HAT, prompt=words(160))
@@ -291,9 +288,7 @@ def test_another_size_is_recorded_where_that_pays_and_pushes_nothing_out(
     assert [backend.plan(group, rows).compiled for rows in (2, 6, 8)] == [True] * 3
 
 
-def test_a_graph_that_cannot_be_recorded_costs_no_picture(
-    prepared: Callable[..., Watching], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_that_cannot_be_recorded_costs_no_picture(prepared: Prepared, caplog: pytest.LogCaptureFixture) -> None:
     """As where memory runs out for the widest."""
     runner = runner_of("wide-heads", recorded=False)
     recordings = runner.backend.graphs
@@ -325,7 +320,7 @@ def test_what_preparing_leaves_is_recorded_and_measured_beside_traffic() -> None
     assert runner.backend.graphs.counts == (len(measured) + 6, len(measured) + 6), "and the text encoders at six widths"
 
 
-def test_what_is_wider_than_any_forward_costs_more(prepared: Callable[..., Watching]) -> None:
+def test_what_is_wider_than_any_forward_costs_more(prepared: Prepared) -> None:
     """As the scheduler asks of all that waits."""
     runner = prepared()
     for phase, widest in (("deep", 16), ("vae", 4)):

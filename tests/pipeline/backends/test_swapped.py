@@ -107,8 +107,11 @@ class Shelf(PoolStage):
         return {key: future.result(120).png() for key, future in futures.items()}
 
 
+Shelves = Callable[..., Shelf]
+
+
 @pytest.fixture
-def shelves() -> Iterator[Callable[..., Shelf]]:
+def shelves() -> Iterator[Shelves]:
     yield from stages_of(Shelf)
 
 
@@ -120,7 +123,7 @@ def alone(name: str, *seeds: int) -> dict[tuple[str, int], bytes]:
     return pictures
 
 
-def test_models_of_one_backend_draw_what_each_draws_on_its_own(shelves: Callable[..., Shelf]) -> None:
+def test_models_of_one_backend_draw_what_each_draws_on_its_own(shelves: Shelves) -> None:
     """Whatever parts are theirs, and though their steps alternate."""
     names = [*CHANGED]
     shelf = shelves(names)
@@ -130,7 +133,7 @@ def test_models_of_one_backend_draw_what_each_draws_on_its_own(shelves: Callable
     assert expected == {key: pictures[key] for key in expected}
 
 
-def test_a_further_model_records_nothing_but_text_and_holds_what_is_its_own(shelves: Callable[..., Shelf]) -> None:
+def test_a_further_model_records_nothing_but_text_and_holds_what_is_its_own(shelves: Shelves) -> None:
     shelf = shelves(["base", "tuned"])
     before = shelf.tape.recordings
     shelf.draw(["base", "tuned"], range(2))
@@ -143,14 +146,14 @@ def test_a_further_model_records_nothing_but_text_and_holds_what_is_its_own(shel
     assert sizes["tuned"] == 2 * denoiser, "its own, and that of the first model, which was copied aside for it"
 
 
-def test_an_equal_vae_is_held_once_also_by_models_that_are_not_the_first(shelves: Callable[..., Shelf]) -> None:
+def test_an_equal_vae_is_held_once_also_by_models_that_are_not_the_first(shelves: Shelves) -> None:
     shelf = shelves(["base", "relit", "relit too", "retold"])
     lit, too, told, base = (shelf.backend(name) for name in ("relit", "relit too", "retold", "base"))
     assert too.model.vae is lit.model.vae is not base.model.vae is told.model.vae
     assert too.phases[TEXT] is base.phases[TEXT] is not told.phases[TEXT]
 
 
-def test_a_model_that_was_evicted_joins_again(shelves: Callable[..., Shelf]) -> None:
+def test_a_model_that_was_evicted_joins_again(shelves: Shelves) -> None:
     """Also the one that the backend was built with, while another is in memory, whose equal parts stay."""
     shelf = shelves([OTHER_SHAPE, "base", "tuned"])
     names = ["base", "tuned"]
@@ -165,7 +168,7 @@ def test_a_model_that_was_evicted_joins_again(shelves: Callable[..., Shelf]) -> 
 
 
 @pytest.mark.long
-def test_a_model_in_the_hosts_memory_is_not_loaded_again(shelves: Callable[..., Shelf]) -> None:
+def test_a_model_in_the_hosts_memory_is_not_loaded_again(shelves: Shelves) -> None:
     """As many as fit there, those that were used last; one with text encoders of its own is closed."""
     names = ["base", "tuned", "twin", "retold"]
     denoiser = sum(tensor.nbytes for tensor in tuned("base").denoiser.state_dict().values())

@@ -196,6 +196,9 @@ def vae_file(folder: Path, layout: str) -> tuple[Path, Any]:
     return folder / "vae.safetensors", other.vae
 
 
+Publish = Callable[..., str]
+
+
 ARCHIVE = io.BytesIO()
 with zipfile.ZipFile(ARCHIVE, "w") as _written:
     _written.writestr("small/model_index.json", "{}")
@@ -224,7 +227,7 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize("source", ["name", "address", "file"])
-def test_a_model_of_the_release_is_added(source: str, release: Callable[..., str], base: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_release_is_added(source: str, release: Publish, base: Path, tmp_path: Path) -> None:
     mirror = release(ARCHIVE.getvalue(), **({} if source == "name" else {"address": ""}))
     (tmp_path / "small.zip").write_bytes(ARCHIVE.getvalue())
     given = {"name": "small", "address": mirror, "file": str(tmp_path / "small.zip")}[source]
@@ -235,7 +238,7 @@ def test_a_model_of_the_release_is_added(source: str, release: Callable[..., str
         add(given, tmp_path / "store", options(base))
 
 
-def test_an_archive_of_other_bytes_leaves_nothing(release: Callable[..., str], base: Path, tmp_path: Path) -> None:
+def test_an_archive_of_other_bytes_leaves_nothing(release: Publish, base: Path, tmp_path: Path) -> None:
     other = bytearray(ARCHIVE.getvalue())
     other[-30] ^= 1
     for data, reason in ((bytes(other), "its SHA-256 is"), (bytes(other) + b"x", "more than the")):
@@ -246,9 +249,7 @@ def test_an_archive_of_other_bytes_leaves_nothing(release: Callable[..., str], b
 
 
 @pytest.mark.parametrize("at", ["name", "address", "file"])
-def test_an_archive_has_the_digest_of_the_release(
-    at: str, release: Callable[..., str], base: Path, tmp_path: Path
-) -> None:
+def test_an_archive_has_the_digest_of_the_release(at: str, release: Publish, base: Path, tmp_path: Path) -> None:
     """Whatever `--sha256` says: nothing else bounds what an archive holds."""
     with zipfile.ZipFile(tmp_path / "small.zip", "w") as other:
         other.writestr("small/other", "")
@@ -260,9 +261,7 @@ def test_an_archive_has_the_digest_of_the_release(
 
 
 @pytest.mark.parametrize("source", ["~nobody-of-this-name/small.zip", f"{'x' * 300}/small.zip"])
-def test_a_file_that_is_not_there_is_not_downloaded(
-    source: str, release: Callable[..., str], base: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_there_is_not_downloaded(source: str, release: Publish, base: Path, tmp_path: Path) -> None:
     release(ARCHIVE.getvalue())
     with pytest.raises(ModelError, match=r"small\.zip: no such file; `diptych models add small` downloads it"):
         add(source, tmp_path / "store", options(base))
@@ -270,9 +269,7 @@ def test_a_file_that_is_not_there_is_not_downloaded(
         add(f"{source}.safetensors", tmp_path / "store", options(base))
 
 
-def test_without_the_release_another_place_can_be_named(
-    release: Callable[..., str], base: Path, tmp_path: Path
-) -> None:
+def test_without_the_release_another_place_can_be_named(release: Publish, base: Path, tmp_path: Path) -> None:
     for address, told in (
         (release(b"").replace("/v1/small.zip", "/v2"), "answers 404 .*; the file or another address of small.zip can"),
         ("", "small: this build has no address .* file or address of small.zip"),

@@ -28,6 +28,9 @@ from tests.pipeline.worlds import SHAPES, Crank, Watching, apart
 Weights = dict[str, torch.Tensor]
 
 
+Write = Callable[..., Path]
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the same shape and other weights."""
@@ -46,7 +49,7 @@ def weights(own: Any) -> Weights:
 
 
 @pytest.fixture
-def written(tmp_path: Path, weights: Weights) -> Callable[..., Path]:
+def written(tmp_path: Path, weights: Weights) -> Write:
     """The checkpoint in a file, changed, with metadata."""
 
     def write(change: Callable[[Weights], Weights] = lambda found: found, **metadata: str) -> Path:
@@ -122,7 +125,7 @@ def test_edm_models_are_drawn_as_diffusers_does(
     runner.close()
 
 
-def test_edms_levels_have_no_zero_snr(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+def test_edms_levels_have_no_zero_snr(written: Write, base: Path, tmp_path: Path) -> None:
     file = written(lambda found: found | {"edm_vpred.sigma_max": torch.tensor([120.0])})
     with pytest.raises(ModelError, match="--zero-snr: is for schedules of betas"):
         convert(file, tmp_path / "mine", CheckpointOptions(str(base), zero_snr=True))
@@ -130,7 +133,7 @@ def test_edms_levels_have_no_zero_snr(written: Callable[..., Path], base: Path, 
     assert load(str(plain)).samplers == load(str(base)).samplers
 
 
-def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+def test_without_a_vae_the_bases_is_taken(written: Write, base: Path, tmp_path: Path) -> None:
     file = written(lambda found: {key: value for key, value in found.items() if not key.startswith("first_stage")})
     folder = convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
     own, theirs = (load(str(each)).vae.state_dict() for each in (folder, base))
@@ -151,7 +154,7 @@ def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Pa
     ],
 )
 def test_what_it_predicts_is_read(
-    written: Callable[..., Path], base: Path, tmp_path: Path, keys: tuple[str, ...], metadata: dict[str, str],
+    written: Write, base: Path, tmp_path: Path, keys: tuple[str, ...], metadata: dict[str, str],
     options: dict[str, Any], prediction: str, rescaled: bool,
 ) -> None:  # fmt: skip
     file = written(lambda found: found | {key: torch.tensor([]) for key in keys}, **metadata)
@@ -181,7 +184,7 @@ CONV_IN = "model.diffusion_model.input_blocks.0.0.weight"
     ],
 )  # fmt: skip
 def test_what_is_no_such_checkpoint_is_refused_by_its_key(
-    written: Callable[..., Path], base: Path, tmp_path: Path, change: Callable[[Weights], Weights], told: str
+    written: Write, base: Path, tmp_path: Path, change: Callable[[Weights], Weights], told: str
 ) -> None:
     with pytest.raises(ModelError, match=told) as caught:
         convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))
@@ -227,7 +230,7 @@ UNET_PREFIX, TEXTS, VAE_PREFIX = "model.diffusion_model.", "conditioner.embedder
     ],
 )
 def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
-    written: Callable[..., Path], base: Path, own: Any, tmp_path: Path, change: Callable[[Weights], Weights]
+    written: Write, base: Path, own: Any, tmp_path: Path, change: Callable[[Weights], Weights]
 ) -> None:
     model = load(str(convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))))
     for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
@@ -250,7 +253,7 @@ def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
     ],
 )  # fmt: skip
 def test_no_key_is_dropped_without_a_word(
-    written: Callable[..., Path], base: Path, tmp_path: Path, key: str, value: torch.Tensor, told: str
+    written: Write, base: Path, tmp_path: Path, key: str, value: torch.Tensor, told: str
 ) -> None:
     with pytest.raises(ModelError, match=told):
         convert(written(lambda found: found | {key: value}), tmp_path / "mine", CheckpointOptions(str(base)))
@@ -269,7 +272,7 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def test_what_no_picture_depends_on_may_be_there(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+def test_what_no_picture_depends_on_may_be_there(written: Write, base: Path, tmp_path: Path) -> None:
     file = written(lambda found: found | {key: torch.zeros(2) for key in HARMLESS})
     load(str(convert(file, tmp_path / "mine", CheckpointOptions(str(base)))))
 
@@ -281,15 +284,13 @@ def test_what_no_picture_depends_on_may_be_there(written: Callable[..., Path], b
         "conditioner.embedders.1.model.text_projection.weight", "sigmas.0", "a.log_sigmas", "my_embedding_manager.x",
     ],
 )  # fmt: skip
-def test_words_of_training_excuse_no_weight(key: str, written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+def test_words_of_training_excuse_no_weight(key: str, written: Write, base: Path, tmp_path: Path) -> None:
     file = written(lambda found: found | {key: torch.zeros(2)})
     with pytest.raises(ModelError, match=f"has weights that an SDXL has no use for: {key}"):
         convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
 
 
-def test_files_and_folders_that_cannot_be_used_are_named(
-    written: Callable[..., Path], base: Path, tmp_path: Path
-) -> None:
+def test_files_and_folders_that_cannot_be_used_are_named(written: Write, base: Path, tmp_path: Path) -> None:
     file = written()
     whole = file.read_bytes()
     for data in (b"", whole[:1000], whole[:-100], whole + b"x"):

@@ -29,6 +29,9 @@ from tests.unet_opt.shapes import tiny_vae
 WEIGHTS = "vae-tiny/diffusion_pytorch_model.safetensors"
 
 
+MakeRunner = Callable[[ImageModel], Watching]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny.save(tmp_path_factory.mktemp("models") / "whole", tiny.SDXLShape())
@@ -98,12 +101,12 @@ def wish(seed: int = 1, **fields: Any) -> ImageParameters:
 
 
 @pytest.fixture(params=["torch", "kernels", "graphs"])
-def runner_of(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> Callable[[ImageModel], Watching]:
+def runner_of(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> MakeRunner:
     return lambda model: Watching(model, max_rows=16, **options_of(request.param, kernels))
 
 
 @pytest.fixture
-def runner(runner_of: Callable[[ImageModel], Watching]) -> Watching:
+def runner(runner_of: MakeRunner) -> Watching:
     worlds.MORE["heads-of-16"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
     return runner_of(tiny_model("heads-of-16"))
 
@@ -134,9 +137,7 @@ def test_a_picture_is_what_diffusers_decodes(runner: Watching) -> None:
     assert picture.parameters.to_dict()["vae"] == "tiny"
 
 
-def test_the_vaes_own_pictures_and_fingerprints_stay(
-    runner: Watching, runner_of: Callable[[ImageModel], Watching]
-) -> None:
+def test_the_vaes_own_pictures_and_fingerprints_stay(runner: Watching, runner_of: MakeRunner) -> None:
     without = runner_of(replace(runner.model, tiny_vae=None))
     for wanted in (wish(vae="full"), wish(2, vae="full", deterministic=True, deepcache=AUTO)):
         assert solo(runner, wanted).png() == solo(without, wanted).png()
