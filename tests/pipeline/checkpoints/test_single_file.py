@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,9 +27,18 @@ from tests.pipeline.pixels import test_edit
 from tests.pipeline.worlds import SHAPES, Crank, Watching, apart
 
 Weights = dict[str, torch.Tensor]
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 Write = Callable[..., Path]
+
+
+def without(prefix: str) -> Callable[[Weights], Weights]:
+    return lambda found: {key: value for key, value in found.items() if not key.startswith(prefix)}
+
+
+def added(more: Weights) -> Callable[[Weights], Weights]:
+    return lambda found: found | more
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +67,17 @@ def written(tmp_path: Path, weights: Weights) -> Write:
         return tmp_path / "mine.safetensors"
 
     return write
+
+
+@pytest.fixture
+def converted(written: Write, base: Path, tmp_path: Path) -> Write:
+    """The folder that comes of such a file, with these options."""
+
+    def make(change: Callable[[Weights], Weights], metadata: Mapping[str, str] = NONE, **options: Any) -> Path:
+        file = written(change, **metadata)
+        return convert(file, tmp_path / "mine", CheckpointOptions(str(base), **options))
+
+    return make
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("plain", torch.float32), ("three-levels", torch.float16)])
@@ -125,17 +146,16 @@ def test_edm_models_are_drawn_as_diffusers_does(
     runner.close()
 
 
-def test_edms_levels_have_no_zero_snr(written: Write, base: Path, tmp_path: Path) -> None:
-    file = written(lambda found: found | {"edm_vpred.sigma_max": torch.tensor([120.0])})
+def test_edms_levels_have_no_zero_snr(converted: Write, base: Path) -> None:
+    edm = added({"edm_vpred.sigma_max": torch.tensor([120.0])})
     with pytest.raises(ModelError, match="--zero-snr: is for schedules of betas"):
-        convert(file, tmp_path / "mine", CheckpointOptions(str(base), zero_snr=True))
-    plain = convert(file, tmp_path / "mine", CheckpointOptions(str(base), "epsilon", zero_snr=False))
+        converted(edm, zero_snr=True)
+    plain = converted(edm, prediction_type="epsilon", zero_snr=False)
     assert load(str(plain)).samplers == load(str(base)).samplers
 
 
-def test_without_a_vae_the_bases_is_taken(written: Write, base: Path, tmp_path: Path) -> None:
-    file = written(lambda found: {key: value for key, value in found.items() if not key.startswith("first_stage")})
-    folder = convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
+def test_without_a_vae_the_bases_is_taken(converted: Write, base: Path) -> None:
+    folder = converted(without("first_stage"))
     own, theirs = (load(str(each)).vae.state_dict() for each in (folder, base))
     assert all(torch.equal(own[name], theirs[name]) for name in theirs)
 
@@ -154,18 +174,13 @@ def test_without_a_vae_the_bases_is_taken(written: Write, base: Path, tmp_path: 
     ],
 )
 def test_what_it_predicts_is_read(
-    written: Write, base: Path, tmp_path: Path, keys: tuple[str, ...], metadata: dict[str, str],
+    converted: Write, keys: tuple[str, ...], metadata: dict[str, str],
     options: dict[str, Any], prediction: str, rescaled: bool,
 ) -> None:  # fmt: skip
-    file = written(lambda found: found | {key: torch.tensor([]) for key in keys}, **metadata)
-    folder = convert(file, tmp_path / "mine", CheckpointOptions(str(base), **options))
+    folder = converted(added({key: torch.tensor([]) for key in keys}), metadata, **options)
     config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
     assert config["prediction_type"] == prediction and config.get("rescale_betas_zero_snr", False) is rescaled
     assert (config["timestep_spacing"] == "trailing") is rescaled
-
-
-def without(prefix: str) -> Callable[[Weights], Weights]:
-    return lambda found: {key: value for key, value in found.items() if not key.startswith(prefix)}
 
 
 DOWN = "first_stage_model.encoder.down.0"
@@ -177,17 +192,17 @@ CONV_IN = "model.diffusion_model.input_blocks.0.0.weight"
     [
         (without(CONV_IN), r"has no weights for unet\.conv_in\.weight"),
         (lambda found: {"lora_unet_down.lora_down.weight": torch.zeros(1)}, "is a LoRA.*lora_unet_down"),
-        (lambda found: found | {CONV_IN: torch.zeros(8, 8, 3, 3)}, "edits by instructions.*8 channels"),
+        (added({CONV_IN: torch.zeros(8, 8, 3, 3)}), "edits by instructions.*8 channels"),
         (lambda found: found | {CONV_IN: found[CONV_IN] * float("nan")}, r"conv_in\.weight has .* not finite"),
-        (lambda found: found | {CONV_IN: torch.zeros(8, 4, 3, 3)}, r"does not fit .*: unet\.conv_in\.weight is \[8, 4"),
-        (lambda found: found | {f"{DOWN}.block.7.norm1.weight": torch.zeros(3)}, "no use for.*resnets.7"),
+        (added({CONV_IN: torch.zeros(8, 4, 3, 3)}), r"does not fit .*: unet\.conv_in\.weight is \[8, 4"),
+        (added({f"{DOWN}.block.7.norm1.weight": torch.zeros(3)}), "no use for.*resnets.7"),
     ],
 )  # fmt: skip
 def test_what_is_no_such_checkpoint_is_refused_by_its_key(
-    written: Write, base: Path, tmp_path: Path, change: Callable[[Weights], Weights], told: str
+    converted: Write, tmp_path: Path, change: Callable[[Weights], Weights], told: str
 ) -> None:
     with pytest.raises(ModelError, match=told) as caught:
-        convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))
+        converted(change)
     assert "mine.safetensors" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
 
@@ -230,9 +245,9 @@ UNET_PREFIX, TEXTS, VAE_PREFIX = "model.diffusion_model.", "conditioner.embedder
     ],
 )
 def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
-    written: Write, base: Path, own: Any, tmp_path: Path, change: Callable[[Weights], Weights]
+    converted: Write, own: Any, change: Callable[[Weights], Weights]
 ) -> None:
-    model = load(str(convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))))
+    model = load(str(converted(change)))
     for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
         expected = getattr(own, part).state_dict()
         for key, value in model.parts[part].state_dict().items():
@@ -253,10 +268,10 @@ def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
     ],
 )  # fmt: skip
 def test_no_key_is_dropped_without_a_word(
-    written: Write, base: Path, tmp_path: Path, key: str, value: torch.Tensor, told: str
+    converted: Write, tmp_path: Path, key: str, value: torch.Tensor, told: str
 ) -> None:
     with pytest.raises(ModelError, match=told):
-        convert(written(lambda found: found | {key: value}), tmp_path / "mine", CheckpointOptions(str(base)))
+        converted(added({key: value}))
     assert not (tmp_path / "mine").exists()
 
 
@@ -272,9 +287,8 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def test_what_no_picture_depends_on_may_be_there(written: Write, base: Path, tmp_path: Path) -> None:
-    file = written(lambda found: found | {key: torch.zeros(2) for key in HARMLESS})
-    load(str(convert(file, tmp_path / "mine", CheckpointOptions(str(base)))))
+def test_what_no_picture_depends_on_may_be_there(converted: Write) -> None:
+    load(str(converted(added({key: torch.zeros(2) for key in HARMLESS}))))
 
 
 @pytest.mark.parametrize(
@@ -284,10 +298,9 @@ def test_what_no_picture_depends_on_may_be_there(written: Write, base: Path, tmp
         "conditioner.embedders.1.model.text_projection.weight", "sigmas.0", "a.log_sigmas", "my_embedding_manager.x",
     ],
 )  # fmt: skip
-def test_words_of_training_excuse_no_weight(key: str, written: Write, base: Path, tmp_path: Path) -> None:
-    file = written(lambda found: found | {key: torch.zeros(2)})
+def test_words_of_training_excuse_no_weight(key: str, converted: Write) -> None:
     with pytest.raises(ModelError, match=f"has weights that an SDXL has no use for: {key}"):
-        convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
+        converted(added({key: torch.zeros(2)}))
 
 
 def test_files_and_folders_that_cannot_be_used_are_named(written: Write, base: Path, tmp_path: Path) -> None:
