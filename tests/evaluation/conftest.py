@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,26 +14,16 @@ import torch
 import cli
 from evaluation.pixels import Pixels
 from pipeline.checkpoints import tiny
-from tests.cli.shell import Shell
+from tests.cli.shell import Said, Shell
 from tests.core.quant.stage import warm
 from tests.evaluation import reward_stand_ins
 from tests.shared import shared_folder
 
 CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
 CAPTIONS = (
-    "pizza",
-    "red heart",
-    "cat face",
-    "rocket",
-    "tiger face",
-    "rainbow",
-    "ghost",
-    "banana",
-    "key",
-    "fire",
-    "owl",
-)
-QUICK = ["--model", tiny.TINY, "--steps", "2", "--threads", "1", "--lens", str(CLIP), "--resamples", "10"]
+    "pizza", "red heart", "cat face", "rocket", "tiger face", "rainbow", "ghost", "banana", "key", "fire", "owl",
+)  # fmt: skip
+QUICK = f"--model {tiny.TINY} --steps 2 --threads 1 --lens {CLIP} --resamples 10".split()
 
 
 @pytest.fixture
@@ -43,6 +35,15 @@ def table(folder: Path, captions: tuple[str, ...] = CAPTIONS) -> Path:
     path = folder / "captions.tsv"
     path.write_text("id\tcaption\n" + "".join(f"{k}\t{text}\n" for k, text in enumerate(captions)), "utf-8")
     return path
+
+
+def evaluate(shell: Shell, words: str, captions: tuple[str, ...] = CAPTIONS) -> Said:
+    """What `diptych evaluate` says of these captions, with `QUICK` and these words."""
+    return shell("evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, *words.split())
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
 
 
 def evaluated(folder: Path, name: str, *words: str) -> Path:
@@ -75,8 +76,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def emoji(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the embedded model, whose pictures show their captions."""
-    words = ["--steps", "6", "--guidance", "4", "--threads", "1", "--precision", "fp32", "--resamples", "10"]
-    return evaluated(tmp_path_factory.mktemp("emoji"), "xl", *words)
+    words = "--steps 6 --guidance 4 --threads 1 --precision fp32 --resamples 10"
+    return evaluated(tmp_path_factory.mktemp("emoji"), "xl", *words.split())
 
 
 def blocks(count: int, size: tuple[int, int]) -> list[Pixels]:

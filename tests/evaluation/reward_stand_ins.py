@@ -26,29 +26,19 @@ CAPTIONS = (
 )
 SIZES = ((224, 224), (300, 128), (131, 317), (48, 64), (640, 480))  # width, height
 WORDS = (
-    "a",
-    "red",
-    "apple",
-    "on",
-    "table",
-    "two",
-    "cats",
-    "beside",
-    "dog",
-    "and",
-    "cat",
-    "!",
-    ":",
-    ",",
-    "3",
-    "##s",
-    "cafe",
-)
+    "a", "red", "apple", "on", "table", "two", "cats", "beside", "dog", "and", "cat", "!", ":", ",", "3", "##s", "cafe",
+)  # fmt: skip
 QWEN_TOKENS = [
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
+    f"<|{name}|>"
+    for name in (
+        "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start",
+        "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad",
+    )
 ]  # fmt: skip
+QWEN_IDS = {
+    "bos": "endoftext", "eos": "im_end", "vision_start": "vision_start", "vision_end": "vision_end",
+    "vision": "vision_pad", "image": "image_pad", "video": "video_pad",
+}  # fmt: skip
 # Qwen2-VL-7B-Instruct's, for conversations of one picture each.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
@@ -154,10 +144,7 @@ def hpsv3(folder: Path) -> Path:
     hidden, inner, layers, vision, depth = 256, 64, 2, 64, 2
     config = {
         "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0,
-        "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_token_id": ids["<|vision_pad|>"],
-        "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"], "hidden_act": "silu",
+        **{f"{key}_token_id": ids[f"<|{name}|>"] for key, name in QWEN_IDS.items()}, "hidden_act": "silu",
         "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": inner, "max_position_embeddings": 4096,
         "max_window_layers": layers, "model_type": "qwen2_vl", "num_attention_heads": 2, "num_hidden_layers": layers,
         "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 4096,
@@ -177,15 +164,11 @@ def hpsv3(folder: Path) -> Path:
         shapes |= _affine(f"{block}.mlp.fc1", 4 * vision, vision) | _affine(f"{block}.mlp.fc2", vision, 4 * vision)
     shapes |= _norm("visual.merger.ln_q", vision) | _affine("visual.merger.mlp.0", 4 * vision, 4 * vision)
     shapes |= _affine("visual.merger.mlp.2", hidden, 4 * vision)
-    shapes |= {
-        "model.embed_tokens.weight": (rows, hidden),
-        "lm_head.weight": (rows, hidden),
-        "model.norm.weight": (hidden,),
-    }
+    shapes |= {f"{name}.weight": (rows, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (hidden,)
     for layer in (f"model.layers.{number}" for number in range(layers)):
         shapes |= _affine(f"{layer}.self_attn.q_proj", hidden, hidden)
-        shapes |= _affine(f"{layer}.self_attn.k_proj", 128, hidden)
-        shapes |= _affine(f"{layer}.self_attn.v_proj", 128, hidden)
+        shapes |= _affine(f"{layer}.self_attn.k_proj", 128, hidden) | _affine(f"{layer}.self_attn.v_proj", 128, hidden)
         shapes |= {
             f"{layer}.self_attn.o_proj.weight": (hidden, hidden), f"{layer}.mlp.gate_proj.weight": (inner, hidden),
             f"{layer}.mlp.up_proj.weight": (inner, hidden), f"{layer}.mlp.down_proj.weight": (hidden, inner),

@@ -1,10 +1,8 @@
-"""CLIP: against transformers and torchmetrics over the same weights; and captions that were mixed up."""
+"""CLIP: against transformers over the same weights; and captions that were mixed up."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,42 +11,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from evaluation import bootstrap, pixels, references
+from evaluation import bootstrap, references
 from evaluation.clip import Clip
 from evaluation.inception import WeightsError
 from evaluation.run import EvaluationRun
 from evaluation.scoring_networks import embedded
-from tests.evaluation.conftest import CLIP, blocks
-
-
-def test_captions_are_read_as_each_alone() -> None:
-    """They are of several lengths, and padded."""
-    clip = Clip(CLIP)
-    texts = ["a cat", "two dogs in front of a red boat", "rain"]
-    torch.testing.assert_close(clip.read(texts), torch.cat([clip.read([text]) for text in texts]), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.long
-def test_the_score_is_torchmetrics(emoji: Path) -> None:
-    from torchmetrics.multimodal.clip_score import CLIPScore
-    from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel, CLIPProcessor
-
-    class Bare(CLIPModel):
-        """Answers with features alone, as torchmetrics expects it of older models."""
-
-        def get_image_features(self, *given: Any, **named: Any) -> Any:
-            return super().get_image_features(*given, **named).pooler_output
-
-        def get_text_features(self, *given: Any, **named: Any) -> Any:
-            return super().get_text_features(*given, **named).pooler_output
-
-    run = EvaluationRun.read(emoji)
-    processor = CLIPProcessor(CLIPImageProcessor.from_pretrained(CLIP), AutoTokenizer.from_pretrained(CLIP))
-    metric = CLIPScore(lambda: (Bare.from_pretrained(CLIP), processor))
-    pictures = [torch.tensor(pixels.read(path)).permute(2, 0, 1) for path in run.files()]
-    metric.update(pictures, [caption.text for caption in run.captions])
-    found = json.loads((emoji / "scores.json").read_text())["scores"]["emoji-clip-score"]["value"]
-    assert found == pytest.approx(float(metric.compute()), rel=1e-4)
+from tests.evaluation.conftest import CLIP, blocks, read_json
 
 
 def test_mixed_up_captions_score_lower(emoji: Path) -> None:
@@ -59,6 +27,8 @@ def test_mixed_up_captions_score_lower(emoji: Path) -> None:
     right = bootstrap.mean(100 * (clip * captions).sum(1), counts).interval
     wrong = bootstrap.mean(100 * (clip * captions.roll(1, 0)).sum(1), counts).interval
     assert right.low > wrong.high and right.value > 60
+    score = read_json(emoji / "scores.json")["scores"]["emoji-clip-score"]
+    assert score["value"] == pytest.approx(right.value, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [(128, 200), (300, 128), (64, 64), (257, 511)])
@@ -73,7 +43,7 @@ def test_pictures_of_any_size_are_fitted_as_the_models_processor_does_it(size: t
     assert gap.mean() < 1.0
 
 
-@pytest.mark.parametrize("wide", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("wide", [1, 2, 3, 5])
 def test_the_middle_is_cut_out_as_torchvisions_center_crop_does_it(wide: int) -> None:
     """To the pixel: of so many pixels too many, half of them rounded to even is left out before the middle."""
     clip, first = Clip(CLIP), round(wide / 2)
@@ -96,7 +66,10 @@ def test_captions_beyond_the_context_are_read_up_to_its_last_token() -> None:
         with torch.inference_mode():
             return F.normalize(model.get_text_features(**tokens).pooler_output, dim=-1)
 
-    found = Clip(CLIP).read([caption])
+    clip = Clip(CLIP)
+    found = clip.read([caption])
+    padded = clip.read(["a cat", caption])
+    torch.testing.assert_close(padded, torch.cat([clip.read(["a cat"]), found]), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found, cut(77), rtol=1e-4, atol=1e-6)
     assert (found - cut(76)).abs().max() > 1e-3, "a token less would show"
 
@@ -108,7 +81,6 @@ def test_what_is_no_clip_is_refused(tmp_path: Path) -> None:
 
 def test_a_score_is_not_clamped() -> None:
     """torchmetrics counts a picture below 0 as 0; MLPerf does not."""
-    assert bootstrap.mean(torch.tensor([-50.0, 10.0]), bootstrap.resamples(2)).value == -20
-    assert (
-        bootstrap.interval_fields(bootstrap.mean(torch.tensor([-50.0, -50.0]), bootstrap.resamples(2)))["value"] == -50
-    )
+    for scores, expected in (([-50.0, 10.0], -20), ([-50.0, -50.0], -50)):
+        found = bootstrap.mean(torch.tensor(scores), bootstrap.resamples(2))
+        assert found.value == expected == bootstrap.interval_fields(found)["value"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from evaluation import features, pixels
 from evaluation.pixels import PictureError, Pixels
+
+Take = Callable[..., Tensor]
 
 
 class Mean:
@@ -40,36 +42,40 @@ def files(tmp_path: Path) -> list[Path]:
     return list(pixels.listing(folder))
 
 
-def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path) -> None:
+@pytest.fixture
+def take(files: list[Path], tmp_path: Path) -> Take:
+    """Takes the features of the files, or of these, with an extractor; they are kept."""
+
+    def take(extractor: Mean, digest: str = "p", given: list[Path] = files) -> Tensor:
+        return features.picture_features(given, digest, extractor, tmp_path / "f")
+
+    return take
+
+
+def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path, take: Take) -> None:
     expected = torch.stack([torch.tensor(pixels.read(path)).float().mean((0, 1)) for path in files])
     with pytest.raises(KeyboardInterrupt):
-        features.picture_features(files, "p", Mean(stop=400), tmp_path / "f")
-    on = Mean()
-    found = features.picture_features(files, "p", on, tmp_path / "f")
-    assert torch.equal(found, expected) and on.seen == 600 - 256  # written down every 8 groups of 32
-    again = Mean(stop=0)
-    assert torch.equal(features.picture_features(files, "p", again, tmp_path / "f"), expected)
+        take(Mean(stop=400))
+    assert torch.equal(take(on := Mean()), expected) and on.seen == 600 - 256  # written down every 8 groups of 32
+    assert torch.equal(take(Mean(stop=0)), expected)
     assert (tmp_path / "f.npy").stat().st_size < 600 * 3 * 4 + 200
-
-
-@pytest.mark.parametrize("change", ["pictures", "extractor", "damage", "fewer"])
-def test_they_are_taken_anew_where_anything_is_another(change: str, files: list[Path], tmp_path: Path) -> None:
-    features.picture_features(files, "p", Mean(), tmp_path / "f")
-    now = Mean("e" if change == "extractor" else "d")
-    if change == "damage":
-        (tmp_path / "f.npy").write_bytes(b"\x93NUMPY")
-    given = files[:10] if change == "fewer" else files
-    features.picture_features(given, "q" if change == "pictures" else "p", now, tmp_path / "f")
-    assert now.seen == len(given)
-
-
-def test_what_is_overwritten_is_not_vouched_for(files: list[Path], tmp_path: Path) -> None:
-    features.picture_features(files, "p", Mean(), tmp_path / "f")
     with pytest.raises(KeyboardInterrupt):
-        features.picture_features(files, "q", Mean(stop=40), tmp_path / "f")
-    back = Mean()
-    features.picture_features(files, "p", back, tmp_path / "f")
-    assert back.seen == 600
+        take(Mean(stop=40), "q")
+    take(back := Mean())
+    assert back.seen == 600, "what is overwritten is not vouched for"
+
+
+@pytest.mark.parametrize(
+    ("extractor", "digest", "count"), [("d", "q", 600), ("e", "p", 600), ("d", "p", 10), ("damage", "p", 600)]
+)
+def test_they_are_taken_anew_where_anything_is_another(
+    extractor: str, digest: str, count: int, files: list[Path], tmp_path: Path, take: Take
+) -> None:
+    take(Mean("damage" if extractor == "damage" else "d"))
+    if extractor == "damage":
+        (tmp_path / "f.npy").write_bytes(b"\x93NUMPY")
+    take(now := Mean(extractor), digest, files[:count])
+    assert now.seen == count
 
 
 def test_a_folder_that_changed_is_another(files: list[Path]) -> None:
@@ -86,22 +92,22 @@ def test_what_is_no_picture_is_named(data: bytes | None, files: list[Path]) -> N
         pixels.read(files[1])
 
 
-def test_all_unreadable_pictures_are_named_at_once(files: list[Path], tmp_path: Path) -> None:
+def test_all_unreadable_pictures_are_named_at_once(files: list[Path], take: Take) -> None:
     for number in (40, 70, 599):
         files[number].write_bytes(files[number].read_bytes()[:50])
     with pytest.raises(PictureError, match=r"040\.png: is no whole picture .*; nor are 070\.png, 599\.png$"):
-        features.picture_features(files, "p", Mean(), tmp_path / "f")
+        take(Mean())
 
 
 def test_transparent_pictures_are_laid_on_white(tmp_path: Path) -> None:
     image = Image.new("RGBA", (2, 1), (200, 0, 0, 0))
     image.putpixel((1, 0), (200, 0, 0, 255))
-    image.save(tmp_path / "a.png")
-    assert pixels.read(tmp_path / "a.png").tolist() == [[[255, 255, 255], [200, 0, 0]]]
-    Image.new("L", (1, 1), 7).save(tmp_path / "b.png")
-    assert pixels.read(tmp_path / "b.png").tolist() == [[[7, 7, 7]]]
-    Image.fromarray(np.array([[7 * 256 + 9]], np.uint16)).save(tmp_path / "c.png")  # 16 bits, as their 8-bit twin
-    assert pixels.read(tmp_path / "c.png").tolist() == [[[7, 7, 7]]]
+    deep = Image.fromarray(np.array([[7 * 256 + 9]], np.uint16))  # 16 bits, as their 8-bit twin
+    for drawn, expected in (
+        (image, [[255, 255, 255], [200, 0, 0]]), (Image.new("L", (1, 1), 7), [[7] * 3]), (deep, [[7] * 3]),
+    ):  # fmt: skip
+        drawn.save(tmp_path / "a.png")
+        assert pixels.read(tmp_path / "a.png").tolist() == [expected]
 
 
 def test_hidden_files_and_others_are_no_pictures(tmp_path: Path) -> None:

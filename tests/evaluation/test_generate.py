@@ -19,6 +19,7 @@ from evaluation import generate
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
 from evaluation.sources import SourceImage
+from tests.evaluation.test_run import png
 
 DRAFT = ImageParameters("", 0, 8, 8, steps=4)
 CAPTIONS = [Caption(k, str(k), f"picture {k}") for k in range(30)]
@@ -79,7 +80,9 @@ def test_it_keeps_the_source_full_and_no_fuller(tmp_path: Path, console: Console
         assert draw(writer, source, console) == (0, [])
         assert not writer.run.missing and writer.run.drawn_by["model"] == "m"
     assert source.most == 6
+    assert generate.read_fingerprint(png(1)) == {}
     assert [(one.prompt, one.seed) for one in source.asked] == [(f"picture {k}", 100 + k) for k in range(30)]
+    assert generate.seed_of(Caption(3, "", ""), 2**63 - 1) == 2
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "3: [bold]a note[/bold]" in said and "30/30" in said and "120/120" in said and "/s" in said
 
@@ -90,25 +93,10 @@ def test_a_failure_costs_its_own_picture_and_is_tried_again(tmp_path: Path, cons
     assert "caption 8 (7): FloatingPointError: NaN" in console.file.getvalue()  # type: ignore[attr-defined]
     with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
         assert [caption.index for caption in writer.run.missing] == [7, 29]
-        again = Counting(1)
-        draw(writer, again, console)
+        again = Counting(1, threads="8 threads")
+        assert draw(writer, again, console).notes == ["pictures differ in device: '2 threads' and '8 threads'"]
         assert [one.seed for one in again.asked] == [107, 129] and not writer.run.missing
         assert writer.run.records[7].session == 1 and writer.run.records[8].session == 0
-
-
-def test_what_drew_otherwise_is_told(tmp_path: Path, console: Console) -> None:
-    with RunWriter(tmp_path / "r", {}, CAPTIONS[:20]) as writer:
-        draw(writer, Counting(5), console)
-    (tmp_path / "r" / "pictures" / writer.run.records[4].file).unlink()
-    with RunWriter(tmp_path / "r", {}, CAPTIONS[:20]) as writer:
-        outcome = draw(writer, Counting(1, threads="8 threads"), console)
-    assert outcome.notes == ["pictures differ in device: '2 threads' and '8 threads'"]
-
-
-def test_a_png_without_a_fingerprint_has_none() -> None:
-    stream = io.BytesIO()
-    Image.new("RGB", (2, 2)).save(stream, "PNG")
-    assert generate.read_fingerprint(stream.getvalue()) == {}
 
 
 def test_a_log_is_told_how_far_it_is(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from evaluation import hub, judges
 from evaluation.dinov2 import DinoV2
 from evaluation.inception import WeightsError
+from tests.evaluation.conftest import read_json
 
 
 def test_a_hubs_cache_is_a_folder_too(dino: Path, tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_other_weights_are_refused(dino: Path, tmp_path: Path) -> None:
     """Also those of a deeper network, whose last layers would be drawn at random."""
     deeper = tmp_path / "deeper"
     shutil.copytree(dino, deeper)
-    config = json.loads((deeper / "config.json").read_text())
+    config = read_json(deeper / "config.json")
     (deeper / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     for folder, told in ((deeper, r"no encoder\.layer"), (tmp_path / "gone", "gone: is not a Dinov2Model")):
         with pytest.raises(WeightsError, match=told):

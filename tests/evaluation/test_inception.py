@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,62 +34,53 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_forward(w: Weights, picture: np.ndarray) -> Tensor:
     """TensorFlow's 2015 graph, as its drawing has it, over the state's names. [H, W, 3] to [2048]."""
 
-    def conv(x: Tensor, name: str, stride: int = 1, pad: tuple[int, int] = (0, 0)) -> Tensor:
-        x = F.conv2d(x, w[f"{name}.conv.weight"], None, stride, pad)
-        bn = f"{name}.bn."
-        return F.batch_norm(
-            x, w[bn + "running_mean"], w[bn + "running_var"], w[bn + "weight"], w[bn + "bias"], False, 0.0, 0.001
-        ).clamp_min(0)
+    def conv(x: Tensor, *names: str, stride: int = 1, padded: bool = True) -> Tensor:
+        """One behind the other, padded to keep the size; the last one in strides, and then without."""
+        for name in names:
+            kernel, step = w[f"{name}.conv.weight"], stride if name == names[-1] else 1
+            pad = [side // 2 for side in kernel.shape[2:]] if padded and step == 1 else 0
+            mean, var, scale, shift = (
+                w[f"{name}.bn.{key}"] for key in ("running_mean", "running_var", "weight", "bias")
+            )
+            x = F.conv2d(x, kernel, None, step, pad)
+            x = F.batch_norm(x, mean, var, scale, shift, False, 0.0, 0.001).clamp_min(0)
+        return x
+
+    def branch(x: Tensor, n: str, *ends: str, **options: Any) -> Tensor:
+        return conv(x, *(f"{n}.branch{end}" for end in ends), **options)
 
     def mean3(x: Tensor) -> Tensor:
         ones = F.avg_pool2d(torch.ones_like(x[:, :1]), 3, 1, 1)
         return F.avg_pool2d(x, 3, 1, 1) / ones  # only what lies within counts
 
-    def a(x: Tensor, n: str) -> Tensor:
-        five = conv(conv(x, f"{n}.branch5x5_1"), f"{n}.branch5x5_2", pad=(2, 2))
-        three = conv(conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=(1, 1))
-        three = conv(three, f"{n}.branch3x3dbl_3", pad=(1, 1))
-        return torch.cat([conv(x, f"{n}.branch1x1"), five, three, conv(mean3(x), f"{n}.branch_pool")], 1)
+    def block(x: Tensor, n: str, *branches: Sequence[str]) -> Tensor:
+        ways = [branch(x, n, "1x1"), *(branch(x, n, *ends) for ends in branches), branch(mean3(x), n, "_pool")]
+        return torch.cat(ways, 1)
 
-    def c(x: Tensor, n: str) -> Tensor:
-        y = conv(x, f"{n}.branch7x7_1")
-        y = conv(conv(y, f"{n}.branch7x7_2", pad=(0, 3)), f"{n}.branch7x7_3", pad=(3, 0))
-        z = conv(x, f"{n}.branch7x7dbl_1")
-        for k, pad in ((2, (3, 0)), (3, (0, 3)), (4, (3, 0)), (5, (0, 3))):
-            z = conv(z, f"{n}.branch7x7dbl_{k}", pad=pad)
-        return torch.cat([conv(x, f"{n}.branch1x1"), y, z, conv(mean3(x), f"{n}.branch_pool")], 1)
+    def reduced(x: Tensor, n: str, *branches: Sequence[str]) -> Tensor:
+        return torch.cat([*(branch(x, n, *ends, stride=2) for ends in branches), F.max_pool2d(x, 3, 2)], 1)
 
-    def e(x: Tensor, n: str, pooled: Tensor) -> Tensor:
-        y = conv(x, f"{n}.branch3x3_1")
-        z = conv(conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=(1, 1))
-        return torch.cat(
-            [
-                conv(x, f"{n}.branch1x1"),
-                conv(y, f"{n}.branch3x3_2a", pad=(0, 1)), conv(y, f"{n}.branch3x3_2b", pad=(1, 0)),
-                conv(z, f"{n}.branch3x3dbl_3a", pad=(0, 1)), conv(z, f"{n}.branch3x3dbl_3b", pad=(1, 0)),
-                conv(pooled, f"{n}.branch_pool"),
-            ], 1,
-        )  # fmt: skip
+    def last(x: Tensor, n: str, pooled: Tensor) -> Tensor:
+        ways = [branch(x, n, "1x1")]
+        for start in (["3x3_1"], ["3x3dbl_1", "3x3dbl_2"]):
+            number, name = len(start) + 1, start[0].removesuffix("_1")
+            ways += [branch(branch(x, n, *start), n, f"{name}_{number}{side}") for side in "ab"]
+        return torch.cat([*ways, branch(pooled, n, "_pool")], 1)
 
     x = torch.from_numpy(picture.astype(np.float32) / np.float32(255)).permute(2, 0, 1)[None]
     x = F.interpolate(x, size=(299, 299), mode="bilinear", align_corners=False) * 2 - 1
-    x = x.to(w["Conv2d_1a_3x3.conv.weight"].dtype)
-    x = conv(conv(conv(x, "Conv2d_1a_3x3", 2), "Conv2d_2a_3x3"), "Conv2d_2b_3x3", pad=(1, 1))
-    x = conv(conv(F.max_pool2d(x, 3, 2), "Conv2d_3b_1x1"), "Conv2d_4a_3x3")
-    x = F.max_pool2d(x, 3, 2)
-    for n in ("Mixed_5b", "Mixed_5c", "Mixed_5d"):
-        x = a(x, n)
-    y = conv(conv(x, "Mixed_6a.branch3x3dbl_1"), "Mixed_6a.branch3x3dbl_2", pad=(1, 1))
-    y = conv(y, "Mixed_6a.branch3x3dbl_3", 2)
-    x = torch.cat([conv(x, "Mixed_6a.branch3x3", 2), y, F.max_pool2d(x, 3, 2)], 1)
-    for n in ("Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"):
-        x = c(x, n)
-    y = conv(conv(x, "Mixed_7a.branch3x3_1"), "Mixed_7a.branch3x3_2", 2)
-    z = conv(conv(x, "Mixed_7a.branch7x7x3_1"), "Mixed_7a.branch7x7x3_2", pad=(0, 3))
-    z = conv(conv(z, "Mixed_7a.branch7x7x3_3", pad=(3, 0)), "Mixed_7a.branch7x7x3_4", 2)
-    x = torch.cat([y, z, F.max_pool2d(x, 3, 2)], 1)
-    x = e(x, "Mixed_7b", mean3(x))
-    x = e(x, "Mixed_7c", F.max_pool2d(x, 3, 1, 1))
+    x = conv(x.to(w["Conv2d_1a_3x3.conv.weight"].dtype), "Conv2d_1a_3x3", stride=2)
+    x = conv(conv(x, "Conv2d_2a_3x3", padded=False), "Conv2d_2b_3x3")
+    x = conv(F.max_pool2d(x, 3, 2), "Conv2d_3b_1x1")
+    x = F.max_pool2d(conv(x, "Conv2d_4a_3x3", padded=False), 3, 2)
+    for letter in "bcd":
+        x = block(x, f"Mixed_5{letter}", ("5x5_1", "5x5_2"), ("3x3dbl_1", "3x3dbl_2", "3x3dbl_3"))
+    x = reduced(x, "Mixed_6a", ("3x3",), ("3x3dbl_1", "3x3dbl_2", "3x3dbl_3"))
+    for letter in "bcde":
+        x = block(x, f"Mixed_6{letter}", ("7x7_1", "7x7_2", "7x7_3"), [f"7x7dbl_{k}" for k in range(1, 6)])
+    x = reduced(x, "Mixed_7a", ("3x3_1", "3x3_2"), [f"7x7x3_{k}" for k in range(1, 5)])
+    x = last(x, "Mixed_7b", mean3(x))
+    x = last(x, "Mixed_7c", F.max_pool2d(x, 3, 1, 1))
     return x.mean((2, 3))[0]
 
 
@@ -101,7 +94,7 @@ def pictures(count: int, seed: int, side: int) -> list[np.ndarray]:
 
 @pytest.mark.long
 def test_it_sees_what_an_independent_forward_sees(file: Path) -> None:
-    """Of a picture that is enlarged, and of one that is reduced; test_mlperf_files.py makes a FID of it by hand."""
+    """Of a picture that is enlarged, and of one that is reduced."""
     ours = Inception(file)
     double = {name: value.double() for name, value in weights().items()}
     images = [*pictures(1, 1, 128), *pictures(1, 2, 300)]
@@ -124,25 +117,27 @@ def test_it_is_not_torchvisions_network(file: Path) -> None:
     assert (ours.see(picture) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("case", ["missing", "extra", "shape", "text", "gone", "list"])
-def test_other_weights_are_refused_by_name(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"Mixed_7c.branch_pool.bn.bias": None}, "is not FID's Inception"),
+        ({"AuxLogits.conv0.conv.weight": torch.zeros(1)}, "is not FID's Inception"),
+        ({"Mixed_5b.branch1x1.conv.weight": torch.zeros(1)}, "is not FID's Inception"),
+        (b"weights", "is no file of weights"),
+        (None, "cannot be read"),
+        ([1], "holds no weights by name"),
+    ],
+)
+def test_other_weights_are_refused_by_name(held: Any, said: str, tmp_path: Path) -> None:
     """What refuses is names and shapes: values are one zero each, however many a shape has."""
-    made = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in weights().items()}
-    path, said = tmp_path / "w.pth", "is not FID's Inception"
-    if case == "missing":
-        del made["Mixed_7c.branch_pool.bn.bias"]
-    elif case == "extra":
-        made["AuxLogits.conv0.conv.weight"] = torch.zeros(1)
-    elif case == "shape":
-        made["Mixed_5b.branch1x1.conv.weight"] = torch.zeros(1)
-    if case == "text":
-        path.write_text("weights")
-        said = "is no file of weights"
-    elif case == "gone":
-        said = "cannot be read"
-    else:
-        torch.save([1] if case == "list" else made, path)
-        said = "holds no weights by name" if case == "list" else said
+    path = tmp_path / "w.pth"
+    if isinstance(held, bytes):
+        path.write_bytes(held)
+    elif isinstance(held, dict):
+        zeros = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in weights().items()}
+        torch.save({name: value for name, value in (zeros | held).items() if value is not None}, path)
+    elif held:
+        torch.save(held, path)
     with pytest.raises(WeightsError, match=said) as refused:
         Inception(path)
     assert str(path) in str(refused.value)

@@ -14,41 +14,50 @@ import numpy as np
 import pytest
 import torch
 
+from core.batching.pending import rejected
 from evaluation import loadgen, pixels
 from evaluation.loadgen import LoadGenError
 from evaluation.loadgen_tasks import LoggedAnswer
 from evaluation.run import EvaluationRun
-from tests.cli.shell import Shell
-from tests.evaluation.conftest import CLIP, QUICK, table
+from pipeline.checkpoints import tiny
+from tests.cli.shell import Said, Shell
+from tests.evaluation.conftest import CLIP, read_json, table
 
 pytest.importorskip("mlperf_loadgen", reason="LoadGen has wheels for Linux alone")
 
 CAPTIONS = ("a fox", "a hen", "a pig", "an owl", "a cow")
-SHORT = ["--duration", "0.1", "--queries", "70", "--latent", "off", *QUICK[:2], "--threads", "1"]
+LATENT = f"--latent off --model {tiny.TINY}"
+SHORT = "--duration 0.1 --queries 70"
+
+
+def driven(shell: Shell, *words: str) -> Said:
+    """What LoadGen's command says, of a scenario and these further words."""
+    given = ["--prompts", str(table(shell.folder, CAPTIONS)), "--threads", "1", "--out", "log"]
+    return shell("mlperf", *given, "--scenario", *" ".join(words).split())
+
+
+def summary(shell: Shell) -> str:
+    return (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
 
 
 @pytest.mark.quick(0)
 @pytest.mark.parametrize(
-    ("scenario", "rate"), [("Offline", ["--target-qps", "1000"]), ("SingleStream", [])]
+    ("scenario", "rate"), [("Offline", "--target-qps 1000"), ("SingleStream", "")]
 )  # Server is VALID from some 460 queries on: too long for a test
-def test_loadgen_says_valid_and_we_say_shortened(scenario: str, rate: list[str], shell: Shell) -> None:
-    words = ["mlperf", "--scenario", scenario, "--prompts", str(table(shell.folder, CAPTIONS)), *SHORT, *rate]
-    said = shell(*words, "--out", "log")
+def test_loadgen_says_valid_and_we_say_shortened(scenario: str, rate: str, shell: Shell) -> None:
+    said = driven(shell, scenario, LATENT, SHORT, rate)
     assert said.code == 0, said
     assert f"{scenario}: VALID (shortened)" in said.out and "Result is : VALID" in said.out
     assert "min_duration_ms is 100, official: 600000" in said.out
-    found = json.loads((shell.folder / "log" / "mlperf.json").read_text("utf-8"))
+    found = read_json(shell.folder / "log" / "mlperf.json")
     assert found["valid"] is True and any("performance_sample_count" in reason for reason in found["shortened"])
-    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
-    assert f"Scenario : {scenario}" in text
-    refused = shell(*words, "--out", "log")
+    assert f"Scenario : {scenario}" in summary(shell)
+    refused = driven(shell, scenario, LATENT, SHORT, rate)
     assert refused.code == 2 and "log is not empty" in refused.err
 
 
 def test_server_meets_loadgens_own_limit_for_the_model(shell: Shell) -> None:
-    words = ["mlperf", "--scenario", "Server", "--prompts", str(table(shell.folder, CAPTIONS)), *SHORT]
-    said = shell(*words, "--target-qps", "10", "--queries", "10", "--out", "log")
-    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    said, text = driven(shell, "Server", LATENT, SHORT, "--target-qps 10 --queries 10"), summary(shell)
     assert "target_latency (ns): 20000000000" in text  # 20 s: from LoadGen's own configuration, not from ours
     assert "Performance constraints satisfied : Yes" in text
     assert said.code == 1 and "Server: INVALID (shortened)" in said.out and "Early Stopping" in said.out
@@ -91,9 +100,8 @@ def test_the_fewest_queries_are_those_that_loadgen_wants(
     assert count + missing == {("Server", 0): 459, ("Server", 1): 662, ("SingleStream", 1): 64}[scenario, late]
     conf = tmp_path / "mine.conf"
     late_here = late if scenario == "Server" else 0
-    bound = (
-        "*.Server.target_latency = 2000\n" if late_here else ""
-    )  # instead of the model's 20 s, which would be waited
+    # Instead of the model's 20 s, which would be waited.
+    bound = "*.Server.target_latency = 2000\n" if late_here else ""
     conf.write_text(f"{bound}*.*.max_query_count = {count}\n")
     panel = Quick(late_here, late_s=3.0)
     test = loadgen.LoadGenSettings(scenario, target_qps=5000.0, duration_s=0.0, queries=count, user_conf=conf)
@@ -115,30 +123,25 @@ def test_the_help_shows_runs_that_can_be_valid(shell: Shell) -> None:
 
 @pytest.mark.long
 def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:
-    prompts = ["--prompts", str(table(shell.folder, CAPTIONS)), "--latent", "off", *QUICK[:2], "--threads", "1"]
-    scored = ["--lens", str(CLIP), "--resamples", "10"]
-    said = shell("mlperf", "--scenario", "Offline", "--mode", "accuracy", *prompts, *scored, "--out", "log")
+    scored = f"{LATENT} --lens {CLIP} --resamples 10"
+    said = driven(shell, "Offline", "--mode accuracy", scored)
     assert said.code == 0, said
-    alone = shell("evaluate", "--protocol", "mlperf", *prompts, *scored, "--out", "alone")
-    assert alone.code == 0
+    alone = f"evaluate --protocol mlperf --prompts captions.tsv --threads 1 --out alone {scored}"
+    assert shell(*alone.split()).code == 0
     runs = [EvaluationRun.read(shell.folder / name) for name in ("log/run", "alone")]
     for a, b in zip(*(run.files() for run in runs), strict=True):
         # the engine chose its batches anew: on torch that may move a level
         assert np.abs(pixels.read(a).astype(int) - pixels.read(b).astype(int)).max() <= 1
-    values = [
-        json.loads((run.folder / "scores.json").read_text("utf-8"))["scores"]["emoji-clip-score"]["value"]
-        for run in runs
-    ]
-    assert values[0] == pytest.approx(values[1], abs=0.01)
-    log = (shell.folder / "log" / "mlperf_log_accuracy.json").read_text("utf-8")
-    assert sorted(entry["qsl_idx"] for entry in json.loads(log)) == [0, 1, 2, 3, 4]
+    one, other = (read_json(run.folder / "scores.json")["scores"] for run in runs)
+    assert one["emoji-clip-score"]["value"] == pytest.approx(other["emoji-clip-score"]["value"], abs=0.01)
+    log = read_json(shell.folder / "log" / "mlperf_log_accuracy.json")
+    assert sorted(entry["qsl_idx"] for entry in log) == [0, 1, 2, 3, 4]
 
 
 def test_settings_of_ones_own_go_into_loadgens(shell: Shell) -> None:
     (shell.folder / "mine.conf").write_text("*.SingleStream.min_duration = 100\n*.*.max_query_count = 3\n")
-    words = ["mlperf", "--scenario", "SingleStream", "--prompts", str(table(shell.folder, CAPTIONS)), *SHORT[4:]]
-    said = shell(*words, "--queries", "3", "--user-conf", "mine.conf", "--out", "log")
-    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    said = driven(shell, "SingleStream", LATENT, "--queries 3 --user-conf mine.conf")
+    text = summary(shell)
     assert re.search(r"max_query_count : 3\b", text) and re.search(r"min_duration \(ms\): 100\b", text), said
     assert "*.SingleStream.min_query_count = 3" in (shell.folder / "log" / "user.conf").read_text()
 
@@ -146,21 +149,15 @@ def test_settings_of_ones_own_go_into_loadgens(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--scenario", "Offline", "--target-qps", "0"], 2, "--target-qps: must be greater than 0"),
-        (["--scenario", "Offline", "--latent", "gone.npy"], 2, "--latent: gone.npy: cannot be read"),
-        (["--scenario", "Offline"], 2, "latents.npy: cannot be read"),
-        (["--scenario", "Offline", "--latent", "off", "--user-conf", "gone"], 1, "gone: cannot be read"),
-        (
-            ["--scenario", "Offline", "--latent", "off", "--against", "gone", "--mode", "accuracy"],
-            2,
-            "gone: is neither",
-        ),
-        (["--scenario", "MultiStream"], 2, "--scenario"),
+        ("Offline --target-qps 0", 2, "--target-qps: must be greater than 0"),
+        ("Offline --latent gone.npy", 2, "--latent: gone.npy: cannot be read"),
+        ("Offline", 2, "latents.npy: cannot be read"),
+        ("Offline --latent off --user-conf gone", 1, "gone: cannot be read"),
+        ("Offline --latent off --against gone --mode accuracy", 2, "gone: is nei"),
     ],
 )
-def test_what_cannot_be_used_is_named(words: list[str], code: int, said: str, shell: Shell) -> None:
-    prompts = ["--prompts", str(table(shell.folder, CAPTIONS)), *QUICK[:2], "--threads", "1", "--lens", str(CLIP)]
-    answer = shell("mlperf", *prompts, "--out", "log", *words)
+def test_what_cannot_be_used_is_named(words: str, code: int, said: str, shell: Shell) -> None:
+    answer = driven(shell, words, f"--model {tiny.TINY} --lens {CLIP}")
     assert answer.code == code and said in answer.err, answer
 
 
@@ -173,33 +170,17 @@ def test_an_accuracy_log_that_is_damaged_is_named_by_line(tmp_path: Path) -> Non
     assert index == 4 and picture.tolist() == np.arange(12).reshape(2, 2, 3).tolist()
     with pytest.raises(LoadGenError, match="line 3 is no picture of 2x2"):
         next(found)
-
-
-def test_no_summary_is_said(tmp_path: Path) -> None:
     with pytest.raises(LoadGenError, match="left no summary"):
         loadgen.read_summary(tmp_path / "gone.txt")
 
 
-class Failing:
+class Failing(Quick):
     """A panel whose second sample fails, and whose third is refused at once."""
 
-    model, samples = "stable-diffusion-xl", 5_000
-
-    def __len__(self) -> int:
-        return 4
-
-    def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
+    def submit(self, index: int, begun: Callable[[], None]) -> Future[Any]:
         if index == 2:
             raise ValueError("refused")
-        future: Future[Any] = Future()
-        if index == 1:
-            future.set_exception(FloatingPointError("NaN"))
-        else:
-            future.set_result(index)
-        return future
-
-    def answer(self, result: Any) -> LoggedAnswer:
-        return LoggedAnswer(np.zeros(3, np.uint8))
+        return rejected(FloatingPointError("NaN")) if index == 1 else super().submit(index, begun)
 
 
 def test_failures_end_the_test_and_are_told(tmp_path: Path) -> None:
@@ -210,11 +191,9 @@ def test_failures_end_the_test_and_are_told(tmp_path: Path) -> None:
 @pytest.mark.quick("Offline")
 @pytest.mark.parametrize("scenario", ["Offline", "SingleStream"])
 def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
-    words = ["mlperf", "--panel", "text", "--prompts", str(table(shell.folder, CAPTIONS)), "--scenario", scenario]
-    words += ["--duration", "0.1", "--queries", "70", "--target-qps", "2000", "--max-tokens", "8", "--threads", "1"]
-    said = shell(*words, "--out", "log")
+    said = driven(shell, scenario, SHORT, "--panel text --target-qps 2000 --max-tokens 8")
     assert said.code == 0 and f"{scenario}: VALID (shortened)" in said.out, said
-    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    text = summary(shell)
     told = "Tokens per second" if scenario == "Offline" else "90.0th first token percentile latency"
     assert told in text and ("Time per Output Token" in text) == (scenario != "Offline")
 
@@ -223,13 +202,12 @@ def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
 def test_the_text_panels_log_holds_the_tokens_that_the_model_writes(shell: Shell) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    words = ["mlperf", "--panel", "text", "--prompts", str(table(shell.folder, CAPTIONS)), "--threads", "1"]
-    said = shell(*words, "--scenario", "Offline", "--mode", "accuracy", "--max-tokens", "8", "--out", "log")
+    said = driven(shell, "Offline", "--panel text --mode accuracy --max-tokens 8")
     assert said.code == 0, said
     folder = CLIP.parent / "emoji-lm"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    entries = json.loads((shell.folder / "log" / "mlperf_log_accuracy.json").read_text("utf-8"))
+    entries = read_json(shell.folder / "log" / "mlperf_log_accuracy.json")
     assert sorted(entry["qsl_idx"] for entry in entries) == list(range(len(CAPTIONS)))
     for entry in entries:
         messages = [{"role": "user", "content": CAPTIONS[entry["qsl_idx"]]}]

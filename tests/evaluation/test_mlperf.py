@@ -17,7 +17,7 @@ from evaluation import mlperf, pixels
 from evaluation.mlperf import ProtocolError
 from evaluation.run import EvaluationRun
 from tests.cli.shell import Shell
-from tests.evaluation.conftest import CLIP, QUICK, table
+from tests.evaluation.conftest import QUICK, table
 
 OFFICIAL: dict[str, Any] = {
     "settings": {
@@ -96,9 +96,9 @@ def test_what_is_not_the_test_gets_no_verdict(change: dict[str, Any], said: str)
 
 def test_the_protocol_is_followed_from_one_latent(shell: Shell) -> None:
     latent(shell.folder / "latents.npy")
-    words = ["evaluate", "--prompts", str(table(shell.folder, ("a fox", "a fox", "a hen"))), "--protocol", "mlperf"]
-    words += [*QUICK[:2], "--threads", "1", "--lens", str(CLIP), "--resamples", "10"]
-    said = shell(*words, "--out", "run")
+    prompts = table(shell.folder, ("a fox", "a fox", "a hen"))
+    words = ["evaluate", *f"--prompts {prompts} --protocol mlperf".split(), *QUICK[:2], *QUICK[4:], "--out"]
+    said = shell(*words, "run")
     assert said.code == 0, said.err
     assert "not MLPerf's test: 3 captions instead of 5000; seen through emoji-clip" in said.out
     run = EvaluationRun.read(shell.folder / "run")
@@ -109,17 +109,16 @@ def test_the_protocol_is_followed_from_one_latent(shell: Shell) -> None:
         assert len(json.loads(image.info["fingerprint"])["latent"]) == 12
     assert (drawn["steps"], drawn["guidance_scale"], drawn["scheduler"]) == (20, 8.0, "euler")
     assert drawn["negative_prompt"] == mlperf.NEGATIVE
-    assert "--guidance: MLPerf's protocol has 8.0" in shell(*words, "--out", "x", "--guidance", "5").err
-    assert "--latent: a service begins" in shell(*words, "--out", "x", "--server", "http://127.0.0.1:1").err
+    assert "--guidance: MLPerf's protocol has 8.0" in shell(*words, "x", "--guidance", "5").err
+    assert "--latent: a service begins" in shell(*words, "x", "--server", "http://127.0.0.1:1").err
     latent(shell.folder / "latents.npy", (1, 4, 128, 128))
-    said = shell(*words, "--out", "y")
+    said = shell(*words, "y")
     assert said.code == 2 and "is [1, 4, 128, 128], images of random:tiny begin from [1, 4, 4, 4]" in said.err
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (None, "cannot be read"),
         (b"text", "cannot be read as .npy"),
         (np.zeros((1, 4, 4, 4)), r"must be one latent, float32 .* not float64 \[1, 4, 4, 4\]"),
         (np.zeros((2, 4, 4, 4), np.float32), r"must be one latent, .* not float32 \[2, 4, 4, 4\]"),
@@ -136,10 +135,12 @@ def test_what_is_no_latent_is_refused(data: Any, said: str, tmp_path: Path) -> N
     elif isinstance(data, dict):
         with path.open("wb") as stream:  # given a name, numpy would change how it ends
             np.savez(stream, **data)
-    elif data is not None:
+    else:
         np.save(path, data)
     with pytest.raises(ProtocolError, match=said):
         mlperf.read_latent(path, [1, 4, 4, 4])
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        mlperf.read_latent(tmp_path / "gone", [1, 4, 4, 4])
 
 
 def test_a_latent_of_any_shape_is_read_where_no_model_asks_for_one(tmp_path: Path) -> None:

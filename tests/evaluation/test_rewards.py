@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,11 @@ from evaluation.image_reward import ImageReward
 from evaluation.inception import WeightsError
 from evaluation.pixels import PictureError
 from tests.evaluation import reward_stand_ins
+from tests.evaluation.conftest import read_json
+from tests.pipeline.damage import Damage, edit, remove, write
 
-PUBLISHED: dict[str, list[float]] = json.loads(
-    Path(__file__).with_name("published_rewards.json").read_text("utf-8")
+PUBLISHED: dict[str, list[float]] = read_json(
+    Path(__file__).with_name("published_rewards.json")
 )  # by the published packages: see docs/evaluation.md
 PAIRS = list(zip(reward_stand_ins.pictures(), reward_stand_ins.CAPTIONS, strict=True))
 PT, SAFE = "ImageReward.pt", "HPSv3.safetensors"
@@ -61,21 +61,16 @@ def test_safetensors_are_the_same(image_reward: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_hpsv3s_frequencies_are_rounded_as_published(hpsv3: Path) -> None:
-    """Alone, since other roundings of bf16 hide theirs."""
-    network = HpsV3(hpsv3, dtype=torch.float32)
-    for module in _rotary(network):
-        module.to(torch.bfloat16)
-    assert _scores(network) == pytest.approx(PUBLISHED["hpsv3, frequencies in bf16"], abs=1e-4)
-
-
-@pytest.mark.long
 def test_hpsv3_computes_in_bf16(hpsv3: Path) -> None:
-    network = judges.open_judge("hpsv3", hpsv3).scorer
+    """Its frequencies, too, which are rounded as published: shown alone, since other roundings of bf16 hide theirs."""
+    network, rounded = judges.open_judge("hpsv3", hpsv3).scorer, HpsV3(hpsv3, dtype=torch.float32)
     assert isinstance(network, HpsV3)
     assert {b.dtype for module in _rotary(network) for b in module.buffers()} == {torch.bfloat16}
     assert {p.dtype for p in network._network["rm_head"].parameters()} == {torch.float32}
     assert _scores(network) == pytest.approx(PUBLISHED["hpsv3, bf16"], abs=0.2)
+    for module in _rotary(rounded):
+        module.to(torch.bfloat16)
+    assert _scores(rounded) == pytest.approx(PUBLISHED["hpsv3, frequencies in bf16"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -107,34 +102,14 @@ def test_scores_of_pairs_are_kept_until_a_caption_changes(exact: HpsV3, tmp_path
         Image.fromarray(picture).save(path)
 
     def kept(captions: list[str]) -> Tensor:
-        return features.pair_scores(
-            files, captions, "digest", exact, tmp_path / "kept", lambda done, total: None
-        ).clone()
+        found = features.pair_scores(files, captions, "d", exact, tmp_path / "kept", lambda done, total: None)
+        return found.clone()
 
     first = kept(["a cat", "a dog"])
     assert first.shape == (2, 1) and not torch.equal(first, kept(["a dog", "a cat"]))
     for path in files:
         path.unlink()
     assert torch.equal(kept(["a dog", "a cat"]), kept(["a dog", "a cat"]))  # of what is kept
-
-
-Damage = Callable[[Path], object]
-
-
-def _without(name: str) -> Damage:
-    return lambda folder: (folder / name).unlink()
-
-
-def _written(name: str, text: str) -> Damage:
-    return lambda folder: (folder / name).write_text(text)
-
-
-def _config(**values: Any) -> Damage:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
-
-    return change
 
 
 def _changed(name: str, value: Tensor | None) -> Damage:
@@ -152,30 +127,29 @@ def _changed(name: str, value: Tensor | None) -> Damage:
 @pytest.mark.parametrize(
     ("reward", "damage", "message"),
     [
-        (ImageReward, _without(PT), "has no ImageReward.pt or ImageReward.safetensors"),
-        (ImageReward, _without("med_config.json"), "has no med_config.json"),
-        (ImageReward, _without("vocab.txt"), "has no vocab.txt"),
-        (ImageReward, _written(PT, "no weights"), "ImageReward.pt: is no file of weights"),
-        (ImageReward, _written("med_config.json", "{}"), "is not the config of ImageReward's text encoder"),
+        (ImageReward, remove(PT), "has no ImageReward.pt or ImageReward.safetensors"),
+        (ImageReward, remove("med_config.json"), "has no med_config.json"),
+        (ImageReward, write(PT, b"no weights"), "ImageReward.pt: is no file of weights"),
+        (ImageReward, write("med_config.json", b"{}"), "is not the config of ImageReward's text encoder"),
         (
             ImageReward,
-            _written("vocab.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n"),
+            write("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n"),
             "has 5 tokens, where ImageReward.pt has 22",
         ),
         (ImageReward, _changed("blip.visual_encoder.patch_embed.proj.weight", None), "no blip.visual_encoder.patch"),
-        (ImageReward, _changed("mlp.layers.6.bias", None), "ImageReward.pt: is not ImageReward (no mlp.6.bias)"),
         (ImageReward, _changed("mlp.layers.6.bias", torch.zeros(3)), "(mlp.6.bias is [3], not [16])"),
         (ImageReward, _changed("mlp.layers.8.bias", torch.zeros(3)), "(has mlp.8.bias)"),
-        (HpsV3, _without(SAFE), "has no HPSv3.safetensors"),
-        (HpsV3, _without("config.json"), "has no config.json"),
-        (HpsV3, _without("vocab.json"), "tokenizer"),
-        (HpsV3, _config(model_type="qwen2"), "Qwen2-VL"),
-        (HpsV3, _config(image_token_id=5), "or the tokenizer beside it is not (<|image_pad|> is"),
-        (HpsV3, _config(num_hidden_layers=3), "HPSv3.safetensors: is not HPSv3 (no qwen.language_model.layers.2."),
-        (HpsV3, _written(SAFE, "none"), "is no file of weights"),
+        (HpsV3, remove(SAFE), "has no HPSv3.safetensors"),
+        (HpsV3, remove("vocab.json"), "tokenizer"),
+        (HpsV3, edit("config.json", model_type="qwen2"), "Qwen2-VL"),
+        (HpsV3, edit("config.json", image_token_id=5), "or the tokenizer beside it is not (<|image_pad|> is"),
+        (
+            HpsV3,
+            edit("config.json", num_hidden_layers=3),
+            "HPSv3.safetensors: is not HPSv3 (no qwen.language_model.layers.2.",
+        ),
+        (HpsV3, write(SAFE, b"none"), "is no file of weights"),
         (HpsV3, _changed("rm_head.3.bias", None), "(no rm_head.3.bias)"),
-        (HpsV3, _changed("rm_head.5.weight", torch.zeros(1, 16)), "(rm_head.5.weight is [1, 16], not [2, 16])"),
-        (HpsV3, _changed("extra", torch.zeros(1)), "(has extra)"),
         (
             HpsV3,
             _changed("model.embed_tokens.weight", torch.zeros(336, 256)),

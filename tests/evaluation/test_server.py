@@ -14,9 +14,10 @@ from contract.image import ImageParameters
 from evaluation import service
 from evaluation.run import EvaluationRun
 from evaluation.sources import RemoteService, SourceError
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
-from tests.evaluation.conftest import CLIP, QUICK, table
+from tests.evaluation.conftest import CLIP, read_json, table
 from tests.http_server import Handler, LocalServer
 
 WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
@@ -24,40 +25,38 @@ WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
 
 @pytest.mark.long
 def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -> None:
-    service = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
-    try:
-        service.ready()
-        whole = ["evaluate", "--prompts", str(table(shell.folder)), "--steps", "2", "--lens", str(CLIP)]
-        whole += ["--resamples", "10", "--deterministic"]
-        said = shell(*whole, "--server", service.url, "--out", "remote")
-        assert said.code == 0, said.err
-        here = shell(*whole, *QUICK[:2], "--threads", "1", "--out", "here", "--against", "remote")
-        assert here.code == 0, here.err
-        refused = shell(*whole, "--server", service.url, "--out", "other", "--model", "nothing")
-        assert refused.code == 1 and "no picture model nothing; there: " in refused.err
-        bad = shell(*whole, "--server", service.url, "--out", "bad", "--size", "7x7")
-        assert bad.code == 1 and "the service answered 400: size" in bad.err and "nothing is scored" in bad.err
-        prompts = ["--prompts", str(table(shell.folder)), "--latent", "off", "--server", service.url]
-        driven = shell(
-            "mlperf", "--scenario", "SingleStream", *prompts, "--duration", "0.5", "--queries", "64", "--out", "l"
-        )
-        assert driven.code == 0 and "SingleStream: VALID (shortened)" in driven.out, driven
-        text = ["--panel", "text", "--prompts", str(table(shell.folder)), "--server", service.url, "--max-tokens", "8"]
-        said = shell("mlperf", *text, "--scenario", "Offline", "--mode", "accuracy", "--out", "t")
+    given = f"--prompts {table(shell.folder)}"
+    whole = f"evaluate {given} --steps 2 --lens {CLIP} --resamples 10 --deterministic"
+    text = f"mlperf {given} --panel text --max-tokens 8 --scenario Offline --mode accuracy"
+    driven = f"mlperf {given} --scenario SingleStream --duration 0.5 --queries 64 --latent off"
+    served = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
+
+    def done(words: str) -> str:
+        said = shell(*words.split())
         assert said.code == 0, said
-        here = shell("mlperf", *text[:4], *text[6:], "--scenario", "Offline", "--mode", "accuracy", "--out", "u")
-        assert here.code == 0, here
+        return said.out
+
+    try:
+        served.ready()
+        there = f"--server {served.url} --out"
+        done(f"{whole} {there} remote")
+        done(f"{whole} --model {tiny.TINY} --threads 1 --out here --against remote")
+        refused = shell(*f"{whole} {there} other --model nothing".split())
+        assert refused.code == 1 and "no picture model nothing; there: " in refused.err
+        assert "SingleStream: VALID (shortened)" in done(f"{driven} {there} log")
+        done(f"{text} {there} told")
+        done(f"{text} --out written")
     finally:
-        service.close()
+        served.close()
     told, written = (
-        {entry["qsl_idx"]: entry for entry in json.loads((shell.folder / one / "mlperf_log_accuracy.json").read_text())}
-        for one in ("t", "u")
+        {entry["qsl_idx"]: entry for entry in read_json(shell.folder / one / "mlperf_log_accuracy.json")}
+        for one in ("told", "written")
     )
     assert {k: v["token_count"] for k, v in told.items()} == {k: v["token_count"] for k, v in written.items()}
     assert all(bytes.fromhex(entry["data"]).decode() for entry in told.values())
     remote, local = EvaluationRun.read(shell.folder / "remote"), EvaluationRun.read(shell.folder / "here")
     assert remote.drawn_by["weights"] == local.drawn_by["weights"]
-    scores = json.loads((shell.folder / "here" / "scores.json").read_text("utf-8"))["against"]["remote"]["scores"]
+    scores = read_json(shell.folder / "here" / "scores.json")["against"]["remote"]["scores"]
     assert scores["psnr"]["value"] > 60 and scores["emoji-clip-fid"]["value"] == pytest.approx(0, abs=1e-3)
 
 

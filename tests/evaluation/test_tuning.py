@@ -33,7 +33,6 @@ DRAFT = ImageParameters("x", 0, 128, 128)
 def test_every_candidate_is_a_valid_plan_of_its_own(family: Any) -> None:
     every = tuning.candidates(family.defaults, family.samplers)
     assert every[0] == Candidate(FULL, family.defaults.steps) and len({one.name for one in every}) == len(every)
-    assert len({replace(one, name="") for one in every}) == len(every)
     drafts = replace(DRAFT, steps=family.defaults.steps)
     for one in every:
         assert tuned.read({"x": one.fields()})["x"] == one.fields()
@@ -42,19 +41,18 @@ def test_every_candidate_is_a_valid_plan_of_its_own(family: Any) -> None:
         asked.guidance.check(asked.steps)
         assert asked.deepcache == plan.read_schedule(one.fields()["deepcache"])
         assert one.name == FULL or asked != drafts
-    guided = [one for one in every if one.interval is not None]
-    assert bool(guided) == (family is sdxl.FAMILY)
+    assert any(one.interval for one in every) == (family is sdxl.FAMILY)
 
 
 def test_no_two_candidates_mean_the_same() -> None:
     for steps in (1, 2, 3, 4, 8, 20):
         every = tuning.candidates(ImageDefaults(steps=steps), ("euler", "dpm++2m"))
-        meant = []
+        meant = set()
         for one in every:
             deep = plan.rows_and_depths(one.cached, plan.GuidanceSchedule(one.interval), one.steps, 2)
             shallow = one.cached is not None and not all(is_deep for _, is_deep in deep)
-            meant.append((one.scheduler, one.cached.depth if one.cached and shallow else None, deep))
-        assert len(set(meant)) == len(meant), steps
+            meant.add((one.scheduler, one.cached.depth if one.cached and shallow else None, deep))
+        assert len(meant) == len(every), steps
 
 
 def test_a_student_is_tried_with_fewer_steps_by_its_own_sampler() -> None:
@@ -62,8 +60,8 @@ def test_a_student_is_tried_with_fewer_steps_by_its_own_sampler() -> None:
     every = tuning.candidates(student, ("euler", "dpm++2m"))
     assert {one.steps for one in every} == {4, 3, 2, 1} and not any(one.scheduler or one.interval for one in every)
     draft = replace(DRAFT, steps=4, timesteps=student.timesteps)
-    assert {one.request(draft).timesteps for one in every} == {student.timesteps, None}
-    assert all((one.request(draft).timesteps is None) == (one.steps < 4) for one in every)
+    for one in every:
+        assert one.request(draft).timesteps == (None if one.steps < 4 else student.timesteps)
 
 
 RATED = st.builds(
@@ -122,8 +120,7 @@ def test_names_go_to_the_fastest_that_pass_and_else_to_the_full_plan() -> None:
         ({"lpips": 0.1}, "ac"),
         ({"distance": 0.01, "ssim": 0.9}, "a"),
         ({"fid": 5}, "bc"),
-        ({"fid": 25, "cmmd": 0}, "bc"),
-        ({"cmmd": 1000}, "abc"),
+        ({"cmmd": 0}, "bc"),
     ],
 )
 def test_every_limit_of_a_gate_counts(limits: dict[str, float], passing: str) -> None:
@@ -170,21 +167,10 @@ def test_rounds_halve_by_speed_and_psnr_and_finalists_draw_everything(
     finalists = [one.name for one in found.finalists(every, count=4)]
     assert finalists == ["s3", "s5", "s7", "s15"]  # of s3 to s9 and s15, which no other beats, spread evenly
     assert notes[1][0][1:] == [*(f"s{steps}" for steps in range(3, 10)), "s15"]
-    assert [count for _, count in notes] == [2, 4, 6]
     assert "slow" not in notes[0][0] and "broken" in notes[0][0] and "broken" not in notes[1][0]
-    assert [len(names) for names, _ in notes] == [1 + 17, 1 + 8, 1 + 4]
-    loads = 0
-    load = EvaluationRun.load
-
-    def counted(folder: Path) -> EvaluationRun:
-        nonlocal loads
-        loads += 1
-        return load(folder)
-
-    monkeypatch.setattr(EvaluationRun, "load", counted)
-    for _ in range(5):
-        found.rated(every[1], 2)
-    assert loads == 0, "a run that is known is read again"
+    assert [(len(names), count) for names, count in notes] == [(1 + 17, 2), (1 + 8, 4), (1 + 4, 6)]
+    monkeypatch.delattr(EvaluationRun, "load")  # a run that is known is not read again
+    found.rated(every[1], 2)
 
 
 class Machine:
@@ -217,16 +203,8 @@ TRUE = {FULL: 1.0, "15": 0.22 / 0.17, "10": 0.22 / 0.12}
 
 
 def measured(machine: Machine, known: dict[str, list[list[float]]]) -> dict[str, float]:
-    kept: list[int] = []
-    return tuning.measure(
-        ASKED,
-        machine,
-        ["x", "y"],
-        known,
-        lambda: kept.append(1),
-        lambda _: None,
-        machine.clock,  # type: ignore[arg-type]
-    )
+    source: Any = machine
+    return tuning.measure(ASKED, source, ["x", "y"], known, lambda: None, lambda _: None, machine.clock)
 
 
 @given(end=st.floats(0.3, 4.0), burst=st.tuples(st.floats(0, 120), st.floats(0, 12), st.floats(1.0, 10.0)))
@@ -258,20 +236,19 @@ def test_turns_of_a_stopped_search_are_compared_within_themselves() -> None:
 
 def test_estimates_count_shallow_and_unguided_steps() -> None:
     card = replace(CARD, costs=replace(CARD.costs, shallow_row_step_s={"resnet": {"128x128": 0.01}}))
-    encode_s, vae_s = card.costs.encode_s, card.costs.vae_s
-
-    def steps_s(one: Candidate) -> float:
-        return tuning.estimate_s(card, one.request(DRAFT)) - encode_s - vae_s
-
-    assert steps_s(Candidate(FULL, 20)) == pytest.approx(20 * 2 * 0.03)
-    assert steps_s(Candidate("x", 20, interval=(0.0, 0.5))) == pytest.approx(30 * 0.03)
-    assert steps_s(Candidate("x", 20, cached=AUTO)) == pytest.approx(2 * (11 * 0.03 + 9 * 0.01))
-    assert steps_s(Candidate("x", 20, cached=DeepCache(2))) == pytest.approx(20 * 2 * 0.03)  # a depth without costs
+    for options, steps_s in (
+        ({}, 20 * 2 * 0.03),
+        ({"interval": (0.0, 0.5)}, 30 * 0.03),
+        ({"cached": AUTO}, 2 * (11 * 0.03 + 9 * 0.01)),
+        ({"cached": DeepCache(2)}, 20 * 2 * 0.03),  # a depth without costs
+    ):
+        found = tuning.estimate_s(card, Candidate("x", 20, **options).request(DRAFT))
+        assert found == pytest.approx(card.costs.encode_s + card.costs.vae_s + steps_s)
 
 
 def test_captions_are_in_an_order_of_their_own_and_of_every_search() -> None:
     captions = [Caption(index, str(index), f"number {index // 3}") for index in range(30)]
     found = tuning.shuffled(captions, 10)
-    assert [caption.index for caption in found] == list(range(10)) and found == tuning.shuffled(captions, 10)
+    assert [caption.index for caption in found] == list(range(10))
     assert tuning.shuffled(captions, 20)[:10] == found
     assert len(tuning.shuffled(captions, 99)) == 30

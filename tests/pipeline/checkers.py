@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from PIL.Image import Image, Resampling, fromarray
 
 SIDE = 32
+_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
+    "patch_size": 8,
+}  # fmt: skip
 
 
 def images(count: int) -> list[Image]:
@@ -20,10 +24,9 @@ def images(count: int) -> list[Image]:
     drawn = []
     for k in range(count):
         width, height = ((64, 64), (96, 56), (40, 72), (32, 32))[k % 4]
-        smooth = fromarray(chance.integers(0, 256, (3, 3, 3), dtype=np.uint8)).resize(
-            (width, height), Resampling.BICUBIC
-        )
-        noisy = np.asarray(smooth) + chance.normal(0, 16, (height, width, 3))
+        coarse = fromarray(chance.integers(0, 256, (3, 3, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((width, height), Resampling.BICUBIC))
+        noisy = smooth + chance.normal(0, 16, (height, width, 3))
         drawn.append(fromarray(np.clip(noisy, 0, 255).astype(np.uint8)))
     return drawn
 
@@ -38,10 +41,7 @@ def safety_checker(folder: Path, seen: Sequence[Image], share: float = 0.3) -> P
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     torch.manual_seed(3)
-    vision = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": SIDE, "patch_size": 8, "projection_dim": 16,
-    }  # fmt: skip
+    vision = {**_VISION, "projection_dim": 16}
     network = StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=16)).eval()
     processor = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     with torch.inference_mode():
@@ -69,11 +69,8 @@ def classifier(folder: Path, labels: Sequence[str] = ("normal", "nsfw"), **confi
 
     torch.manual_seed(4)
     named: Mapping[int, str] = dict(enumerate(labels))
-    options = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": SIDE, "patch_size": 8, "id2label": named, "label2id": {name: k for k, name in named.items()},
-    }  # fmt: skip
-    network = ViTForImageClassification(ViTConfig(**{**options, **config})).eval()
+    options = {**_VISION, "id2label": named, "label2id": {name: k for k, name in named.items()}, **config}
+    network = ViTForImageClassification(ViTConfig(**options)).eval()
     processor = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE})
     with torch.no_grad():
         logits = network(processor(images=images(48), return_tensors="pt")["pixel_values"]).logits

@@ -14,7 +14,7 @@ from PIL import Image
 from contract.control import Control
 from contract.image import ImageParameters
 from pipeline.checkpoints.load import ImageModel
-from tests.pipeline.worlds import stock
+from tests.pipeline.worlds import stock, stock_options, stock_parts
 
 _EMBEDDING = (4, 8, 8, 12)  # channels of the picture's embedding, for 8 pixels a latent
 
@@ -90,9 +90,8 @@ def control(model: str, side: int, seed: int = 0, **options: Any) -> Control:
 def _pipeline(kind: str, shape: str, nets: tuple[Any, ...]) -> Any:
     import diffusers
 
-    parts = {k: v for k, v in stock(shape).components.items() if k not in ("image_encoder", "feature_extractor")}
     made = getattr(diffusers, kind)(
-        **parts, controlnet=nets[0] if len(nets) == 1 else [*nets], add_watermarker=False,
+        **stock_parts(shape), controlnet=nets[0] if len(nets) == 1 else [*nets], add_watermarker=False,
         force_zeros_for_empty_prompt=stock(shape).config.force_zeros_for_empty_prompt,
     )  # fmt: skip
     made.set_progress_bar_config(disable=True)
@@ -103,7 +102,7 @@ def _pipeline(kind: str, shape: str, nets: tuple[Any, ...]) -> Any:
 def stock_union(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with this ControlNet-Union, which reads all of its controls, [H, W, 3] in levels."""
     made = _pipeline("StableDiffusionXLControlNetUnionPipeline", shape, (net,))(
-        **_drawn(one),
+        **stock_options(one),
         control_image=[Image.frombytes("RGB", (one.width, one.height), control.image) for control in one.control],
         control_mode=[control.mode for control in one.control],
         controlnet_conditioning_scale=[control.strength for control in one.control],
@@ -119,26 +118,17 @@ def stock_adapted(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
     import diffusers
 
     (control,) = one.control
-    parts = {k: v for k, v in stock(shape).components.items() if k not in ("image_encoder", "feature_extractor")}
     force = stock(shape).config.force_zeros_for_empty_prompt
     kind = diffusers.StableDiffusionXLAdapterPipeline
-    pipeline = kind(**parts, adapter=net, force_zeros_for_empty_prompt=force)
+    pipeline = kind(**stock_parts(shape), adapter=net, force_zeros_for_empty_prompt=force)
     pipeline.set_progress_bar_config(disable=True)
     made = pipeline(
-        **_drawn(one),
+        **stock_options(one),
         image=Image.frombytes("RGB", (one.width, one.height), control.image),
         adapter_conditioning_scale=control.strength,
         adapter_conditioning_factor=control.end,
     ).images[0]
     return np.asarray(made).astype(int)
-
-
-def _drawn(one: ImageParameters) -> dict[str, Any]:
-    return {
-        "prompt": one.prompt, "negative_prompt": one.negative_prompt, "width": one.width, "height": one.height,
-        "num_inference_steps": one.steps, "guidance_scale": one.guidance_scale,
-        "generator": torch.Generator().manual_seed(one.seed),
-    }  # fmt: skip
 
 
 @functools.cache
@@ -170,4 +160,4 @@ def controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters, **more: 
         "controlnet_conditioning_scale": each("strength"), "control_guidance_start": each("start"),
         "control_guidance_end": each("end"),
     }  # fmt: skip
-    return _pipeline(kind, shape, nets)(**_drawn(one) | options | more).images[0]
+    return _pipeline(kind, shape, nets)(**stock_options(one) | options | more).images[0]

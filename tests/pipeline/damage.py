@@ -21,6 +21,22 @@ def edit(file: str, **values: Any) -> Damage:
     return damage
 
 
+def remove(*names: str) -> Damage:
+    """Without these files and folders."""
+
+    def damage(folder: Path) -> None:
+        for name in names:
+            path = folder / name
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+
+    return damage
+
+
+def write(file: str, data: bytes) -> Damage:
+    """A file of this content."""
+    return lambda folder: (folder / file).write_bytes(data)
+
+
 def replaced(part: str, make: Callable[[], Any]) -> Damage:
     """The part of another pipeline, which `make` builds, in the place of this one's."""
 

@@ -16,7 +16,7 @@ from contract.image import ImageParameters
 from contract.image_prompt import ImagePrompt
 from pipeline.checkpoints.load import ImageModel
 from pipeline.extensions.ip_adapter_file import ENCODER
-from tests.pipeline.worlds import stock
+from tests.pipeline.worlds import stock, stock_options
 from unet_opt.ip_adapter import layer_shapes
 from unet_opt.unet import cross_attentions
 
@@ -124,13 +124,9 @@ def prompted(shape: str, folder: Path, one: ImageParameters, more: Any = None) -
     options: dict[str, Any] = {}
     if more is not None:
         pipeline, options = more(pipeline)
-    given = {
-        "negative_prompt": one.negative_prompt, "width": one.width, "height": one.height,
-        "num_inference_steps": one.steps, "guidance_scale": one.guidance_scale,
-        "generator": torch.Generator().manual_seed(one.seed), "callback_on_step_end": _windows(one),
-        "ip_adapter_image": [_image(prompt) for prompt in one.image_prompts],
-    }  # fmt: skip
-    return pipeline(one.prompt, **given | options).images[0]
+    given = stock_options(one) | {"callback_on_step_end": _windows(one)}
+    given["ip_adapter_image"] = [_image(prompt) for prompt in one.image_prompts]
+    return pipeline(**given | options).images[0]
 
 
 @functools.cache

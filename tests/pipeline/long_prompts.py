@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from contract.image import ImageParameters
-from tests.pipeline.worlds import stock
+from tests.pipeline.worlds import stock, stock_options
 
 ROOM = 75  # tokens of a chunk, without its start and end
 
@@ -56,10 +56,8 @@ def picture(name: str, wanted: ImageParameters) -> np.ndarray:
     other, other_pooled = embeddings(name, negative, least)
     if wanted.negative_prompt is None and pipeline.config.force_zeros_for_empty_prompt:
         other, other_pooled = torch.zeros_like(hidden), torch.zeros_like(pooled)
-    image = pipeline(
-        prompt_embeds=hidden[None], pooled_prompt_embeds=pooled[None], negative_prompt_embeds=other[None],
-        negative_pooled_prompt_embeds=other_pooled[None], width=wanted.width, height=wanted.height,
-        num_inference_steps=wanted.steps, guidance_scale=wanted.guidance_scale,
-        generator=torch.Generator().manual_seed(wanted.seed),
-    ).images[0]  # fmt: skip
-    return np.asarray(image).astype(int)
+    embedded = {
+        "prompt": None, "prompt_embeds": hidden[None], "pooled_prompt_embeds": pooled[None], "negative_prompt": None,
+        "negative_prompt_embeds": other[None], "negative_pooled_prompt_embeds": other_pooled[None],
+    }  # fmt: skip
+    return np.asarray(pipeline(**stock_options(wanted) | embedded).images[0]).astype(int)

@@ -60,47 +60,39 @@ _SGM_ENDS: dict[str, At] = {
     "lora_unet_label_emb_0_2": ("unet", "add_embedding.linear_2"),
     "lora_unet_out_2": ("unet", "conv_out"),
 }
+_MIDDLE = f"mid_block.attentions.0.{_T}.9.attn2"
+_Q, _Q_TEXT, _OUT_TEXT = (
+    f"down_blocks.1.attentions.0.{_T}.0.attn1", "text_model.encoder.layers.0.self_attn",
+    "text_model.encoder.layers.1.self_attn",
+)  # fmt: skip
+
+
+def _underscored(prefix: str, part: str, *names: str) -> dict[str, At]:
+    return {prefix + name.replace(".", "_"): (part, name) for name in names}
+
+
 _KOHYA_TEXT: dict[str, At] = {
-    "lora_te1_text_model_encoder_layers_0_self_attn_q_proj": (
-        "text_encoder", "text_model.encoder.layers.0.self_attn.q_proj"),
-    "lora_te1_text_model_encoder_layers_1_mlp_fc1": ("text_encoder", "text_model.encoder.layers.1.mlp.fc1"),
-    "lora_te2_text_model_encoder_layers_1_self_attn_out_proj": (
-        "text_encoder_2", "text_model.encoder.layers.1.self_attn.out_proj"),
-}  # fmt: skip
+    **_underscored("lora_te1_", "text_encoder", f"{_Q_TEXT}.q_proj", "text_model.encoder.layers.1.mlp.fc1"),
+    **_underscored("lora_te2_", "text_encoder_2", f"{_OUT_TEXT}.out_proj"),
+}
 _PATHS: dict[str, At] = {  # of diffusers' own names
-    f"down_blocks.1.attentions.0.{_T}.0.attn1.to_q": ("unet", f"down_blocks.1.attentions.0.{_T}.0.attn1.to_q"),
-    f"mid_block.attentions.0.{_T}.9.attn2.to_v": ("unet", f"mid_block.attentions.0.{_T}.9.attn2.to_v"),
-    f"up_blocks.1.attentions.2.{_T}.1.ff.net.0.proj": ("unet", f"up_blocks.1.attentions.2.{_T}.1.ff.net.0.proj"),
+    name: ("unet", name) for name in (f"{_Q}.to_q", f"{_MIDDLE}.to_v", f"up_blocks.1.attentions.2.{_T}.1.ff.net.0.proj")
 }
 _ATTENTION: dict[str, At] = {
-    f"down_blocks.1.attentions.0.{_T}.0.attn1.processor.to_q": (
-        "unet",
-        f"down_blocks.1.attentions.0.{_T}.0.attn1.to_q",
-    ),
-    f"mid_block.attentions.0.{_T}.9.attn2.processor.to_out": ("unet", f"mid_block.attentions.0.{_T}.9.attn2.to_out.0"),
-}
+    f"{_Q}.processor.to_q": ("unet", f"{_Q}.to_q"), f"{_MIDDLE}.processor.to_out": ("unet", f"{_MIDDLE}.to_out.0"),
+}  # fmt: skip
 _DIFFUSERS_TEXT: dict[str, At] = {
-    "text_encoder.text_model.encoder.layers.0.self_attn.q_proj": (
-        "text_encoder", "text_model.encoder.layers.0.self_attn.q_proj"),
-    "text_encoder_2.text_model.encoder.layers.1.self_attn.out_proj": (
-        "text_encoder_2", "text_model.encoder.layers.1.self_attn.out_proj"),
-}  # fmt: skip
-_OLDEST_TEXT: dict[str, At] = {
-    "text_encoder.text_model.encoder.layers.0.self_attn.to_q": (
-        "text_encoder", "text_model.encoder.layers.0.self_attn.q_proj"),
-    "text_encoder_2.text_model.encoder.layers.1.self_attn.to_out": (
-        "text_encoder_2", "text_model.encoder.layers.1.self_attn.out_proj"),
-}  # fmt: skip
-_UNDERSCORED: dict[str, At] = {
-    **{f"lora_unet_{name.replace('.', '_')}": at for name, at in _PATHS.items()},
-    "lora_unet_down_blocks_0_resnets_0_conv1": ("unet", "down_blocks.0.resnets.0.conv1"),
-    "lora_unet_up_blocks_0_upsamplers_0_conv": ("unet", "up_blocks.0.upsamplers.0.conv"),
-    "lora_unet_mid_block_resnets_1_time_emb_proj": ("unet", "mid_block.resnets.1.time_emb_proj"),
-    "lora_unet_time_embedding_linear_1": ("unet", "time_embedding.linear_1"),
-    "lora_unet_add_embedding_linear_2": ("unet", "add_embedding.linear_2"),
-    "lora_unet_conv_in": ("unet", "conv_in"),
-    "lora_unet_conv_out": ("unet", "conv_out"),
+    f"text_encoder.{_Q_TEXT}.q_proj": ("text_encoder", f"{_Q_TEXT}.q_proj"),
+    f"text_encoder_2.{_OUT_TEXT}.out_proj": ("text_encoder_2", f"{_OUT_TEXT}.out_proj"),
 }
+_OLDEST_TEXT: dict[str, At] = {
+    f"text_encoder.{_Q_TEXT}.to_q": ("text_encoder", f"{_Q_TEXT}.q_proj"),
+    f"text_encoder_2.{_OUT_TEXT}.to_out": ("text_encoder_2", f"{_OUT_TEXT}.out_proj"),
+}
+_UNDERSCORED = _underscored(
+    "lora_unet_", "unet", *_PATHS, "down_blocks.0.resnets.0.conv1", "up_blocks.0.upsamplers.0.conv",
+    "mid_block.resnets.1.time_emb_proj", "time_embedding.linear_1", "add_embedding.linear_2", "conv_in", "conv_out",
+)  # fmt: skip
 _PROJECTION: dict[str, At] = {"lora_te2_text_projection": ("text_encoder_2", "text_projection")}
 _COMFY: dict[str, At] = {
     f"diffusion_model.input_blocks.4.1.{_T}.0.attn1.to_k": ("unet", f"down_blocks.1.attentions.0.{_T}.0.attn1.to_k"),
@@ -123,62 +115,64 @@ def _renamed(old: str, new: str, layers: Mapping[str, At]) -> dict[str, At]:
     return {new + name.removeprefix(old): at for name, at in layers.items()}
 
 
+def _layout(layers: Mapping[str, At], source: str, style: str = KOHYA, **others: str) -> Layout:
+    """A layout of this style, but for keys that begin with the names of others."""
+    return Layout(layers, {"": style, **others}, source)
+
+
 LAYOUTS: dict[str, Layout] = {
-    "sd-scripts": Layout({**_SGM_ATTENTION, **_KOHYA_TEXT}, {"": KOHYA}, "kohya-ss/sd-scripts networks/lora.py"),
-    "sd-scripts, c3lier": Layout({**_SGM_ATTENTION, **_SGM_CONV}, {"": KOHYA}, "the same, conv_dim"),
-    "all of sgm's layers": Layout({**_SGM_CONV, **_SGM_ENDS}, {"": KOHYA}, "huggingface/diffusers #14005"),
-    "diffusers' names with underscores": Layout(_UNDERSCORED, {"": KOHYA}, "LCM-LoRA, OneTrainer"),
-    "OneTrainer": Layout({**_UNDERSCORED, **_KOHYA_TEXT, **_PROJECTION}, {"": KOHYA}, "huggingface/diffusers #8237"),
-    "one text encoder's old prefix": Layout(
-        {"lora_te_text_model_encoder_layers_0_mlp_fc1": ("text_encoder", "text_model.encoder.layers.0.mlp.fc1")},
-        {"": KOHYA}, "kohya-ss/sd-scripts before SDXL"),
-    "underscores in peft's endings": Layout(_UNDERSCORED, {"": PEFT}, "Nerogar/OneTrainer #1544"),
-    "LyCORIS LoHa": Layout(_SGM_ATTENTION, {"": LOHA}, "KohakuBlueleaf/LyCORIS lycoris/modules/loha.py"),
-    "LyCORIS LoHa of convolutions": Layout(_SGM_CONV, {"": LOHA}, "the same, without use_tucker"),
+    "sd-scripts": _layout({**_SGM_ATTENTION, **_KOHYA_TEXT}, "kohya-ss/sd-scripts networks/lora.py"),
+    "sd-scripts, c3lier": _layout({**_SGM_ATTENTION, **_SGM_CONV}, "the same, conv_dim"),
+    "all of sgm's layers": _layout({**_SGM_CONV, **_SGM_ENDS}, "huggingface/diffusers #14005"),
+    "diffusers' names with underscores": _layout(_UNDERSCORED, "LCM-LoRA, OneTrainer"),
+    "OneTrainer": _layout({**_UNDERSCORED, **_KOHYA_TEXT, **_PROJECTION}, "huggingface/diffusers #8237"),
+    "one text encoder's old prefix": _layout(
+        _underscored("lora_te_", "text_encoder", "text_model.encoder.layers.0.mlp.fc1"),
+        "kohya-ss/sd-scripts before SDXL"),
+    "underscores in peft's endings": _layout(_UNDERSCORED, "Nerogar/OneTrainer #1544", PEFT),
+    "LyCORIS LoHa": _layout(_SGM_ATTENTION, "KohakuBlueleaf/LyCORIS lycoris/modules/loha.py", LOHA),
+    "LyCORIS LoHa of convolutions": _layout(_SGM_CONV, "the same, without use_tucker", LOHA),
     "LyCORIS LoHa, Tucker": Layout(
         {**_SGM_CONV, **_SGM_ATTENTION}, {"": LOHA, **{name: LOHA_TUCKER for name in _SGM_CONV if name.endswith(
             ("in_layers_2", "out_layers_3", "op", "conv"))}}, "the same, use_tucker"),
-    "LyCORIS LoHa of text encoders": Layout(_KOHYA_TEXT, {"": LOHA}, "huggingface/diffusers #3087"),
-    "LyCORIS LoKr": Layout(_SGM_ATTENTION, {"": LOKR}, "KohakuBlueleaf/LyCORIS lycoris/modules/lokr.py"),
-    "LyCORIS LoKr of convolutions": Layout(_SGM_CONV, {"": LOKR}, "the same"),
-    "LyCORIS LoKr, factored": Layout({**_SGM_ATTENTION, **_SGM_CONV}, {"": LOKR_FACTORED}, "the same, decompose_both"),
-    "LyCORIS LoKr, Tucker": Layout(
-        {"lora_unet_input_blocks_1_0_in_layers_2": ("unet", "down_blocks.0.resnets.0.conv1")}, {"": LOKR_TUCKER},
-        "the same, use_tucker"),
-    "SimpleTuner's LyCORIS": Layout(
-        _renamed("lora_unet_", "lycoris_", _UNDERSCORED), {"": LOKR}, "Comfy-Org/ComfyUI #4476, #5417"),
-    "LyCORIS LoCon, Tucker": Layout(
-        {"lora_unet_down_blocks_0_resnets_0_conv1": ("unet", "down_blocks.0.resnets.0.conv1"),
-         "lora_unet_conv_in": ("unet", "conv_in")}, {"": LOCON_TUCKER}, "huggingface/diffusers #11943"),
-    "diffusers 0.17 to 0.21": Layout(
-        _behind("unet.", _ATTENTION), {"": PROCESSOR}, "LucianoCirino/efficiency-nodes-comfyui #104"),
-    "diffusers 0.17 with text": Layout(
-        {**_behind("unet.", _ATTENTION), **_OLDEST_TEXT}, {"": PROCESSOR, "text": TEXT_OLDEST},
-        "train_dreambooth_lora"),
-    "diffusers before parts": Layout(_ATTENTION, {"": PROCESSOR}, "huggingface/diffusers 0.13, pytorch_lora_weights"),
-    "diffusers 0.22": Layout(_behind("unet.", _PATHS), {"": DIFFUSERS}, "train_text_to_image_lora_sdxl"),
-    "diffusers 0.22 with text": Layout(
-        {**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, {"": DIFFUSERS, "text": TEXT_OLD},
-        "train_dreambooth_lora_sdxl"),
-    "diffusers since 0.25": Layout({**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, {"": PEFT}, "save_lora_weights"),
-    "peft": Layout(_behind("base_model.model.", _PATHS), {"": PEFT}, "adapter_model.safetensors"),
-    "peft with the adapter's name": Layout(_behind("unet.", _PATHS), {"": ADAPTER}, "huggingface/diffusers #11790"),
-    "SimpleTuner": Layout(_behind("unet.base_model.model.", _PATHS), {"": DIFFUSERS}, "bghira/SimpleTuner #779"),
-    "SimpleTuner, SDXL": Layout(_behind("unet.", _PATHS), {"": KOHYA}, "Comfy-Org/ComfyUI #12452"),
-    "ComfyUI": Layout({**_COMFY, **_COMFY_TEXT}, {"": KOHYA}, "Comfy-Org/ComfyUI comfy_extras/nodes_lora_extract.py"),
-    "ComfyUI in peft's endings": Layout(_COMFY, {"": PEFT}, "Comfy-Org/ComfyUI comfy/lora.py"),
-    "a checkpoint's prefix": Layout(_behind("model.", _COMFY), {"": KOHYA}, "the same, behind model."),
-    "sd-scripts, DoRA": Layout(
-        {**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, {"": DORA}, "LyCORIS locon.py, wd_on_out"),
-    "LyCORIS DoRA of inputs": Layout({**_SGM_ATTENTION, **_SGM_CONV}, {"": DORA_INPUTS}, "the same, wd_on_out=False"),
-    "LyCORIS LoKr with DoRA": Layout(_SGM_ATTENTION, {"": DORA_LOKR}, "LyCORIS lokr.py, weight_decompose"),
-    "diffusers, DoRA": Layout(
-        {**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, {"": DORA_PEFT}, "peft tuners/lora/dora.py"),
-    "peft, DoRA": Layout(_behind("base_model.model.", _PATHS), {"": DORA_PEFT}, "the same"),
-    "LyCORIS full": Layout({**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, {"": FULL}, "LyCORIS full.py"),
-    "ComfyUI's whole differences": Layout({**_COMFY, **_COMFY_TEXT}, {"": FULL}, "comfy_extras/nodes_lora_extract.py"),
-    "clip_l and clip_g": Layout(
-        _renamed("text_encoders.", "", _COMFY_TEXT), {"": KOHYA}, "Comfy-Org/ComfyUI comfy/lora.py"),
+    "LyCORIS LoHa of text encoders": _layout(_KOHYA_TEXT, "huggingface/diffusers #3087", LOHA),
+    "LyCORIS LoKr": _layout(_SGM_ATTENTION, "KohakuBlueleaf/LyCORIS lycoris/modules/lokr.py", LOKR),
+    "LyCORIS LoKr of convolutions": _layout(_SGM_CONV, "the same", LOKR),
+    "LyCORIS LoKr, factored": _layout({**_SGM_ATTENTION, **_SGM_CONV}, "the same, decompose_both", LOKR_FACTORED),
+    "LyCORIS LoKr, Tucker": _layout(
+        dict([next(iter(_SGM_CONV.items()))]), "the same, use_tucker", LOKR_TUCKER),
+    "SimpleTuner's LyCORIS": _layout(
+        _renamed("lora_unet_", "lycoris_", _UNDERSCORED), "Comfy-Org/ComfyUI #4476, #5417", LOKR),
+    "LyCORIS LoCon, Tucker": _layout(
+        _underscored("lora_unet_", "unet", "down_blocks.0.resnets.0.conv1", "conv_in"),
+        "huggingface/diffusers #11943", LOCON_TUCKER),
+    "diffusers 0.17 to 0.21": _layout(
+        _behind("unet.", _ATTENTION), "LucianoCirino/efficiency-nodes-comfyui #104", PROCESSOR),
+    "diffusers 0.17 with text": _layout(
+        {**_behind("unet.", _ATTENTION), **_OLDEST_TEXT}, "train_dreambooth_lora", PROCESSOR, text=TEXT_OLDEST),
+    "diffusers before parts": _layout(_ATTENTION, "huggingface/diffusers 0.13, pytorch_lora_weights", PROCESSOR),
+    "diffusers 0.22": _layout(_behind("unet.", _PATHS), "train_text_to_image_lora_sdxl", DIFFUSERS),
+    "diffusers 0.22 with text": _layout(
+        {**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, "train_dreambooth_lora_sdxl", DIFFUSERS, text=TEXT_OLD),
+    "diffusers since 0.25": _layout({**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, "save_lora_weights", PEFT),
+    "peft": _layout(_behind("base_model.model.", _PATHS), "adapter_model.safetensors", PEFT),
+    "peft with the adapter's name": _layout(_behind("unet.", _PATHS), "huggingface/diffusers #11790", ADAPTER),
+    "SimpleTuner": _layout(_behind("unet.base_model.model.", _PATHS), "bghira/SimpleTuner #779", DIFFUSERS),
+    "SimpleTuner, SDXL": _layout(_behind("unet.", _PATHS), "Comfy-Org/ComfyUI #12452"),
+    "ComfyUI": _layout({**_COMFY, **_COMFY_TEXT}, "Comfy-Org/ComfyUI comfy_extras/nodes_lora_extract.py"),
+    "ComfyUI in peft's endings": _layout(_COMFY, "Comfy-Org/ComfyUI comfy/lora.py", PEFT),
+    "a checkpoint's prefix": _layout(_behind("model.", _COMFY), "the same, behind model."),
+    "sd-scripts, DoRA": _layout(
+        {**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, "LyCORIS locon.py, wd_on_out", DORA),
+    "LyCORIS DoRA of inputs": _layout({**_SGM_ATTENTION, **_SGM_CONV}, "the same, wd_on_out=False", DORA_INPUTS),
+    "LyCORIS LoKr with DoRA": _layout(_SGM_ATTENTION, "LyCORIS lokr.py, weight_decompose", DORA_LOKR),
+    "diffusers, DoRA": _layout(
+        {**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, "peft tuners/lora/dora.py", DORA_PEFT),
+    "peft, DoRA": _layout(_behind("base_model.model.", _PATHS), "the same", DORA_PEFT),
+    "LyCORIS full": _layout({**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, "LyCORIS full.py", FULL),
+    "ComfyUI's whole differences": _layout({**_COMFY, **_COMFY_TEXT}, "comfy_extras/nodes_lora_extract.py", FULL),
+    "clip_l and clip_g": _layout(
+        _renamed("text_encoders.", "", _COMFY_TEXT), "Comfy-Org/ComfyUI comfy/lora.py"),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {

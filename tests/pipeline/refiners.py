@@ -42,10 +42,8 @@ def _second(base: SDXLShape) -> Any:
             unet.conv_out.weight.mul_(9.0)
     parts = {**tiny.parts(SECOND, seed=7), "unet": unet, "text_encoder": None, "tokenizer": None}
     pipeline = StableDiffusionXLImg2ImgPipeline(
-        **{**parts, "vae": tiny.parts(base)["vae"]},
-        requires_aesthetics_score=True,
-        force_zeros_for_empty_prompt=False,
-        add_watermarker=False,
-    )
+        **{**parts, "vae": tiny.parts(base)["vae"]}, requires_aesthetics_score=True,
+        force_zeros_for_empty_prompt=False, add_watermarker=False,
+    )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

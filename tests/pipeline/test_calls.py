@@ -40,9 +40,7 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shape() -> None:
-    worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2))
+worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2))
 
 
 def calls(frame: FrameType, first: CodeType) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pipeline import content
 from pipeline.checkpoints.folder import ModelError
 from pipeline.content import ContentNetwork, Verdict, blurred
 from tests.pipeline import checkers
+from tests.pipeline.damage import Damage, edit, remove
 
 CPU = torch.device("cpu")
 COUNT = 240
@@ -53,12 +53,12 @@ def test_decisions_of_a_safety_checker_are_those_of_diffusers(safety: Path, imag
         return [bool(flag) for flag in theirs(pixels, [np.zeros((1, 1, 3))] * COUNT)[1]]
 
     expected = decisions()
+    assert 20 < sum(expected) < COUNT - 20
     for batch in (1, 7):
         verdicts = judged(content.load(safety, CPU, {}), images, batch)
         assert [verdict.flagged for verdict in verdicts] == expected
-    assert 20 < sum(expected) < COUNT - 20
     for verdict in verdicts:  # which says by what, or what comes nearest
-        assert all((margin > 0) is verdict.flagged for margin in verdict.labels.values())
+        assert {margin > 0 for margin in verdict.labels.values()} == {verdict.flagged}
         assert verdict.flagged or len(verdict.labels) == 1
     theirs.special_care_embeds_weights.data.fill_(2.0)  # beyond every cosine
     assert decisions() != expected, "nothing here depends on special care"
@@ -69,12 +69,11 @@ def test_a_safety_checker_is_found_in_every_folder_it_comes_in(
 ) -> None:
     expected = judged(content.load(safety, CPU, {}), images[:24])
     assert judged(content.load(safety / "safety_checker", CPU, {}), images[:24]) == expected
-    alone = tmp_path / "alone"
-    shutil.copytree(safety / "safety_checker", alone)
+    alone = shutil.copytree(safety / "safety_checker", tmp_path / "alone")
     shutil.copy(safety / "feature_extractor" / "preprocessor_config.json", alone)
-    weights = load_file(alone / "model.safetensors")
     published = {  # the names of weights as CompVis published them, with an unread buffer of integers
-        name.replace("vision_model.", "vision_model.vision_model.", 1): weight for name, weight in weights.items()
+        name.replace("vision_model.", "vision_model.vision_model.", 1): weight
+        for name, weight in load_file(alone / "model.safetensors").items()
     }
     published["vision_model.vision_model.embeddings.position_ids"] = torch.arange(17)[None]
     save_file(published, alone / "model.safetensors", {"format": "pt"})
@@ -96,15 +95,14 @@ def test_scores_of_a_classifier_are_those_of_the_pipeline(
 
     folder = checkers.classifier(tmp_path, labels, **config)
     theirs = pipeline("image-classification", model=str(folder), device="cpu")
-    network = content.load(folder, CPU, dict.fromkeys(labels, 0.0))  # each is above, so each is told
-    part = images[:72]
-    flagged = judged(content.load(folder, CPU, {}), part)
-    for image, verdict, usual in zip(part, judged(network, part), flagged, strict=True):
+    part, unsafe = images[:72], {*labels} - {"normal", "drawings", "neutral", "calm"}
+    # Of thresholds of 0 each label is above, so each is told.
+    told, usual = (judged(content.load(folder, CPU, each), part) for each in (dict.fromkeys(labels, 0.0), {}))
+    for image, scores, verdict in zip(part, told, usual, strict=True):
         expected = {entry["label"]: entry["score"] for entry in theirs(image, top_k=len(labels))}
-        assert verdict.labels == pytest.approx(expected, abs=1e-4)
-        unsafe = {label for label in labels if label not in ("normal", "drawings", "neutral", "calm")}
-        assert usual.flagged == any(expected[label] > 0.5 for label in unsafe) and {*usual.labels} <= unsafe
-    assert {verdict.flagged for verdict in flagged} == {True, False}
+        assert scores.labels == pytest.approx(expected, abs=1e-4)
+        assert verdict.flagged == any(expected[label] > 0.5 for label in unsafe) and {*verdict.labels} <= unsafe
+    assert {verdict.flagged for verdict in usual} == {True, False}
 
 
 def test_labels_are_inferred_by_their_words_and_overridden_by_the_setting(tmp_path: Path) -> None:
@@ -118,19 +116,6 @@ def test_labels_are_inferred_by_their_words_and_overridden_by_the_setting(tmp_pa
         assert content.load(folder, CPU, {labels[0]: 0.25}).labels == labels[:1]
 
 
-def broken(change: Callable[[Path], object]) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        change(checkers.classifier(folder))
-        return folder
-
-    return make
-
-
-def reconfigure(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
-
-
 def as_pickle(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -142,25 +127,27 @@ def as_no_numbers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "labels", "reason"),
+    ("damage", "labels", "reason"),
     [
-        (lambda folder: folder / "nowhere", {}, "no such folder"),
-        (broken(as_pickle), {}, "pickles can run code and are not read"),
-        (broken(as_no_numbers), {}, "cannot check a picture .its scores are not finite"),
-        (broken(lambda folder: (folder / "config.json").unlink()), {}, "config.json is missing"),
-        (broken(lambda folder: (folder / "preprocessor_config.json").unlink()), {}, "preprocessor_config"),
-        (broken(lambda folder: reconfigure(folder, auto_map={"AutoConfig": "x.Y"})), {}, "code of its own"),
-        (broken(lambda folder: reconfigure(folder, problem_type="regression")), {}, "regression"),
-        (broken(lambda folder: reconfigure(folder, num_hidden_layers=3)), {}, "missing keys"),
-        (broken(lambda folder: None), {"porn": 0.5}, "has no label porn; it has normal, nsfw"),
+        (shutil.rmtree, {}, "no such folder"),
+        (as_pickle, {}, "pickles can run code and are not read"),
+        (as_no_numbers, {}, "cannot check a picture .its scores are not finite"),
+        (remove("config.json"), {}, "config.json is missing"),
+        (remove("preprocessor_config.json"), {}, "preprocessor_config"),
+        (edit("config.json", auto_map={"AutoConfig": "x.Y"}), {}, "code of its own"),
+        (edit("config.json", problem_type="regression"), {}, "regression"),
+        (edit("config.json", num_hidden_layers=3), {}, "missing keys"),
+        (Path.exists, {"porn": 0.5}, "has no label porn; it has normal, nsfw"),
         (lambda folder: checkers.classifier(folder, ("a", "b")), {}, "DIPTYCH_CHECKER_LABELS names some of a, b"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_checker_is_refused_with_the_reason(
-    make: Callable[[Path], Path], labels: dict[str, float], reason: str, tmp_path: Path
+    damage: Damage, labels: dict[str, float], reason: str, tmp_path: Path
 ) -> None:
+    folder = checkers.classifier(tmp_path / "checker")
+    damage(folder)
     with pytest.raises(ModelError, match=reason):
-        content.load(make(tmp_path), CPU, labels)
+        content.load(folder, CPU, labels)
 
 
 def test_a_safety_checker_needs_its_processor_and_has_no_labels(safety: Path, tmp_path: Path) -> None:

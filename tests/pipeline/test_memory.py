@@ -6,54 +6,32 @@ import copy
 import ctypes
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from contract.image import ImageParameters
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.quantization import quantized
-from tests.pipeline import worlds
-from tests.pipeline.worlds import Watching, levels, solo
+from tests.pipeline.worlds import Watching, apart, in_int8, solo
 
 SHAPE = tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
 ONE = ImageParameters("a red hat", 1, 64, 64, steps=4, preview_every=1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
-    worlds.MORE["memory"] = SHAPE
-    found = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
-    quantized.make(load(str(found)), ["a hat", "a cat"], found, kernels=kernels)
-    return found
 
 
 def held(model: ImageModel) -> int:
     return sum(t.nbytes for module in (model.denoiser, model.vae.decoder) for t in module.state_dict().values())
 
 
-@pytest.mark.quick("int8")
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_frugal_lets_go_of_what_is_packed_and_draws_the_same(
-    folder: Path, kernels: ctypes.CDLL, precision: str
+def test_frugal_lets_go_of_what_is_packed_and_draws_the_same_and_int8_holds_little(
+    tmp_path: Path, kernels: ctypes.CDLL
 ) -> None:
-    model = load(str(folder), precision=precision)
-    whole = held(model)
-    plain = solo(Watching(copy.deepcopy(model), kernels=kernels), ONE)
-    runner = Watching(model, kernels=kernels, frugal=True)
-    frugal = solo(runner, ONE)
-    assert np.array_equal(levels(frugal), levels(plain))
-    # What stays: vectors, and the keys' and values' layers, which are read when a prompt is encoded.
-    assert held(model) < 0.25 * whole
-    weights = runner.backend.held_bytes()
-    assert weights["unet weights"] > 0 and weights["vae weights"] > 0
-    assert {"deep × 2, latents 8x8"} <= weights.keys()
-
-
-def test_int8_holds_little_of_what_fp32_does(folder: Path, kernels: ctypes.CDLL) -> None:
-    """Weights as they are held by a frugal runner: the matrices of emoji-xl are far larger, and its share is lower."""
-    sizes = {}
+    """The matrices of emoji-xl are far larger, and the share of INT8 is lower."""
+    folder, sizes = str(in_int8(tmp_path, SHAPE, kernels)), {}
     for precision in ("fp32", "int8"):
-        runner = Watching(load(str(folder), precision=precision), kernels=kernels, frugal=True)
-        sizes[precision] = runner.backend.held_bytes()["unet weights"]
-    assert sizes["int8"] < 0.4 * sizes["fp32"]
+        model = load(folder, precision=precision)
+        whole, plain = held(model), Watching(copy.deepcopy(model), kernels=kernels)
+        runner = Watching(model, kernels=kernels, frugal=True)
+        assert apart(solo(runner, ONE), solo(plain, ONE)) == 0
+        # What stays: vectors, and the keys' and values' layers, which are read when a prompt is encoded.
+        assert held(model) < 0.25 * whole
+        weights = runner.backend.held_bytes()
+        assert weights["vae weights"] > 0 and "deep × 2, latents 8x8" in weights
+        sizes[precision] = weights["unet weights"]
+    assert 0 < sizes["int8"] < 0.4 * sizes["fp32"]

@@ -21,7 +21,7 @@ from contract.schedule import SPACINGS
 from pipeline.checkpoints import tiny
 from pipeline.sampling.samplers import SAMPLERS, SCHEDULERS
 from tests.pipeline import worlds
-from tests.pipeline.worlds import Crank, Watching, levels, shared_lane, solo, tiny_model
+from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, shared_lane, solo, tiny_model
 
 MIXES = int(os.environ.get("DIPTYCH_MIXES", "40"))
 _TIMESTEPS = ((999, 749, 499, 249), (800,), (999, 500, 20))
@@ -60,12 +60,8 @@ def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDL
     """Bit by bit on the kernels; on torch deterministic ones bit by bit, others within a level."""
     chance = random.Random(0)
     worlds.MORE["mixes"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))  # heads of 16, as our kernels want them
-    options: dict[str, Any] = {
-        "lane": shared_lane(),
-        "max_rows": 16,
-        **({"kernels": kernels} if backend == "kernels" else {}),
-    }
-    runner = Watching(tiny_model("mixes" if backend == "kernels" else "plain"), **options)
+    shape = "mixes" if backend == "kernels" else "plain"
+    runner = Watching(tiny_model(shape), lane=shared_lane(), max_rows=16, **options_of(backend, kernels))
 
     @cache
     def alone(one: ImageParameters) -> np.ndarray:
@@ -81,10 +77,10 @@ def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDL
             for _ in range(chance.randint(0, 2)):
                 crank.turn()
         pictures = crank.pictures()
-        shared += any(len({name for name, _ in ride}) > 1 for phase, ride in runner.rides if phase == "deep")
+        shared += any(len(ride) > 1 for ride in runner.companions)
         for index, one in enumerate(mix):
-            apart = np.abs(levels(pictures[str(index)]) - alone(one)).max()
-            assert apart <= (0 if backend == "kernels" or one.deterministic else 1), one
+            exact = backend == "kernels" or one.deterministic
+            assert apart(pictures[str(index)], alone(one)) <= (not exact), one
     assert shared > mixes / 2, "nobody shared a forward"
     assert {phase for phase, _ in runner.rides} >= {"vae", "vae-tiny"} or mixes < 4
     assert runner.held() == 0 and runner.holdings.memory.taken == 0

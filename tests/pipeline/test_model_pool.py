@@ -72,8 +72,11 @@ class Stage(PoolStage):
         return self.add(wanted(seed, **fields), name)
 
 
+Stages = Callable[..., Stage]
+
+
 @pytest.fixture
-def stages() -> Iterator[Callable[..., Stage]]:
+def stages() -> Iterator[Stages]:
     yield from stages_of(Stage)
 
 
@@ -84,7 +87,7 @@ def alone(name: str, seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("room", [4, 2])
-def test_pictures_of_four_models_are_those_that_each_draws_alone(stages: Callable[..., Stage], room: int) -> None:
+def test_pictures_of_four_models_are_those_that_each_draws_alone(stages: Stages, room: int) -> None:
     """Whether all of them fit, or the first and one more at a time."""
     stage = stages(room)
     before = stage.loads.total()
@@ -97,7 +100,7 @@ def test_pictures_of_four_models_are_those_that_each_draws_alone(stages: Callabl
     assert stage.pool.held() == 0
 
 
-def test_requests_of_a_model_share_its_batches(stages: Callable[..., Stage]) -> None:
+def test_requests_of_a_model_share_its_batches(stages: Stages) -> None:
     stage = stages(4)
     hold = threading.Event()
     stage.lane.start(hold.wait, lambda _: {})
@@ -109,7 +112,7 @@ def test_requests_of_a_model_share_its_batches(stages: Callable[..., Stage]) -> 
     assert len(deep) == 8 and {(tick.group.model, tick.rows) for tick in deep} == {("first", 6), ("third", 6)}
 
 
-def test_others_are_drawn_while_a_model_is_loaded(stages: Callable[..., Stage]) -> None:
+def test_others_are_drawn_while_a_model_is_loaded(stages: Stages) -> None:
     loading, release = threading.Event(), threading.Event()
 
     def before(name: str) -> None:
@@ -128,7 +131,7 @@ def test_others_are_drawn_while_a_model_is_loaded(stages: Callable[..., Stage]) 
     assert cold.result(60).png() == alone("second", 1)
 
 
-def test_nobody_waits_for_ever_for_room(stages: Callable[..., Stage]) -> None:
+def test_nobody_waits_for_ever_for_room(stages: Stages) -> None:
     """Requests of a model that is in memory come without end; another is loaded all the same, in its place."""
     stage = stages(2)
     stop, drawn = threading.Event(), Counter[str]()
@@ -155,7 +158,7 @@ def test_nobody_waits_for_ever_for_room(stages: Callable[..., Stage]) -> None:
     assert drawn["fourth"] > 8 and stage.loads["fourth"] > 1
 
 
-def test_what_is_evicted_is_freed(stages: Callable[..., Stage]) -> None:
+def test_what_is_evicted_is_freed(stages: Stages) -> None:
     stage = stages(2, copies=True)
     stage.submit("second", 1).result(60)
     runner = stage.pool.resident("second")
@@ -163,24 +166,17 @@ def test_what_is_evicted_is_freed(stages: Callable[..., Stage]) -> None:
     weights = weakref.ref(runner.model.denoiser.conv_in.weight)
     del runner
     stage.submit("third", 1).result(60)
-    until = time.monotonic() + 30
-    while weights() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert stage.pool.resident("second") is None and weights() is None
+    wait_for(lambda: weights() is None)
+    assert stage.pool.resident("second") is None
 
 
-def test_idle_models_leave_and_the_first_stays(stages: Callable[..., Stage]) -> None:
+def test_idle_models_leave_and_the_first_stays(stages: Stages) -> None:
     stage = stages(4, idle_s=0.2)
-    until = time.monotonic() + 30
-    while any(stage.pool.resident(name) for name in ("second", "third", "fourth")) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert [name for name in KINDS if stage.pool.resident(name) is not None] == ["first"]
+    wait_for(lambda: [name for name in KINDS if stage.pool.resident(name) is not None] == ["first"])
     assert stage.submit("third", 3).result(60).png() == alone("third", 3)
 
 
-def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(
-    stages: Callable[..., Stage],
-) -> None:
+def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(stages: Stages) -> None:
     broken = threading.Event()
 
     def before(name: str) -> None:
@@ -202,31 +198,28 @@ def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(
     assert stage.submit("second", 1).result(60).png() == alone("second", 1)
 
 
-def test_bad_requests_are_refused_whether_or_not_the_model_is_in_memory(stages: Callable[..., Stage]) -> None:
+def test_bad_requests_are_refused_whether_or_not_the_model_is_in_memory(stages: Stages) -> None:
     stage = stages(2)
     with pytest.raises(Invalid, match="none of this worker") as refused:
         stage.submit("fifth", 1)
     assert refused.value.field == "model"
     for name in ("first", "second"):
-        with pytest.raises(Invalid) as wrong:
+        with pytest.raises(Invalid, match=r"^scheduler:"):
             stage.submit(name, 1, scheduler="wizard").result(60)
-        assert wrong.value.field == "scheduler"
-    with pytest.raises(Invalid) as unread:  # a cold model is read for that, before the engine has it
+    with pytest.raises(Invalid, match=r"^lora:"):  # a cold model is read for that, before the engine has it
         stage.submit("third", 1, lora="ink").result(60)
-    assert unread.value.field == "lora" and stage.pool.resident("third") is not None
+    assert stage.pool.resident("third") is not None
 
 
-def test_a_request_that_leaves_while_its_model_is_loaded_holds_up_no_other(stages: Callable[..., Stage]) -> None:
+def test_a_request_that_leaves_while_its_model_is_loaded_holds_up_no_other(stages: Stages) -> None:
     stage = stages(2)
-    gone = Request("gone", "image", wanted(1), model="second")
-    future = stage.engine.submit(gone)
+    future = stage.engine.submit(Request("gone", "image", wanted(1), model="second"))
     stage.engine.abort("gone")
     assert stage.submit("third", 2).result(60).png() == alone("third", 2)
-    with pytest.raises(Exception):  # noqa: B017
-        future.result(60)
+    assert future.exception(60) is not None
 
 
-def test_a_model_that_does_not_fit_beside_the_first_is_not_served(stages: Callable[..., Stage]) -> None:
+def test_a_model_that_does_not_fit_beside_the_first_is_not_served(stages: Stages) -> None:
     stage = stages(2, served=("first", "second"), sizes={"third": UNIT + 1})
     with pytest.raises(ModelError, match=r"^third: needs 201 bytes with first, and models have 200$"):
         stage.pool.load("third")
@@ -237,7 +230,7 @@ def test_a_model_that_does_not_fit_beside_the_first_is_not_served(stages: Callab
 
 
 def test_memory_that_ran_out_for_an_evicted_model_is_no_matter_to_others(
-    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = stages(2)
     fails = {"second", "third"}
@@ -256,7 +249,7 @@ def test_memory_that_ran_out_for_an_evicted_model_is_no_matter_to_others(
     assert not fails and stage.engine.alive
 
 
-def test_patience_is_for_one_that_waits_now(stages: Callable[..., Stage]) -> None:
+def test_patience_is_for_one_that_waits_now(stages: Stages) -> None:
     """Who left an hour ago does not make the next request of that model stop all others at once."""
     stage = stages(2)
     hold = threading.Event()

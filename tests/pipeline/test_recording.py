@@ -38,9 +38,14 @@ class Recordings(GraphSet):
             record(torch.ones(key.rows, 3))
 
 
+def planned(*rows: int, tape: Tape | None = None) -> Recordings:
+    made = Recordings(tape or Tape())
+    made.plan(map(key, rows))
+    return made
+
+
 def test_what_traffic_missed_comes_before_what_was_planned() -> None:
-    made = Recordings(Tape())
-    made.plan([key(4), key(2), key(1)])
+    made = planned(4, 2, 1)
     assert made.counts == (0, 3)
     assert made.record_next()
     for rows in (1, 8, 1, 4):  # 4 is there, 1 was missed twice, 8 is wider than was planned
@@ -87,8 +92,7 @@ class Breaking(Tape):
 
 def test_one_that_cannot_be_recorded_runs_without_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     tape = Breaking()
-    made = Recordings(tape)
-    made.plan([key(4), key(2), key(1)])
+    made = planned(4, 2, 1, tape=tape)
     with caplog.at_level(logging.INFO):
         while made.record_next():
             pass
@@ -102,8 +106,7 @@ def test_one_that_cannot_be_recorded_runs_without_and_the_log_says_why(caplog: p
 
 
 def test_a_lost_device_is_not_taken_for_one_graph_that_fails() -> None:
-    made = Recordings(Breaking(lost=True))
-    made.plan([key(2)])
+    made = planned(2, tape=Breaking(lost=True))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         made.record_next()
     assert not made.failed
@@ -133,6 +136,24 @@ class Stage:
             assert self.asked.acquire(timeout=60)
 
 
+class HeldStage:
+    """A background recorder without traffic whose first recording waits; `order` is what ran on the lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.recordings, self.order = planned(4, 2, 1), list[str]()
+        self.under_way, self.go_on = threading.Event(), threading.Event()
+        self.recorder = BackgroundRecorder(lane, self._record, lambda: False)
+        self.recorder.start()
+        assert self.under_way.wait(60)
+
+    def _record(self) -> bool:
+        self.under_way.set()
+        assert self.go_on.wait(60)
+        found = self.recordings.record_next()
+        self.order += ["graph"] * found
+        return found
+
+
 @pytest.fixture
 def lane() -> Iterator[Lane]:
     made = Lane("test")
@@ -151,8 +172,7 @@ def stage(made: Recordings, lane: Lane) -> Iterator[Stage]:
 
 
 def test_beside_traffic_it_takes_a_tenth_of_the_time(lane: Lane) -> None:
-    made = Recordings(Tape())
-    made.plan([key(4), key(2), key(1)])
+    made = planned(4, 2, 1)
     with stage(made, lane) as on:
         on.recorder.start()
         on.look()
@@ -172,8 +192,7 @@ def test_beside_traffic_it_takes_a_tenth_of_the_time(lane: Lane) -> None:
 
 
 def test_without_traffic_it_goes_straight_on_and_begins_again_when_more_is_missed(lane: Lane) -> None:
-    made = Recordings(Tape())
-    made.plan([key(4), key(2)])
+    made = planned(4, 2)
     with stage(made, lane) as on:
         on.busy = False
         on.recorder.start()
@@ -185,50 +204,24 @@ def test_without_traffic_it_goes_straight_on_and_begins_again_when_more_is_misse
 
 def test_traffic_gets_the_lane_between_two_recordings(lane: Lane) -> None:
     """One recording is on the lane at a time: an iteration waits for one at most."""
-    made = Recordings(Tape())
-    made.plan([key(4), key(2), key(1)])
-    under_way, go_on = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def record() -> bool:
-        under_way.set()
-        assert go_on.wait(60)
-        found = made.record_next()
-        if found:
-            order.append("graph")
-        return found
-
-    recorder = BackgroundRecorder(lane, record, lambda: False)
-    recorder.start()
-    assert under_way.wait(60)
-    iteration = lane.start(lambda: order.append("iteration"), lambda _: {})
-    go_on.set()
+    held = HeldStage(lane)
+    iteration = lane.start(lambda: held.order.append("iteration"), lambda _: {})
+    held.go_on.set()
     iteration.outcome()
-    assert order[:2] == ["graph", "iteration"]
-    assert recorder.wait(60) and order == ["graph", "iteration", "graph", "graph"]
-    recorder.close()
+    assert held.order[:2] == ["graph", "iteration"]
+    assert held.recorder.wait(60) and held.order == ["graph", "iteration", "graph", "graph"]
+    held.recorder.close()
 
 
 def test_closing_ends_after_the_recording_under_way(lane: Lane) -> None:
-    made = Recordings(Tape())
-    made.plan([key(4), key(2), key(1)])
-    under_way, go_on = threading.Event(), threading.Event()
-
-    def record() -> bool:
-        under_way.set()
-        assert go_on.wait(60)
-        return made.record_next()
-
-    recorder = BackgroundRecorder(lane, record, lambda: False)
-    recorder.start()
-    assert under_way.wait(60)
-    closing = threading.Thread(target=recorder.close)
+    held = HeldStage(lane)
+    closing = threading.Thread(target=held.recorder.close)
     closing.start()
-    go_on.set()
+    held.go_on.set()
     closing.join(60)
-    assert not closing.is_alive() and 1 <= len(made.order) <= 2
-    recorder.start()
-    assert recorder.wait(60) and len(made.order) <= 2, "what is closed stays closed"
+    assert not closing.is_alive() and 1 <= len(held.order) <= 2
+    held.recorder.start()
+    assert held.recorder.wait(60) and len(held.order) <= 2, "what is closed stays closed"
 
 
 def test_an_error_of_recording_is_logged_and_ends_it(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:

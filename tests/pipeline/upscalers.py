@@ -26,10 +26,6 @@ def weights(shape: Shape = TINY, seed: int = 0) -> State:
     return {name: tensor * 2 if name.startswith("conv_") else tensor for name, tensor in state.items()}
 
 
-def _newer(state: State, shape: Shape) -> State:
-    return state
-
-
 def _older(state: State, shape: Shape) -> State:
     def name(key: str) -> str:
         key = re.sub(r"body\.(\d+)\.rdb(\d)\.conv(\d)", r"RRDB_trunk.\1.RDB\2.conv\3", key)
@@ -50,12 +46,9 @@ def _oldest(state: State, shape: Shape) -> State:
     return {name(key): tensor for key, tensor in state.items()}
 
 
-def _wrapped(state: State, shape: Shape) -> State:
-    return {f"params_ema.{key}": tensor for key, tensor in state.items()}
-
-
 LAYOUTS: dict[str, Callable[[State, Shape], State]] = {
-    "newer": _newer, "older": _older, "oldest": _oldest, "wrapped": _wrapped,
+    "newer": lambda state, _: state, "older": _older, "oldest": _oldest,
+    "wrapped": lambda state, _: {f"params_ema.{key}": tensor for key, tensor in state.items()},
 }  # fmt: skip
 
 

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from contract.image import ImageParameters
@@ -41,7 +39,9 @@ from pipeline.extensions.image_prompts import ImagePromptExtension, ImagePromptF
 from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.extensions.upscaling import UpscaleExtension, UpscalerFolder
 from pipeline.families.family import TinyVae
+from pipeline.quantization import quantized
 from pipeline.runner import ImageRunner
+from tests.core.tape import Tape
 
 SHAPES = {
     "plain": SDXLShape(),
@@ -67,6 +67,17 @@ def await_end(ticket: Ticket) -> None:
     assert ended.wait(60)
 
 
+def broken(batch: Batch, ticket: Ticket) -> Any:
+    """A batch that ran, and then failed: what it computed must not count."""
+    await_end(ticket)
+
+    class Broken:
+        def outcome(self) -> Any:
+            raise RuntimeError("planted")
+
+    return Broken()
+
+
 @functools.cache
 def shared_lane() -> Lane:
     """The lane of runners whose tests need none of their own. It starts when asked for: a thread survives no fork."""
@@ -79,6 +90,15 @@ def model(name: str) -> ImageModel:
     key = f"random:test-{name}"
     tiny.SHAPES[key] = shape(name)
     return load(key)
+
+
+def in_int8(where: Path, shape: SDXLShape, kernels: ctypes.CDLL | None) -> Path:
+    """A folder with a model of this shape and its INT8 variant."""
+    folder = tiny.save(where / "tiny", shape)
+    prompts = [f"a {colour} hat" for colour in ("red", "green", "blue", "old", "new", "big")]
+    report = quantized.make(load(str(folder)), prompts, folder, kernels=kernels)
+    assert report["unet"][0].changed and report["vae"][0].changed
+    return folder
 
 
 @functools.cache
@@ -100,6 +120,22 @@ def stock(name: str) -> Any:
     return pipeline
 
 
+def stock_parts(name: str) -> dict[str, Any]:
+    """The parts of the stock pipeline, for another pipeline over them."""
+    return {
+        part: own for part, own in stock(name).components.items() if part not in ("image_encoder", "feature_extractor")
+    }
+
+
+def stock_options(wanted: ImageParameters) -> dict[str, Any]:
+    """What diffusers' pipelines are given for a request."""
+    return {
+        "prompt": wanted.prompt, "negative_prompt": wanted.negative_prompt, "width": wanted.width,
+        "height": wanted.height, "num_inference_steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
+        "generator": torch.Generator().manual_seed(wanted.seed),
+    }  # fmt: skip
+
+
 @functools.cache
 def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     """What diffusers draws for these parameters, [H, W, 3] in levels."""
@@ -110,13 +146,7 @@ def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     pipeline.scheduler = scheduler(own.config, wanted.scheduler or "euler", **replaced(wanted.schedule_type))
     try:
         image = pipeline(
-            wanted.prompt,
-            negative_prompt=wanted.negative_prompt,
-            width=wanted.width,
-            height=wanted.height,
-            num_inference_steps=wanted.steps,
-            guidance_scale=wanted.guidance_scale,
-            generator=torch.Generator().manual_seed(wanted.seed),
+            **stock_options(wanted),
             **{name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(wanted, name)) is not None},
             **({} if wanted.eta is None else {"eta": wanted.eta}),
         ).images[0]
@@ -144,6 +174,15 @@ def backend_of(
     if fused:
         return GraphBackend(model, widths, recorder=recorder, **options)
     return TorchBackend(model, widths, **options)
+
+
+def options_of(backend: str, kernels: ctypes.CDLL) -> dict[str, Any]:
+    """The options of `backend_of` by a backend's name."""
+    options: dict[str, dict[str, Any]] = {
+        "torch": {}, "kernels": {"kernels": kernels}, "layers": {"fused": True},
+        "graphs": {"fused": True, "recorder": Tape()},
+    }  # fmt: skip
+    return options[backend]
 
 
 class Watching(ImageRunner):
@@ -192,12 +231,7 @@ class Watching(ImageRunner):
             extensions.append(ImagePromptExtension(model, backend, prompts))
         second = None if refiner is None else backend_of(refiner, **{**options, "release": ()})
         super().__init__(
-            backend,
-            extensions,
-            refiner=second,
-            lane=lane,
-            max_requests=max_requests,
-            memory_bytes=memory_bytes,
+            backend, extensions, refiner=second, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes
         )
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 
@@ -214,25 +248,14 @@ class Watching(ImageRunner):
         return super().launch(requests)
 
     @property
+    def companions(self) -> list[set[str]]:
+        """The names of those that shared each UNet forward."""
+        return [{name for name, _ in ride} for phase, ride in self.rides if phase == "deep"]
+
+    @property
     def shared_steps(self) -> set[frozenset[int]]:
         """The sets of different steps that shared one UNet forward."""
         return {frozenset(step for _, step in ride) for phase, ride in self.rides if phase == "deep"}
-
-
-class HeldReads:
-    """Makes a module's `read` wait: `begun` tells of the first, `go_on` lets all go on. `threads`: which ones read."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.threads: list[str] = []
-        self._real = module.read
-        monkeypatch.setattr(module, "read", self._read)
-
-    def _read(self, *given: Any) -> Any:
-        self.threads.append(threading.current_thread().name)
-        self.begun.set()
-        assert self.go_on.wait(60)
-        return self._real(*given)
 
 
 class Crank:
@@ -282,6 +305,19 @@ class Crank:
 
 def levels(picture: Any) -> np.ndarray:
     return np.asarray(picture.image).astype(int)
+
+
+def apart(one: Any, other: Any) -> int:
+    """The most levels that two pictures differ by at any pixel; either may be an array of levels."""
+    first, second = (each if isinstance(each, np.ndarray) else levels(each) for each in (one, other))
+    return int(np.abs(first - second).max())
+
+
+def check_parity(shape: str, wanted: ImageParameters, picture: Any) -> None:
+    """Require what diffusers draws, but for a level."""
+    expected = stock_picture(shape, wanted)
+    assert expected.std() > 10, "a flat picture would prove nothing"
+    assert apart(picture, expected) <= 1, wanted
 
 
 def solo(runner: ImageRunner, wanted: ImageParameters) -> Any:

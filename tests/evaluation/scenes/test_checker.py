@@ -72,12 +72,6 @@ def test_of_rendered_truth_nearly_all_is_right_and_of_other_scenes_nearly_none()
     assert len(others) > 15 and sum(others) <= 0.06 * len(others)
 
 
-@pytest.mark.long
-def test_of_larger_pictures_all_are_right() -> None:
-    truths = [plain(index) for index in range(6)]
-    assert all(CHECKER.check(shown(truth, number, 128), truth).right for number, truth in enumerate(truths))
-
-
 def _check(truth: Truth, shows: Truth, seed: int) -> Verdict:
     return CHECKER.check(shown(shows, seed), truth)
 
@@ -126,6 +120,8 @@ def test_an_empty_picture_shows_nothing_and_its_background_is_found() -> None:
     assert CHECKER.check(empty, Truth((SceneItem("ball"),))) == Verdict(False, None, None, None, 0.0)
     ramp = torch.linspace(0, 1, 96).expand(3, 128, 96)
     torch.testing.assert_close(checker.background(ramp), ramp, atol=2e-2, rtol=0)
+    with pytest.raises(KeyError, match="yeti"):
+        CHECKER.check(empty, Truth((SceneItem("yeti"),)))
 
 
 def test_a_summary_counts_what_was_asked() -> None:
@@ -134,8 +130,3 @@ def test_a_summary_counts_what_was_asked() -> None:
     assert set(found) == {"subject", "count", "all"}
     assert found["subject"].value == 1 and found["count"].value == 0.5 == found["all"].value
     assert found["count"].low <= 0.5 <= found["count"].high
-
-
-def test_a_subject_without_a_sprite_is_refused() -> None:
-    with pytest.raises(KeyError, match="yeti"):
-        CHECKER.check(torch.zeros(3, 64, 64), Truth((SceneItem("yeti"),)))

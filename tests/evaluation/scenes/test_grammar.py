@@ -14,24 +14,14 @@ from tests.training.test_scenes import COMPOSER
 
 
 @pytest.mark.parametrize(
-    ("noun", "many"),
+    ("noun", "an", "many"),
     [
-        ("fox", "foxes"),
-        ("pony", "ponies"),
-        ("key", "keys"),
-        ("computer mouse", "computer mice"),
-        ("hot dog", "hot dogs"),
+        ("fox", "a", "foxes"), ("unicorn", "a", "unicorns"), ("umbrella", "an", "umbrellas"), ("ewe", "a", "ewes"),
+        ("pony", "a", "ponies"), ("key", "a", "keys"), ("computer mouse", "a", "computer mice"), ("owl", "an", "owls"),
     ],
-)
-def test_plurals(noun: str, many: str) -> None:
-    assert plural(noun) == many
-
-
-@pytest.mark.parametrize(
-    ("noun", "wanted"), [("owl", "an"), ("unicorn", "a"), ("umbrella", "an"), ("ewe", "a"), ("cat", "a")]
-)
-def test_articles(noun: str, wanted: str) -> None:
-    assert article(noun) == wanted
+)  # fmt: skip
+def test_articles_and_plurals(noun: str, an: str, many: str) -> None:
+    assert (article(noun), plural(noun)) == (an, many)
 
 
 @pytest.mark.parametrize("caption", ["a cat on a mat", "two cat", "a red blue cat", "", "nine cats"])

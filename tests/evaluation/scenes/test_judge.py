@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from evaluation import captions, judges, pixels
 from evaluation.run import EvaluationRun, RunWriter
 from evaluation.scenes.judge import SceneJudge
 from tests.cli.shell import Shell
+from tests.evaluation.conftest import read_json
 from training import scene_prompts
 from training.run import TrainingRun
 from training.scenes import is_held_out
@@ -59,16 +58,17 @@ def test_true_images_are_right_and_those_of_other_captions_are_not(
     large: TrainingRun, real: Path, shell: Shell
 ) -> None:
     """By the command; the embedded emoji-clip knows none of these nouns, and sees the images all the same."""
-    for name, how in (("true", {}), ("again", {"half": "other"}), ("wrong", {"shift": 1})):
-        drawn(real, shell.folder / name, **how)
-    words = ["evaluate", "scenes", "true", "wrong", "--data", str(large.data), "--threads", "1"]
-    done = shell(*words, "--again", "again", "--real", str(real))
+    drawn(real, shell.folder / "true")
+    drawn(real, shell.folder / "again", half="other")
+    drawn(real, shell.folder / "wrong", shift=1)
+    words = f"evaluate scenes true wrong --data {large.data} --threads 1 --again again --real {real}"
+    done = shell(*words.split())
     assert done.code == 0, done
     assert "colour held out" in done.out and "100.0 (" in done.out
-    right, wrong = (json.loads((shell.folder / name / "scenes.json").read_text()) for name in ("true", "wrong"))
+    right, wrong = (read_json(shell.folder / name / "scenes.json") for name in ("true", "wrong"))
     assert set(right) == {"name", "precision", "steps", "guidance_scale", "pictures", "prompts", *KINDS}
     for kind in KINDS:
-        figures: dict[str, Any] = right[kind]
+        figures = right[kind]
         assert figures["all"][0] == 1 and figures["right"] == [True] * COUNT and "clip_prefers_caption" in figures
         assert figures["two_seeds"]["pairs"] == COUNT and figures["two_seeds"]["psnr_db"][0] < 60
         assert figures["two_seeds"] == figures["two_true"], "both are the same two true images"
@@ -94,14 +94,14 @@ def test_what_it_cannot_judge_is_named(large: TrainingRun, real: Path, shell: Sh
     with RunWriter(shell.folder / "other", {}, wanted) as writer:
         png = next((real / "own").iterdir()).read_bytes()
         writer.add(wanted[0], 0, "0.png", png, session=0, seconds=0.0)
-    words = ["evaluate", "scenes", "run", "--data", str(large.data)]
+    words = f"evaluate scenes run --data {large.data}"
     for more, said in (
-        (["--count", "0"], "--count: must be at least 1, not 0"),
-        (["--again", "other"], "--again: other: has other captions than run"),
-        (["--data", "nowhere"], "--data: nowhere/emoji/captions.tsv"),
+        ("--count 0", "--count: must be at least 1, not 0"),
+        ("--again other", "--again: other: has other captions than run"),
+        ("--data nowhere", "--data: nowhere/emoji/captions.tsv"),
     ):
-        done = shell(*words, *more)
+        done = shell(*f"{words} {more}".split())
         assert done.code == 2 and said in done.err, done
     shutil.rmtree(shell.folder / "run")
-    done = shell("evaluate", "scenes", "other", "--data", str(large.data))
+    done = shell(*words.replace(" run ", " other ").split())
     assert done.code == 2 and "caption 'a fox that sings' is not of the grammar" in done.err, done

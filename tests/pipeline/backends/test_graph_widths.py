@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pipeline.backends.graph_widths import StepCosts, TrafficCounter, cheapest, expected_s, worth_recording
 
 MOST = 16
-USUAL = (2, 4, 8, 16)
 ROWS = st.integers(1, MOST)
 # Of any shape: wider may be cheaper, and a graph dearer than launching.
 CURVES = st.lists(st.floats(0.001, 10), min_size=MOST, max_size=MOST).map(lambda curve: lambda rows: curve[rows - 1])
@@ -26,11 +25,6 @@ TRAFFIC = st.dictionaries(ROWS, st.integers(1, 500), min_size=1, max_size=8)
 WIDTHS = st.sets(ROWS, max_size=6)
 
 
-def usual(rows: int) -> int:
-    """The width that forwards were padded to, whatever it cost."""
-    return next(width for width in USUAL if width >= rows)
-
-
 @given(ROWS, WIDTHS, COSTS)
 def test_no_width_is_taken_that_costs_more_than_launching(rows: int, widths: set[int], costs: StepCosts) -> None:
     width = cheapest(rows, widths, costs)
@@ -40,16 +34,6 @@ def test_no_width_is_taken_that_costs_more_than_launching(rows: int, widths: set
     else:
         assert rows <= width and width in widths
         assert costs.graph(width) == min(ways) < costs.direct(rows)
-
-
-@given(TRAFFIC, COSTS | STEPS, st.integers(0, 8))
-def test_with_their_recording_the_widths_cost_no_more_than_the_usual_ones_alone(
-    traffic: dict[int, int], costs: StepCosts, room: int
-) -> None:
-    found = worth_recording(traffic, USUAL, costs, room)
-    padded_s = sum(count * costs.graph(usual(rows)) for rows, count in traffic.items())
-    chosen_s = expected_s(traffic, [*USUAL, *found], costs) + len(found) * costs.record_s
-    assert chosen_s <= padded_s * (1 + 1e-9)
 
 
 @given(TRAFFIC, WIDTHS, COSTS | STEPS, st.integers(0, 8))
@@ -70,13 +54,6 @@ def test_no_further_set_of_widths_pays(traffic: dict[int, int], known: set[int],
     for more in chain.from_iterable(combinations(others, count) for count in range(1, len(others) + 1)):
         saved_s = now_s - expected_s(traffic, [*have, *more], costs)
         assert saved_s <= len(more) * costs.record_s + 1e-9 * now_s
-
-
-def test_a_width_is_added_where_padding_costs_much_and_often() -> None:
-    costs = StepCosts(lambda rows: 0.01 * rows, lambda rows: 0.01 * usual(rows) + 0.02, record_s=1.0)
-    assert worth_recording({10: 40, 2: 500}, USUAL, costs, MOST) == [10]
-    assert worth_recording({10: 10, 2: 500}, USUAL, costs, MOST) == [], "it would take longer than it has saved"
-    assert worth_recording({9: 40, 10: 40}, USUAL, costs, MOST) == [10]
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), ROWS), max_size=3000))

@@ -21,25 +21,22 @@ from contract.plan import DEPTHS, DeepCache
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import BatchGroup, ExecutionPlan
 from pipeline.backends.graphs import GraphBackend
-from pipeline.backends.phases import TEXT
-from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.families.sdxl.conditioning import embed
-from pipeline.families.sdxl.parts import tokenizers
 from tests.core.tape import Tape
-from tests.pipeline import worlds
 from tests.pipeline.backends.test_programs import SHAPES, mixture
 from tests.pipeline.long_prompts import words
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture, together
+from tests.pipeline.worlds import Watching, apart, levels, model, solo, stock_picture, together
 from tests.unet_opt.shapes import unet
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 CUDA = torch.cuda.is_available()
+SIZE = (32, 32)  # the native one of the shape with wide heads
+HAT = ImageParameters("a red hat", 1, *SIZE, steps=3, guidance_scale=2.0)
+
+
+Prepared = Callable[..., Watching]
 
 
 def served(shape: str) -> ImageModel:
-    worlds.MORE.update(SHAPES)
     model(shape)  # which names it
     return load(f"random:test-{shape}", precision="bf16", device="cuda") if CUDA else model(shape)
 
@@ -68,7 +65,7 @@ def runner_of(shape: str, *, recorded: bool = True, **options: Any) -> Watching:
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Iterator[Callable[..., Watching]]:
+def prepared() -> Iterator[Prepared]:
     """The one of each shape that has all graphs recorded, for tests that only draw with it."""
     made = dict[str, Watching]()
 
@@ -88,14 +85,9 @@ def prepared() -> Iterator[Callable[..., Watching]]:
 BF16 = 4.0
 
 
-def near(one: object, other: object) -> bool:
+def near(one: Any, other: Any, bf16: float = BF16) -> bool:
     """Within what another order of sums costs."""
-    difference = np.abs(levels(one).astype(float) - levels(other))  # type: ignore[arg-type]
-    return bool(difference.mean() < BF16 if CUDA else difference.max() <= 1)
-
-
-def off(picture: object, expected: np.ndarray) -> float:
-    return float(np.abs(levels(picture).astype(float) - expected).mean())  # type: ignore[arg-type]
+    return bool(np.abs(levels(one).astype(float) - levels(other)).mean() < bf16) if CUDA else apart(one, other) <= 1
 
 
 WIDE, DEEP = SHAPES  # each has one of two values elsewhere than on a GPU, where the layers are torch's
@@ -104,43 +96,31 @@ WIDE, DEEP = SHAPES  # each has one of two values elsewhere than on a GPU, where
 @pytest.mark.parametrize(
     ("shape", "recorded"), [*itertools.product(SHAPES, (True, False))] if CUDA else [(DEEP, True), (WIDE, False)]
 )
-def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Callable[..., Watching]) -> None:
+def test_pictures_equal_diffusers(shape: str, recorded: bool, prepared: Prepared) -> None:
     parameters = mixture(shape)
     runner = prepared(shape) if recorded else runner_of(shape, recorded=False)
     for one, picture in zip(parameters, together(runner, parameters), strict=True):
         expected = stock_picture(shape, one)
         assert expected.std() > 10, "a flat picture would prove nothing"
-        if CUDA:
-            assert off(picture, expected) < BF16
-        else:
-            assert np.abs(levels(picture) - expected).max() <= 1, one
+        assert near(picture, expected), one
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("shape", "depth"), [*itertools.product(SHAPES, DEPTHS)] if CUDA else [(DEEP, "block"), (WIDE, "resnet")]
 )
-def test_deepcache_is_the_requests_own_in_any_company(
-    shape: str, depth: str, prepared: Callable[..., Watching]
-) -> None:
+def test_deepcache_is_the_requests_own_in_any_company(shape: str, depth: str, prepared: Prepared) -> None:
     cached = DeepCache(2, depth)
     parameters = [replace(one, deepcache=cached if index % 2 else None) for index, one in enumerate(mixture(shape))]
-    runner = prepared(shape)
-    mixed = together(runner, parameters)
-    torch_mixed = together(Watching(model(shape), max_rows=16), parameters)
-    for one, picture, wanted in zip(parameters, mixed, torch_mixed, strict=True):
-        alone = solo(runner, one)
-        if CUDA:
-            assert off(picture, levels(wanted)) < BF16 and off(picture, levels(alone)) < 3
-        else:
-            assert np.abs(levels(picture) - levels(wanted)).max() <= 1
-            assert np.abs(levels(picture) - levels(alone)).max() <= 1
+    runner, on_torch = prepared(shape), Watching(model(shape), max_rows=16)
+    for one, picture, expected in zip(
+        parameters, together(runner, parameters), together(on_torch, parameters), strict=True
+    ):
+        assert near(picture, expected) and near(picture, solo(runner, one), 3)
 
 
 @pytest.mark.parametrize("shape", SHAPES if CUDA else [WIDE])
-def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
-    shape: str, prepared: Callable[..., Watching]
-) -> None:
+def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(shape: str, prepared: Prepared) -> None:
     parameters = [replace(one, deepcache=DeepCache(2, "resnet")) for one in mixture(shape)]
     runner, recording = prepared(shape), runner_of(shape, recorded=False)
     never = runner_of(shape, recorded=False)
@@ -160,9 +140,7 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
         assert near(alone["graphs"], alone["layers"])
 
 
-def test_padding_repeats_a_row_and_changes_no_picture(
-    prepared: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_repeats_a_row_and_changes_no_picture(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
     runner = prepared()
     plan, seen = runner.backend.plan, list[tuple[str, int, list[torch.Tensor]]]()
@@ -178,13 +156,9 @@ def test_padding_repeats_a_row_and_changes_no_picture(
         return way._replace(function=function)
 
     monkeypatch.setattr(runner.backend, "plan", watched)
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
+    one = replace(HAT, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
     wanted = [replace(one, seed=seed, prompt=f"{seed} red hats") for seed in range(3)]
-    crank = Crank(runner)
-    for index, parameters in enumerate(wanted):
-        crank.submit(str(index), parameters)
-    pictures = crank.pictures()
+    pictures = together(runner, wanted, lambda: 0)
     padded = {"deep": 6, "shallow": 6, "vae": 4}
     assert {phase for phase, rows, _ in seen if rows == 3} == padded.keys(), "they rode together all the way"
     for phase, rows, tensors in seen:
@@ -193,92 +167,49 @@ def test_padding_repeats_a_row_and_changes_no_picture(
             for row in tensor[rows:]:
                 assert torch.equal(row, tensor[0])
     for index, parameters in enumerate(wanted):
-        assert np.abs(levels(pictures[str(index)]) - levels(solo(runner, parameters))).max() <= (20 if CUDA else 1)
+        assert apart(pictures[index], solo(runner, parameters)) <= (20 if CUDA else 1)
 
 
-def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
+def test_a_missed_graph_is_recorded_and_replayed_from_then_on_of_each_length_of_texts(
+    prepared: Prepared,
+) -> None:
     runner = runner_of("wide-heads", recorded=False)
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
-    solo(runner, one)
+    long, longer = replace(HAT, prompt=words(100)), replace(HAT, prompt=words(160))
+    before = solo(runner, long)
     assert runner.recording.wait(600)
-    group = BatchGroup("deep", (side, side))
-    assert runner.backend.plan(group, 2).compiled and not runner.backend.plan(group, 16).compiled
-    assert runner.backend.graphs.counts == (3, 3), (
-        "the encoders for two prompts, deep steps of two rows, one picture's VAE"
-    )
-    assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "it was timed"
-
-
-def test_longer_texts_have_graphs_of_their_own(prepared: Callable[..., Watching]) -> None:
-    runner = runner_of("wide-heads", recorded=False)
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
-    long, longer = replace(one, prompt=words(100)), replace(one, prompt=words(160))
-    before = levels(solo(runner, long))
-    assert runner.recording.wait(600)
-    plan, group = runner.backend.plan, BatchGroup("deep", (side, side))
-    assert plan(group._replace(chunks=2), 2).compiled and not plan(group._replace(chunks=3), 2).compiled
-    assert not plan(group, 2).compiled
-    assert np.abs(levels(solo(runner, long)) - before).max() <= 1, "replayed as launched one by one"
-    for wanted in (one, longer):
-        assert np.abs(levels(solo(runner, wanted)) - levels(solo(prepared(), wanted))).max() <= 1
-    assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "lengths share a curve"
+    plan, group = runner.backend.plan, BatchGroup("deep", SIZE)
+    assert [plan(group._replace(chunks=chunks), 2).compiled for chunks in (1, 2, 3)] == [False, True, False]
+    assert not plan(group._replace(chunks=2), 16).compiled
+    assert runner.backend.graphs.counts == (3, 3), "the encoders for two prompts, steps of two rows, one picture's VAE"
+    assert apart(solo(runner, long), before) <= 1, "replayed as launched one by one"
+    for wanted in (HAT, longer):
+        assert apart(solo(runner, wanted), solo(prepared(), wanted)) <= 1
+    assert runner.backend.costs.measured()["deep", SIZE, True].keys() == {2}, "lengths share a curve"
 
 
 def test_nobody_s_sizes_or_long_texts_push_others_graphs_out() -> None:
     runner = runner_of("wide-heads", recorded=False)
-    side, backend = runner.model.native, runner.backend
-    assert isinstance(backend, GraphBackend)
-    listed, other = (side, side), (side + 8, side)
+    backend, other = runner.backend, (40, 32)
     assert other not in runner.sizes
-    for size, chunks, rows, wanted in ((other, 1, 2, 0), (listed, 2, 16, 0), (listed, 2, 2, 1), (listed, 1, 16, 2)):
+    for size, chunks, rows, wanted in ((other, 1, 2, 0), (SIZE, 2, 16, 0), (SIZE, 2, 2, 1), (SIZE, 1, 16, 2)):
         backend.plan(BatchGroup("deep", size, chunks=chunks), rows, live=True)
         assert backend.graphs.counts[1] == wanted, (size, chunks, rows)
 
 
-def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> None:
+def unrecorded() -> tuple[Watching, GraphBackend, BatchGroup]:
+    """A runner without graphs, which the test records, its backend, and its steps at the native size."""
     runner = runner_of("wide-heads", recorded=False)
     runner.recording.close()
-    backend, side = runner.backend, runner.model.native
-    group = BatchGroup("deep", (side, side))
-    backend.plan(group, 8, live=True)
-    while backend.graphs.record_next():
-        pass
-    for seconds in (0.010, 0.010):  # of the graph, until it is known
-        for _ in range(20):
-            backend.costs.observe(ExecutableKey(group.phase, 8, group.size), True, seconds)
-    way = backend.plan(group, 5)
-    assert (way.compiled, way.rows) == (False, 6), "what was never timed is, once"
-    backend.costs.observe(ExecutableKey(group.phase, 6, group.size), False, 9.0)
-    assert not backend.plan(group, 5).compiled, "the first run compiles its kernels, and does not count"
-    backend.costs.observe(ExecutableKey(group.phase, 6, group.size), False, 0.020)
-    assert (backend.plan(group, 5).compiled, backend.plan(group, 5).rows) == (True, 8)
-    for _ in range(40):
-        backend.costs.observe(ExecutableKey(group.phase, 6, group.size), False, 0.005)
-    assert (backend.plan(group, 5).compiled, backend.plan(group, 5).rows) == (False, 6)
-    fixed = backend.plan(group._replace(mode="graphs"), 2)
-    assert (fixed.compiled, fixed.rows) == (True, 8), "deterministic requests have the one width"
+    assert isinstance(runner.backend, GraphBackend)
+    return runner, runner.backend, BatchGroup("deep", SIZE)
 
 
-def test_deterministic_requests_never_take_a_wider_graph() -> None:
-    """However slow their own kernels are: other widths have other bits."""
-    runner = runner_of("wide-heads", recorded=False)
-    runner.recording.close()
-    backend, side = runner.backend, runner.model.native
-    group = BatchGroup("deep", (side, side))
-    backend.plan(group, 16, live=True)
-    while backend.graphs.record_next():
-        pass
-    for seconds in (9.0, 0.5):  # the first does not count
-        backend.costs.observe(ExecutableKey(group.phase, 8, group.size), False, seconds)
-    for _ in range(20):
-        backend.costs.observe(ExecutableKey(group.phase, 16, group.size), True, 0.010)
-    free, fixed = backend.plan(group, 8), backend.plan(group._replace(mode="graphs"), 2)
-    assert (free.compiled, free.rows) == (True, 16) and (fixed.compiled, fixed.rows) == (False, 8)
+def observe(backend: GraphBackend, group: BatchGroup, rows: int, recorded: bool, *seconds: float) -> None:
+    for each in seconds:
+        backend.costs.observe(ExecutableKey(group.phase, rows, group.size), recorded, each)
 
 
-def forwards(backend: GraphBackend, group: BatchGroup, rows: int, count: int) -> None:
+def forwards(backend: GraphBackend, group: BatchGroup, rows: int, count: int = 1) -> None:
     """Live ones, with the recordings that they ask for."""
     for _ in range(count):
         backend.plan(group, rows, live=True)
@@ -286,32 +217,51 @@ def forwards(backend: GraphBackend, group: BatchGroup, rows: int, count: int) ->
             pass
 
 
-def cost(backend: GraphBackend, size: tuple[int, int], rows: int, *, graph_s: float, direct_s: float) -> None:
+def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> None:
+    _, backend, group = unrecorded()
+    forwards(backend, group, 8)
+    observe(backend, group, 8, True, *[0.010] * 40)  # of the graph, until it is known
+    assert backend.plan(group, 5)[1:3] == (False, 6), "what was never timed is, once"
+    observe(backend, group, 6, False, 9.0)
+    assert not backend.plan(group, 5).compiled, "the first run compiles its kernels, and does not count"
+    observe(backend, group, 6, False, 0.020)
+    assert backend.plan(group, 5)[1:3] == (True, 8)
+    observe(backend, group, 6, False, *[0.005] * 40)
+    assert backend.plan(group, 5)[1:3] == (False, 6)
+    assert backend.plan(group._replace(mode="graphs"), 2)[1:3] == (True, 8), "deterministic requests have one width"
+
+
+def test_deterministic_requests_never_take_a_wider_graph() -> None:
+    """However slow their own kernels are: other widths have other bits."""
+    _, backend, group = unrecorded()
+    forwards(backend, group, 16)
+    observe(backend, group, 8, False, 9.0, 0.5)  # the first does not count
+    observe(backend, group, 16, True, *[0.010] * 20)
+    assert backend.plan(group, 8)[1:3] == (True, 16)
+    assert backend.plan(group._replace(mode="graphs"), 2)[1:3] == (False, 8)
+
+
+def cost(backend: GraphBackend, group: BatchGroup, rows: int, *, graph_s: float, direct_s: float) -> None:
     """What steps are known to take, whatever they took."""
-    for recorded, seconds in ((True, graph_s), (False, direct_s)):
-        for _ in range(60):
-            backend.costs.observe(ExecutableKey("deep", rows, size), recorded, seconds)
+    observe(backend, group, rows, True, *[graph_s] * 60)
+    observe(backend, group, rows, False, *[direct_s] * 60)
 
 
 def test_a_width_that_traffic_pays_for_is_recorded_and_draws_the_same() -> None:
-    runner = runner_of("wide-heads", recorded=False)
-    runner.recording.close()
-    backend, side = runner.backend, runner.model.native
-    assert isinstance(backend, GraphBackend)
-    group = BatchGroup("deep", (side, side))
-    forwards(backend, group, 3, 1)
-    forwards(backend, group, 2, 1)
+    runner, backend, group = unrecorded()
+    forwards(backend, group, 3)
+    forwards(backend, group, 2)
     assert backend.plan(group, 3).rows == 6, "the next usual width"
     for rows in (2, 6):
-        cost(backend, group.size, rows, graph_s=10.0 * rows, direct_s=11.0 * rows)
+        cost(backend, group, rows, graph_s=10.0 * rows, direct_s=11.0 * rows)
     forwards(backend, group, 3, 61)
     assert backend.plan(group, 3).rows == 6, "it is chosen at every 64th"
-    forwards(backend, group, 3, 1)
+    forwards(backend, group, 3)
     assert [backend.plan(group, rows)[1:3] for rows in (2, 3, 4, 6, 8)] == [
         (True, 2), (True, 3), (True, 6), (True, 6), (False, 8),
     ]  # fmt: skip
     assert backend.plan(group._replace(mode="graphs"), 2).rows == 8, "deterministic requests have the one width"
-    parameters = [ImageParameters("a red hat", seed, side, side, steps=2, guidance_scale=1.0) for seed in range(9)]
+    parameters = [replace(HAT, seed=seed, steps=2, guidance_scale=1.0) for seed in range(9)]
     pictures = together(runner, parameters)
     assert ("deep", 3) in {(phase, len(ride)) for phase, ride in runner.rides}, "it was drawn at that width"
     reference = Watching(model("wide-heads"), max_rows=16)
@@ -323,42 +273,22 @@ def test_a_width_that_traffic_pays_for_is_recorded_and_draws_the_same() -> None:
 def test_another_size_is_recorded_where_that_pays_and_pushes_nothing_out(
     saved_s: float, room: int, recorded: bool
 ) -> None:
-    runner = runner_of("wide-heads", recorded=False)
-    runner.recording.close()
-    backend, side = runner.backend, runner.model.native
-    assert isinstance(backend, GraphBackend)
-    group, other = BatchGroup("deep", (side, side)), BatchGroup("deep", (side - 8, side))
+    runner, backend, group = unrecorded()
+    other = group._replace(size=(24, 32))
     assert other.size not in runner.sizes
     for rows in (2, 6, 8):
-        forwards(backend, group, rows, 1)
+        forwards(backend, group, rows)
     backend.graphs._graphs.capacity = room
-    cost(backend, group.size, 2, graph_s=1.0, direct_s=1.0 + saved_s)
-    cost(backend, other.size, 2, graph_s=math.nan, direct_s=1.0 + saved_s)
+    cost(backend, group, 2, graph_s=1.0, direct_s=1.0 + saved_s)
+    cost(backend, other, 2, graph_s=math.nan, direct_s=1.0 + saved_s)
     forwards(backend, other, 2, 63)
     assert not backend.plan(other, 2).compiled
-    forwards(backend, other, 2, 1)
+    forwards(backend, other, 2)
     assert backend.plan(other, 2).compiled == recorded
     assert [backend.plan(group, rows).compiled for rows in (2, 6, 8)] == [True] * 3
 
 
-@torch.inference_mode()
-def test_prompts_are_encoded_at_the_next_width_in_their_order(prepared: Callable[..., Watching]) -> None:
-    runner = prepared()
-    prompts = ["a red hat", "an old cat", "two boats on a lake"]  # of four rows the fourth is padding
-    ids = [
-        tokenizer(prompts, padding="max_length", max_length=tokenizer.model_max_length, return_tensors="pt").input_ids
-        for tokenizer in tokenizers(runner.model)
-    ]
-    expected = embed(runner.model, ids)
-    for own, wanted in zip(runner.backend.phases[TEXT](ids), expected, strict=True):
-        assert own.shape == wanted.shape
-        assert torch.allclose(own.float(), wanted.float(), atol=0.05 if CUDA else 1e-5)
-        assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
-
-
-def test_a_graph_that_cannot_be_recorded_costs_no_picture(
-    prepared: Callable[..., Watching], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_that_cannot_be_recorded_costs_no_picture(prepared: Prepared, caplog: pytest.LogCaptureFixture) -> None:
     """As where memory runs out for the widest."""
     runner = runner_of("wide-heads", recorded=False)
     recordings = runner.backend.graphs
@@ -370,8 +300,7 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(
         record(phase, *rest, **options)
 
     recordings._graphs.record = failing  # type: ignore[method-assign]
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0, deterministic=True)
+    one = replace(HAT, deterministic=True)
     first = solo(runner, one)
     assert runner.recording.wait(600)
     assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
@@ -380,46 +309,23 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(
     assert near(first, solo(prepared(), one))
 
 
-def test_forwards_run_at_the_next_bucket(prepared: Callable[..., Watching]) -> None:
-    runner = prepared()
-    side = runner.model.native
-    one = ImageParameters("a red hat", 1, side, side, steps=2, guidance_scale=1.0)
-    together(runner, [replace(one, seed=seed) for seed in range(3)])
-    widths = {rows for key, curve in runner.backend.costs.measured().items() if key[0] == "deep" for rows in curve}
-    assert widths <= {2, 6, 8, 16} and widths
-
-
-def test_preparing_records_and_measures_all() -> None:
-    runner = runner_of("wide-heads", buckets=(2, 6, 8))
+def test_what_preparing_leaves_is_recorded_and_measured_beside_traffic() -> None:
+    runner = runner_of("wide-heads", recorded=False, buckets=(2, 6, 8))
+    runner.prepare(measure_s=0.0)
+    solo(runner, HAT)
+    assert runner.recording.wait(600) and not runner.backend.graphs.pending
     measured = {(key[0], rows) for key, curve in runner.backend.costs.measured().items() if key[2] for rows in curve}
-    phases = ("deep", "shallow", "shallow-resnet")
-    steps = {(phase, rows) for phase in phases for rows in (2, 6, 8, 16)}
+    steps = set(itertools.product(("deep", "shallow", "shallow-resnet"), (2, 6, 8, 16)))
     assert measured == steps | {("vae", 1), ("vae", 2), ("vae", 4)}
     assert runner.backend.graphs.counts == (len(measured) + 6, len(measured) + 6), "and the text encoders at six widths"
 
 
-def test_what_preparing_leaves_is_recorded_beside_traffic() -> None:
-    runner = runner_of("wide-heads", recorded=False)
-    runner.prepare(measure_s=0.0)
-    side = runner.model.native
-    solo(runner, ImageParameters("a red hat", 1, side, side, steps=3))
-    assert runner.recording.wait(600)
-    recorded, wanted = runner.backend.graphs.counts
-    assert recorded == wanted and not runner.backend.graphs.pending
-
-
-def test_what_is_wider_than_any_forward_costs_more(prepared: Callable[..., Watching]) -> None:
+def test_what_is_wider_than_any_forward_costs_more(prepared: Prepared) -> None:
     """As the scheduler asks of all that waits."""
     runner = prepared()
-    side = runner.model.native
     for phase, widest in (("deep", 16), ("vae", 4)):
-        group = BatchGroup(phase, (side, side))
+        group = BatchGroup(phase, SIZE)
         assert runner.cost(group, 10 * widest) >= runner.cost(group, widest)
-
-
-def test_a_model_that_the_layers_do_not_know_is_refused() -> None:
-    with pytest.raises(ModelError, match="heads of width 8"):
-        Watching(model("plain"), fused=True)
 
 
 def test_shallow_steps_that_read_the_text_are_drawn_as_on_torch() -> None:
@@ -428,5 +334,4 @@ def test_shallow_steps_that_read_the_text_are_drawn_as_on_torch() -> None:
     wanted = ImageParameters(
         prompt="a red hat", seed=3, width=other.native, height=other.native, steps=4, deepcache=DeepCache()
     )
-    drawn, plain = (solo(Watching(other, fused=fused), wanted) for fused in (True, False))
-    assert near(drawn, plain)
+    assert near(*(solo(Watching(other, fused=fused), wanted) for fused in (True, False)))

@@ -7,7 +7,6 @@ import gc
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from pipeline.backends.phases import DEEP, VAE
 from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.tiny import SDXLShape
 from tests.pipeline import worlds
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+from tests.pipeline.worlds import Crank, Watching, check_parity, model, solo, together
 
 SIZE = (32, 32)
 # One level holds all kinds of layers but those that change the size, and half of the code to be compiled.
@@ -45,7 +44,7 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(
     eager = Watching(model(SHAPE), deterministic_rows=4)
     backend = runner.backend
     assert isinstance(backend, TorchBackend)
-    bytes_of = {"eager": solo(eager, wanted(3, True)).png()}
+    expected = solo(eager, wanted(3, True)).png()
     crank = Crank(runner)
     for seed in (1, 2):
         crank.submit(f"free-{seed}", wanted(seed))
@@ -65,17 +64,15 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(
 
     # Those that began in eager mode end in it, to the byte; the late one says that it is compiled.
     for seed in (1, 2):
-        assert pictures[f"fixed-{seed}"].png() == bytes_of["eager"]
-        assert np.abs(levels(pictures[f"free-{seed}"]) - stock_picture(SHAPE, wanted(seed))).max() <= 1
+        assert pictures[f"fixed-{seed}"].png() == expected
+        check_parity(SHAPE, wanted(seed), pictures[f"free-{seed}"])
     late = pictures["late"]
     assert late.fingerprint["executable"] == "compiled" and late.fingerprint["bucket"] == 4
-    assert np.abs(levels(late) - stock_picture(SHAPE, wanted(3))).max() <= 1
+    check_parity(SHAPE, wanted(3), late)
     # Compiled and deterministic: equal bytes at every position, with companions and without.
     for position in range(2):
-        crank = Crank(runner)
-        for other in range(2):
-            crank.submit(f"{other}", wanted(3 if other == position else 40 + other, True), priority=other)
-        assert crank.pictures()[f"{position}"].png() == late.png()
+        asked = [wanted(3 if other == position else 40 + other, True) for other in range(2)]
+        assert together(runner, asked, lambda: 0)[position].png() == late.png()
     runner.close()
 
 
@@ -88,8 +85,7 @@ def test_a_free_request_takes_whichever_is_cheaper_by_what_was_seen() -> None:
     for _ in range(3):
         backend.costs.observe(ExecutableKey(DEEP, 3, SIZE), False, 0.001)
         backend.costs.observe(ExecutableKey(DEEP, 5, SIZE), False, 0.001)
-    assert backend.plan(group, 3).compiled and backend.plan(group, 3).rows == 4
-    assert not backend.plan(group, 5).compiled and backend.plan(group, 5).rows == 5
+    assert [backend.plan(group, rows)[1:3] for rows in (3, 5)] == [(True, 4), (False, 5)]
     backend.costs.observe(ExecutableKey(DEEP, 4, SIZE), True, 0.002)
     assert not backend.plan(group, 3).compiled
     for _ in range(30):

@@ -20,7 +20,7 @@ from pipeline.checkpoints.load import ImageModel, ModelError, load
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.families import sdxl
 from pipeline.families.sdxl.parts import text_encoders
-from tests.pipeline.damage import Damage, edit, rebuilt, replaced
+from tests.pipeline.damage import Damage, edit, rebuilt, remove, replaced, write
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -37,19 +37,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def remove(*names: str) -> Damage:
-    def damage(folder: Path) -> None:
-        for name in names:
-            path = folder / name
-            path.unlink() if path.is_file() else shutil.rmtree(path)
-
-    return damage
-
-
-def write(file: str, data: bytes) -> Damage:
-    return lambda folder: (folder / file).write_bytes(data)
 
 
 def cut(file: str, size: int) -> Damage:
@@ -102,6 +89,12 @@ def shard_missing(folder: Path) -> None:
 def index_empty(folder: Path) -> None:
     in_shards(folder, "unet", "diffusion_pytorch_model")
     (folder / "unet/diffusion_pytorch_model.safetensors.index.json").write_text("{}")
+
+
+def fewer_words(folder: Path) -> None:
+    edit("text_encoder/config.json", vocab_size=500)(folder)
+    name = "embeddings.token_embedding.weight"
+    alter(TEXT, lambda t: t.update({key: t[key][:500].clone() for key in t if key.endswith(name)}))(folder)
 
 
 def only_fp16(folder: Path) -> None:
@@ -159,7 +152,6 @@ BAD: dict[str, tuple[Damage, str]] = {
         edit("model_index.json", unet=["diffusers", "FluxTransformer2DModel"]),
         "unet is of class FluxTransformer2DModel; this engine runs UNet2DConditionModel",
     ),
-    "part missing": (remove("vae"), "the part vae is missing"),
     "part a file": (lambda f: (remove("vae")(f), (f / "vae").touch()), "the part vae is missing"),
     "scheduler config missing": (
         remove("scheduler/scheduler_config.json"),
@@ -176,7 +168,6 @@ BAD: dict[str, tuple[Damage, str]] = {
         "tokenizer_2: tokenizer_config.json is missing",
     ),
     "tokenizer damaged": (write("tokenizer/tokenizer.json", b"{}"), "tokenizer: does not load"),
-    "tokenizer garbage": (write("tokenizer/tokenizer.json", b"garbage"), "tokenizer/tokenizer.json: is not JSON"),
     "merges missing": (
         lambda f: (remove("tokenizer/tokenizer.json")(f), write("tokenizer/vocab.json", b"{}")(f)),
         "tokenizer: merges.txt is missing",
@@ -185,12 +176,8 @@ BAD: dict[str, tuple[Damage, str]] = {
         edit("tokenizer_2/tokenizer_config.json", model_max_length=99),
         "tokenizer_2 model_max_length is 99, not 77",
     ),
-    "words too many": (
-        made_of(SDXLShape(), "tokenizer"),  # replaced below by an encoder that knows fewer words
-        "tokenizer has 514 words, and text_encoder has room for 500",
-    ),
+    "words too many": (fewer_words, "tokenizer has 514 words, and text_encoder has room for 500"),
     "unet config missing": (remove("unet/config.json"), "unet: config.json is missing"),
-    "unet config garbage": (write("unet/config.json", b"{"), "unet/config.json: is not JSON"),
     "unet config empty": (write("unet/config.json", b"{}"), "unet: does not load"),
     "unet of another class": (
         edit("unet/config.json", _class_name="UNet2DModel"),
@@ -200,20 +187,17 @@ BAD: dict[str, tuple[Damage, str]] = {
         edit("vae/config.json", _class_name="AutoencoderTiny"),
         "vae is of class AutoencoderTiny; this engine runs AutoencoderKL",
     ),
-    "weights missing": (remove(TEXT_2), "text_encoder_2: model.safetensors is missing$"),
     "weights a folder": (folder_in_place, "unet: diffusion_pytorch_model.safetensors is missing$"),
     "weights of a variant": (only_fp16, r"fp16.safetensors: give its variant\)"),
     "weights pickled": (pickled, r"diffusion_pytorch_model.bin: pickles can run code"),
     "weights cut": (cut(UNET, 100), "unet/diffusion_pytorch_model.safetensors: is damaged"),
     "weights empty": (write(VAE, b""), "vae/diffusion_pytorch_model.safetensors: is damaged"),
-    "weights garbage": (write(TEXT, b"garbage" * 100), "text_encoder/model.safetensors: is damaged"),
     "weights without tensors": (lambda f: save_file({}, f / VAE), "vae/.*: holds no tensors"),
     "weights of integers": (
         alter(UNET, put("conv_in.weight", torch.zeros(16, 4, 3, 3, dtype=torch.int8))),
         "unet/.*: conv_in.weight is I8; weights must be",
     ),
     "weights left out": (alter(UNET, drop("conv_in.weight")), "unet: .* 1 missing keys, the first is conv_in.weight"),
-    "weights left out of vae": (alter(VAE, drop("decoder.conv_in.bias")), "vae: .* the first is decoder.conv_in.bias"),
     "weights left out of text": (
         alter(TEXT_2, drop("text_projection.weight")),
         "text_encoder_2: .* the first is text_projection.weight",
@@ -224,6 +208,7 @@ BAD: dict[str, tuple[Damage, str]] = {
         "text_encoder_2: .*1 mismatched keys, the first is text_projection.weight",
     ),
     "weights too many": (alter(UNET, put("extra", torch.zeros(1))), "unet: .* 1 unexpected keys, the first is extra"),
+    "weights too many in text": (alter(TEXT, put("a.scale_weight", torch.ones(()))), "text_encoder: .* 1 unexpected"),
     "shard missing": (shard_missing, "unet: diffusion_pytorch_model-00002-of-00002.safetensors is missing"),
     "shards not named": (index_empty, "unet/.*index.json: has no weight_map"),
     "by instructions": (unlike_sdxl(in_channels=8), r"unet in_channels \(the VAE's latent_channels\) is 8, not 4"),
@@ -242,15 +227,6 @@ BAD: dict[str, tuple[Damage, str]] = {
 }
 
 
-def fewer_words(folder: Path) -> None:
-    edit("text_encoder/config.json", vocab_size=500)(folder)
-    name = "embeddings.token_embedding.weight"
-    alter(TEXT, lambda t: t.update({key: t[key][:500].clone() for key in t if key.endswith(name)}))(folder)
-
-
-BAD["words too many"] = (fewer_words, BAD["words too many"][1])
-
-
 @pytest.mark.parametrize("what", BAD)
 def test_a_wrong_folder_is_refused_and_the_part_is_named(what: str, folder: Path) -> None:
     damage, message = BAD[what]
@@ -267,11 +243,8 @@ def test_a_wrong_folder_is_refused_and_the_part_is_named(what: str, folder: Path
     [
         ("", "empty"),
         ("/nowhere/at-all", "^/nowhere/at-all: no such folder, and not a hub id"),
-        ("nowhere", "^nowhere: no such folder, and not a hub id"),
         (__file__, "is a file; a model is a folder"),
-        ("a/b/c", "^a/b/c: no such folder"),
         ("a--b/c", "not a hub id"),
-        ("a/b.git", "not a hub id"),
         ("x/" + "y" * 300, "not a hub id|too long"),
         ("~nobody-of-this-name/x", "home"),
         ("z" * 5000, "…: no such folder"),
@@ -379,23 +352,16 @@ def test_a_text_encoder_may_carry_integers_that_nobody_reads(folder: Path, saved
     assert_equal_weights(load(str(folder)), load(str(saved)))
 
 
-def test_the_digest_follows_contents_and_not_the_place(saved: Path, folder: Path) -> None:
-    first = load(str(saved))
-    assert load(str(folder)).digest == first.digest
-    data = bytearray((folder / TEXT).read_bytes())
-    data[-1] ^= 1
-    (folder / TEXT).write_bytes(data)
-    assert load(str(folder)).digest != first.digest
-
-
 @pytest.mark.parametrize("whole_bytes", [digests._WHOLE_BYTES, 1000])
 def test_the_digest_sees_a_change_in_any_tensor(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+    saved: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
     monkeypatch.setattr(digests, "_WHOLE_BYTES", whole_bytes)  # the small model stands for a large one
+    """And not the place."""
     _, files = folders.check(folder, None, sdxl.FAMILY.parts, "SDXL")
     names = list(load_file(folder / UNET))
     seen = {folders.digest(folder, files)}
+    assert seen == {folders.digest(saved, folders.check(saved, None, sdxl.FAMILY.parts, "SDXL")[1])}
     for name in names[:: len(names) // 8]:
         alter(UNET, lambda tensors, name=name: tensors[name].add_(1.0))(folder)  # type: ignore[misc]
         seen.add(folders.digest(folder, files))

@@ -69,23 +69,6 @@ def test_a_damaged_header_is_refused_or_read_and_nothing_else(
     assert found.tensors.keys() == theirs.keys() - {"__metadata__"}
 
 
-@pytest.mark.parametrize(
-    ("count", "name", "metadata"),
-    [
-        (2515, "model.diffusion_model.output_blocks.8.1.transformer_blocks.0.attn2.to_out.0.weight.{}", {}),
-        (3300, "lora_unet_up_blocks_1_attentions_2_transformer_blocks_1_ff_net_0_proj_{}.lora_down.weight",
-         {"ss_tag_frequency": json.dumps({f"tag {n}": n for n in range(60_000)}), "ss_v_parameterization": "True"}),
-        (6000, "lora_te2_text_model_encoder_layers_31_self_attn_out_proj_{}.lokr_w2_b", {}),
-    ],
-)  # fmt: skip
-def test_files_as_people_share_them_are_within_the_limits(count: int, name: str, metadata: dict[str, str]) -> None:
-    text = json.dumps(_table({name.format(n): [4, 1280] for n in range(count)}, metadata)).encode()
-    found = parse(text)
-    assert len(found.tensors) == count
-    assert all(found.metadata.get(key) in (value, None) for key, value in metadata.items())
-    assert found.metadata.get("ss_v_parameterization") == metadata.get("ss_v_parameterization")
-
-
 _ENTRY = b'{"dtype":"F16","shape":[0],"data_offsets":[0,0]}'
 HOSTILE = {
     "brackets": (b'{"a":' + b"[]," * (MAX_BYTES // 3 - 3), "no type, shape and place"),

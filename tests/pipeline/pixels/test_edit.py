@@ -20,10 +20,19 @@ from contract.plan import DeepCache
 from pipeline.backends.phases import IMAGE
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
-from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, shared_lane, solo, stock
-
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+from tests.pipeline.worlds import (
+    Crank,
+    Watching,
+    apart,
+    levels,
+    model,
+    shared_lane,
+    solo,
+    stock,
+    stock_options,
+    stock_parts,
+    together,
+)  # fmt: skip
 
 
 def photograph(side: int, seed: int = 0) -> Image.Image:
@@ -62,9 +71,7 @@ def pipeline_of(shape: str, one: ImageParameters, kind: Any) -> Any:
     from tests.schedulers import replaced, scheduler
 
     drawing = stock(shape)
-    parts = {
-        name: part for name, part in drawing.components.items() if name not in ("image_encoder", "feature_extractor")
-    }
+    parts = stock_parts(shape)
     parts["scheduler"] = scheduler(drawing.scheduler.config, one.scheduler or "euler", **replaced(one.schedule_type))
     pipeline = kind(
         **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False
@@ -79,24 +86,21 @@ def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
 
     assert one.edit is not None
     kind = StableDiffusionXLImg2ImgPipeline if one.edit.mask is None else StableDiffusionXLInpaintPipeline
-    size = (one.width, one.height)
-    options: dict[str, Any] = {}
-    if one.edit.mask is not None:
-        options = {"mask_image": Image.frombytes("L", size, one.edit.mask), "width": one.width, "height": one.height}
-    options |= {
-        "image": Image.frombytes("RGB", size, one.edit.image), "negative_prompt": one.negative_prompt,
-        "num_inference_steps": one.steps, "strength": one.edit.strength, "guidance_scale": one.guidance_scale,
-        "generator": torch.Generator().manual_seed(one.seed),
-    }  # fmt: skip
+    options, size = stock_options(one), (one.width, one.height)
+    options |= {"image": Image.frombytes("RGB", size, one.edit.image), "strength": one.edit.strength}
+    if one.edit.mask is None:
+        del options["width"], options["height"]
+    else:
+        options["mask_image"] = Image.frombytes("L", size, one.edit.mask)
     options |= {name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None}
-    return pipeline_of(shape, one, kind)(one.prompt, **options | more).images[0]
+    return pipeline_of(shape, one, kind)(**options | more).images[0]
 
 
 def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:
     assert one.edit is not None
     expected = stock_edit(shape, one)
     assert expected.std() > 5, "a flat picture would prove nothing"
-    assert np.abs(levels(picture) - with_kept(one, expected)).max() <= 1, one
+    assert apart(picture, with_kept(one, expected)) <= 1, one
 
 
 def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
@@ -112,108 +116,83 @@ def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
     return np.asarray(Image.alpha_composite(made, source).convert("RGB")).astype(int)
 
 
-def mixture(shape: str) -> list[ImageParameters]:
-    """Every scheduler, with and without guidance and mask, of several strengths: in all combinations of the plain
-    shape.
-    """
+def mixture() -> list[ImageParameters]:
+    """Every scheduler, with and without guidance and mask, of several strengths: each pair of them."""
     strengths = itertools.cycle((0.3, 0.6, 1.0, 0.85, 0.5))
-    each = list(itertools.product((1.0, 6.0), (False, True)))
-    cases = [(name, *one) for name in samplers.SCHEDULERS for one in each]
-    if shape == "plain":  # each pair of sampler, guidance and mask; the distilled has one sampler, and all
-        cases = [case for index, case in enumerate(cases) if (index // 4 + index // 2 + index) % 2]
-    elif shape != "distilled":  # samplers and masks do not depend on the shape
-        cases = [(name, *each[index % len(each)]) for index, name in enumerate(samplers.SCHEDULERS)]
+    every = [(name, *one) for name in samplers.SCHEDULERS for one in itertools.product((1.0, 6.0), (False, True))]
+    cases = [case for index, case in enumerate(every) if (index // 4 + index // 2 + index) % 2]
     return [
-        wanted(shape, seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
+        wanted(seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
                steps=5 + seed % 4, picture=seed)
         for seed, (name, guidance, masked) in enumerate(cases)
     ]  # fmt: skip
 
 
-@pytest.mark.quick("plain")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
-    runner = Watching(model(shape), lane=shared_lane(), max_rows=64)
-    edits = [one for one in mixture(shape) if not (shape == "distilled" and one.scheduler != "lcm")]
-    crank = Crank(runner)
+def test_each_edit_equals_diffusers_alone_and_among_others() -> None:
+    """Of other shapes see tests/pipeline/backends/test_programs.py."""
+    runner = Watching(model("plain"), lane=shared_lane(), max_rows=64)
+    edits, crank = mixture(), Crank(runner)
     for index, one in enumerate(edits):
         crank.submit(str(index), one)
         crank.submit(f"plain {index}", replace(one, edit=None))
         for _ in range(3):
             crank.turn()
     pictures = crank.pictures()
-    mixed = [{name.startswith("plain") for name, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    mixed = [{name.startswith("plain") for name in ride} for ride in runner.companions]
     assert {True, False} in mixed, "no edit shared a forward with a request that is none"
     for index, one in enumerate(edits):
-        check_parity(shape, one, pictures[str(index)])
-    for one in edits[:: max(1, len(edits) // 4)]:
-        check_parity(shape, one, solo(runner, one))
+        check_parity("plain", one, pictures[str(index)])
+    for one in edits[:: len(edits) // 4]:
+        check_parity("plain", one, solo(runner, one))
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.7])
-def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one(strength: float) -> None:
+def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one() -> None:
     """Of a size of its own, which no level of the UNet halves evenly."""
     small = np.asarray(photograph(24).crop((0, 0, 24, 16)))
     image = np.pad(small, ((0, 8), (11, 5), (0, 0)), mode="edge")  # 40×24
     mask = np.pad(np.zeros((16, 24), np.uint8), ((0, 8), (11, 5)), constant_values=255)
     one = wanted(width=40, height=24, guidance_scale=5.0)
-    one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), strength))
+    one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), 0.7))
     runner = Watching(model("plain"), lane=shared_lane())
     picture = solo(runner, one)
     check_parity("plain", one, picture)
     assert np.array_equal(levels(picture)[:16, 11:35], small.astype(int))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool) -> None:
+def test_companions_change_no_bit_of_a_deterministic_edit() -> None:
+    """Its picture is encoded alone, in an iteration of its own."""
     runner = Watching(model("plain"), lane=shared_lane())
-    one = wanted(masked=masked, deterministic=True, scheduler="euler-ancestral")
-    alone = solo(runner, one).png()
-    crank = Crank(runner)
-    crank.submit("it", one)
-    for seed in range(2, 5):
-        crank.submit(f"edit {seed}", wanted(seed=seed, deterministic=True, masked=seed % 2 == 0, picture=seed))
-        crank.submit(f"plain {seed}", replace(wanted(seed=seed, deterministic=True), edit=None))
-    pictures = crank.pictures()
-    assert pictures["it"].png() == alone
-    assert any(len(riders) > 2 for phase, riders in runner.rides if phase == "deep"), "nobody shared a forward"
-
-
-def test_a_picture_is_encoded_alone_and_in_an_iteration_of_its_own() -> None:
-    runner = Watching(model("plain"), lane=shared_lane())
-    crank = Crank(runner)
-    for index in range(3):
-        crank.submit(str(index), wanted(seed=index))
-    crank.pictures()
-    assert sorted(riders for phase, riders in runner.rides if phase == IMAGE) == [[(str(k), -1)] for k in range(3)]
+    edits = [
+        wanted(seed=seed, deterministic=True, masked=seed > 1, picture=seed, scheduler="euler-ancestral")
+        for seed in range(4)
+    ]
+    pictures = together(runner, [*edits, *(replace(one, edit=None) for one in edits)], lambda: 0)
+    assert sorted(riders for phase, riders in runner.rides if phase == IMAGE) == [[(str(k), -1)] for k in range(4)]
+    assert any(len(ride) > 2 for ride in runner.companions), "nobody shared a forward"
+    for one, picture in list(zip(edits, pictures, strict=False))[::2]:
+        assert picture.png() == solo(runner, one).png()
 
 
 def test_what_fails_among_others_and_is_tried_again_draws_the_same() -> None:
     runner = Watching(model("plain"), lane=shared_lane())
     edits = {str(masked): wanted(masked=masked, scheduler="euler-ancestral") for masked in (False, True)}
-    undisturbed = {name: levels(solo(runner, one)) for name, one in edits.items()}
     crank = Crank(runner)
     for name, one in edits.items():
         crank.submit(name, one)
-    broken: set[str] = set()
-
-    class Broken:
-        def outcome(self) -> Any:
-            raise RuntimeError("this once")
+    failed: set[str] = set()
 
     def once(batch: Any, ticket: Any) -> Any:
         phase = batch.requests[0].phase
-        if phase in broken or len(batch.requests) < 2:
+        if phase in failed or len(batch.requests) < 2:
             return ticket
-        worlds.await_end(ticket)
-        broken.add(phase)
-        return Broken()
+        failed.add(phase)
+        return worlds.broken(batch, ticket)
 
     while crank.turn(once):
         pass
-    assert broken >= {"deep", "vae"}
-    for name, request in crank.ended.items():
-        assert np.abs(levels(request.result) - undisturbed[name]).max() <= 1
+    assert failed >= {"deep", "vae"}
+    for name, one in edits.items():
+        assert apart(crank.ended[name].result, solo(runner, one)) <= 1
 
 
 def test_deepcache_counts_the_steps_that_are_made() -> None:
@@ -224,16 +203,7 @@ def test_deepcache_counts_the_steps_that_are_made() -> None:
     crank = Crank(runner)
     crank.submit("it", one)
     crank.pictures()
-    assert [phase for phase, _ in runner.rides] == [
-        IMAGE,
-        "encode",
-        "deep",
-        "shallow",
-        "deep",
-        "shallow",
-        "deep",
-        "vae",
-    ]
+    assert [phase for phase, _ in runner.rides] == [IMAGE, "encode", *["deep", "shallow"] * 2, "deep", "vae"]
     with pytest.raises(Invalid, match=r"deepcache"):
         crank.submit("no", replace(one, deepcache=DeepCache(deep_steps=(0, 7))))
 
@@ -261,10 +231,7 @@ def test_a_cut_table_is_the_end_of_the_whole_one(steps: int, strength: float, na
     ("change", "field"),
     [
         ({"strength": 0.1}, "strength"),
-        ({"strength": -0.1}, "strength"),
-        ({"strength": 1.5}, "strength"),
         ({"strength": float("nan")}, "strength"),
-        ({"strength": True}, "strength"),
         ({"image": b"\0" * 7}, "image"),
         ({"mask": b"\0" * 7}, "mask"),
     ],
@@ -277,10 +244,7 @@ def test_an_edit_that_makes_no_sense_is_refused_by_field(change: dict[str, Any],
         Crank(runner).submit("it", replace(one, edit=replace(one.edit, **change)))
 
 
-def test_a_file_names_what_was_edited_by_its_hash_and_any_other_does_not() -> None:
-    one = wanted(masked=True)
-    told = one.to_dict()["edit"]
-    assert told["strength"] == 0.6 and len(told["image"]) == len(told["mask"]) == 64
-    assert wanted(picture=5).to_dict()["edit"]["image"] != told["image"] and wanted().to_dict()["edit"]["mask"] is None
-    assert "edit" not in replace(one, edit=None).to_dict()
-    assert "\\x" not in repr(one)
+def test_a_file_names_a_mask_by_its_hash_and_no_bytes_are_shown() -> None:
+    masked = wanted(masked=True)
+    assert len(masked.to_dict()["edit"]["mask"]) == 64 and wanted().to_dict()["edit"]["mask"] is None
+    assert "\\x" not in repr(masked)

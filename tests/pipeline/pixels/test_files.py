@@ -5,16 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
 from pipeline.pixels import files
-
-
-def drawn(width: int, height: int, seed: int = 0) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
+from tests.pipeline.pixels.test_png import drawn
 
 
 @pytest.mark.parametrize(
@@ -26,7 +21,7 @@ def drawn(width: int, height: int, seed: int = 0) -> Image.Image:
     ],
 )
 def test_a_file_is_what_pillow_saves(media: str, options: dict[str, Any]) -> None:
-    image, stream = drawn(90, 70), io.BytesIO()
+    image, stream = Image.fromarray(drawn(90, 70, 3, "noise")), io.BytesIO()
     image.save(stream, format=media, **options)
     assert files.encoded(image, media, **options) == stream.getvalue()
 
@@ -40,5 +35,5 @@ def test_the_encoder_gets_a_descriptor_and_so_releases_the_gil(monkeypatch: pyte
         encode(im, fp, tile, bufsize, fh, exc)
 
     monkeypatch.setattr(ImageFile, "_encode_tile", watched)
-    files.encoded(drawn(64, 64), "JPEG", quality=90)
+    files.encoded(Image.fromarray(drawn(64, 64, 3, "noise")), "JPEG", quality=90)
     assert len(descriptors) == 1 and None not in descriptors

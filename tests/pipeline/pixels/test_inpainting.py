@@ -8,7 +8,6 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,14 +26,22 @@ from pipeline.checkpoints.single_file import CheckpointOptions, convert
 from pipeline.extensions import lora
 from pipeline.quantization import quantized
 from pipeline.sampling import samplers
-from tests.core.tape import Tape
 from tests.pipeline import loras, worlds
 from tests.pipeline.original_layout import checkpoint
-from tests.pipeline.pixels.test_edit import check_parity, stock_edit, wanted
-from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock
+from tests.pipeline.pixels.test_edit import check_parity, hole, stock_edit, wanted
+from tests.pipeline.worlds import (
+    Crank,
+    Watching,
+    apart,
+    levels,
+    model,
+    options_of,
+    shared_lane,
+    solo,
+    stock,
+    together,
+)  # fmt: skip
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 SHAPES = {
     "inpaint": tiny.SDXLShape(input_channels=9, heads=(1, 2), channels=(16, 32)),
     "inpaint-v": tiny.SDXLShape(
@@ -44,9 +51,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes() -> None:
-    worlds.MORE.update(SHAPES)
+worlds.MORE.update(SHAPES)
 
 
 def mixture(shape: str) -> list[ImageParameters]:
@@ -59,31 +64,16 @@ def mixture(shape: str) -> list[ImageParameters]:
     ]  # fmt: skip
 
 
-def together(runner: Watching, edits: list[ImageParameters]) -> list[Any]:
-    """All in one engine, each joining three iterations after the one before."""
-    return worlds.together(runner, edits, lambda: 3)
-
-
 # Every sampler on torch; samplers and shapes do not depend on the backend.
-BACKENDS = (
-    ("inpaint", "torch", 12),
-    ("inpaint-v", "torch", 12),
-    ("inpaint", "programs", 6),
-    ("inpaint-v", "graphs", 6),
+@pytest.mark.parametrize(
+    ("shape", "backend", "count"), [("inpaint", "torch", 12), ("inpaint", "kernels", 6), ("inpaint-v", "graphs", 6)]
 )
-
-
-@pytest.mark.quick("inpaint-torch-12", "inpaint-programs-6", "inpaint-v-graphs-6")
-@pytest.mark.parametrize(("shape", "backend", "count"), BACKENDS)
 def test_pictures_equal_diffusers_alone_and_among_others(
     shape: str, backend: str, count: int, kernels: ctypes.CDLL
 ) -> None:
-    options: dict[str, Any] = {
-        "torch": {}, "programs": {"kernels": kernels}, "graphs": {"fused": True, "recorder": Tape()},
-    }[backend]  # fmt: skip
-    runner = Watching(model(shape), lane=shared_lane(), max_rows=64, **options)
+    runner = Watching(model(shape), lane=shared_lane(), max_rows=64, **options_of(backend, kernels))
     edits = mixture(shape)[:count]
-    pictures = together(runner, edits)
+    pictures = together(runner, edits, lambda: 3)
     assert any(len(steps) > 1 for steps in runner.shared_steps), "nobody shared a forward with another step"
     for one, picture in zip(edits, pictures, strict=True):
         check_parity(shape, one, picture)
@@ -91,19 +81,12 @@ def test_pictures_equal_diffusers_alone_and_among_others(
         check_parity(shape, one, solo(runner, one))
 
 
-@pytest.mark.quick("block")
-@pytest.mark.parametrize("depth", ["block", "resnet"])
-def test_deepcache_and_previews_take_it(depth: str, kernels: ctypes.CDLL) -> None:
-    one = wanted("inpaint", masked=True, steps=8, strength=1.0, deepcache=DeepCache(interval=2, depth=depth))
-    found = [levels(solo(Watching(model("inpaint"), lane=shared_lane(), **options), replace(one, preview_every=2)))
-             for options in ({}, {"kernels": kernels})]  # fmt: skip
-    assert np.abs(found[0] - found[1]).max() <= 1
-    assert (
-        np.abs(
-            found[0] - levels(solo(Watching(model("inpaint"), lane=shared_lane()), replace(one, deepcache=None)))
-        ).max()
-        > 1
-    )
+def test_deepcache_and_previews_take_it(kernels: ctypes.CDLL) -> None:
+    one = wanted("inpaint", masked=True, steps=8, strength=1.0, deepcache=DeepCache(interval=2, depth="block"))
+    on_torch, programs = (Watching(model("inpaint"), lane=shared_lane(), **more) for more in ({}, {"kernels": kernels}))
+    found = solo(on_torch, replace(one, preview_every=2))
+    assert apart(found, solo(programs, replace(one, preview_every=2))) <= 1
+    assert apart(found, solo(on_torch, replace(one, deepcache=None))) > 1
 
 
 def test_every_phase_is_prepared_and_timed(kernels: ctypes.CDLL) -> None:
@@ -119,7 +102,7 @@ def test_companions_change_no_bit_of_a_deterministic_request() -> None:
     one = replace(mixture("inpaint")[3], deterministic=True)
     alone = solo(runner, one).png()
     others = [replace(one, seed=seed) for seed in range(10, 13)]
-    assert together(runner, [*others, one])[-1].png() == alone
+    assert together(runner, [*others, one], lambda: 3)[-1].png() == alone
     assert {phase for phase, _ in runner.rides} >= {IMAGE, VAE}
 
 
@@ -173,9 +156,8 @@ def test_a_lora_of_one_request_is_drawn_as_fused_weights(folder: Path, tmp_path:
     runner = Watching(plain, loras=tmp_path, lane=shared_lane())
     with_it, without = together(runner, [replace(one, lora="ink:0.7"), one])
     fused = Watching(load(str(folder), loras=lora.find("ink:0.7", str(tmp_path))), lane=shared_lane())
-    assert np.abs(levels(with_it) - levels(solo(fused, one))).max() <= 1
+    assert apart(with_it, solo(fused, one)) <= 1 and apart(with_it, without) > 3
     check_parity("inpaint", one, without)
-    assert np.abs(levels(with_it) - levels(without)).max() > 3
 
 
 def test_a_base_that_inpaints_gives_a_plain_checkpoint_its_own_pipeline(folder: Path, tmp_path: Path) -> None:
@@ -189,14 +171,10 @@ def test_a_base_that_inpaints_gives_a_plain_checkpoint_its_own_pipeline(folder: 
 def test_int8_is_near_fp32_and_does_not_depend_on_the_batch(folder: Path, kernels: ctypes.CDLL) -> None:
     int8 = load(str(folder), precision="int8")
     edits = [replace(one, guidance_scale=min(one.guidance_scale, 3.0)) for one in mixture("inpaint")]
-    mixed = together(Watching(int8, kernels=kernels, lane=shared_lane(), max_rows=64), edits)
-    apart = Watching(load(str(folder), precision="int8"), kernels=kernels, lane=shared_lane())
-    errors = []
-    for one, picture in zip(edits, mixed, strict=True):
-        alone = solo(apart, one)
-        assert np.abs(levels(picture) - levels(alone)).max() <= 1
-        assert one.edit is not None and one.edit.mask is not None
-        mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width) > 127
+    runner = Watching(int8, kernels=kernels, lane=shared_lane(), max_rows=64)
+    errors, mask = [], hole(SHAPES["inpaint"].native) > 127
+    for one, picture in zip(edits, together(runner, edits, lambda: 3), strict=True):
+        assert apart(picture, solo(runner, one)) <= 1
         errors.append((levels(picture) - stock_edit("inpaint", one))[mask])
     psnr = 10 * math.log10(255**2 / np.mean(np.square(np.concatenate(errors))))
     assert psnr > 22, "dB under the mask; it was 24.3, and 22.3 for a UNet of four channels of this shape"

@@ -113,11 +113,12 @@ def test_files_are_in_strips_only_while_no_other_is_encoded(monkeypatch: pytest.
 def test_a_strip_that_fails_fails_its_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     image, options, encode = picture(1024, 1024, 3, "noise"), {"quality": 90, "subsampling": 0}, files._saved
     data = files.encoded(image, "JPEG", **options)
-    left = iter([*range(3)])
+    left = [1, 2, 3]
 
     def failing(part: Image.Image, media: str, **options: Any) -> bytes:
-        if next(left, None) is None:
+        if not left:
             raise OSError("too many open files")
+        left.pop()
         return encode(part, media, **options)
 
     with monkeypatch.context() as patch:

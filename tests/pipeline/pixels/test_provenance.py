@@ -66,14 +66,6 @@ def test_a_changed_file_is_not_valid(marks: Provenance) -> None:
     assert report(bytes(data))["validation_state"] == "Invalid"
 
 
-def test_who_trusts_the_root_trusts_the_file() -> None:
-    certificates, key = provenance.self_signed()
-    root = certificates[certificates.rindex("-----BEGIN") :]
-    assert report(Provenance(certificates, key).signed(made().png(), "image/png", GENERATED), root)[
-        "validation_state"
-    ] == "Trusted"  # fmt: skip
-
-
 def test_processes_that_begin_together_share_one_key(tmp_path: Path) -> None:
     path = tmp_path / "data" / "provenance.pem"
     with ThreadPoolExecutor(4) as threads:
@@ -100,7 +92,7 @@ def test_without_the_extra_the_start_says_how_it_is_installed(tmp_path: Path, mo
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_settings_key_signs(tmp_path: Path) -> None:
+def test_the_settings_key_signs_and_who_trusts_its_root_trusts_the_file(tmp_path: Path) -> None:
     certificates, key = provenance.self_signed()
     (tmp_path / "c.pem").write_text(certificates)
     (tmp_path / "k.pem").write_text(key)
@@ -117,10 +109,8 @@ def test_a_key_that_cannot_sign_is_an_error_at_the_start(tmp_path: Path) -> None
     (tmp_path / "k.pem").write_text(provenance.self_signed()[1])  # another's
     (tmp_path / "x.pem").write_text("nothing")
     for certificate, key in (("c", "k"), ("x", "k"), ("c", "x"), ("none", "k"), ("c", None)):
-        given = {
-            "provenance_certificate": tmp_path / f"{certificate}.pem",
-            "provenance_key": tmp_path / f"{key}.pem" if key else None,
-        }
+        given = {"provenance_certificate": tmp_path / f"{certificate}.pem"}
+        given |= {"provenance_key": tmp_path / f"{key}.pem"} if key else {}
         with pytest.raises(ModelError, match="provenance_key"):
             provenance.of(Settings(provenance="c2pa", data_dir=tmp_path, **given))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
-from pipeline.checkpoints.load import load
-from tests.core.quant import stage
-from tests.core.tape import Tape
+from pipeline.checkpoints.load import ImageModel, load
 from tests.pipeline import worlds
-from tests.pipeline.damage import Damage, edit
-from tests.pipeline.worlds import Crank, Watching, levels, solo, tiny_model
+from tests.pipeline.damage import Damage, edit, remove
+from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, solo, tiny_model, together
 from tests.unet_opt.shapes import tiny_vae
 
 WEIGHTS = "vae-tiny/diffusion_pytorch_model.safetensors"
-BACKENDS = ["torch", "kernels", "fused"]
+
+
+MakeRunner = Callable[[ImageModel], Watching]
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,9 @@ def another(**config: Any) -> Damage:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda f: (f / WEIGHTS).unlink(), "vae-tiny: diffusion_pytorch_model.safetensors is missing"),
-        (lambda f: (f / WEIGHTS).write_bytes(b"garbage"), f"{WEIGHTS}: is damaged"),
+        (remove(WEIGHTS), "vae-tiny: diffusion_pytorch_model.safetensors is missing"),
         (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS}: is damaged"),
-        (lambda f: (f / "vae-tiny/config.json").unlink(), "vae-tiny: config.json is missing"),
+        (remove("vae-tiny/config.json"), "vae-tiny: config.json is missing"),
         (edit("vae-tiny/config.json", _class_name="AutoencoderKL"), "vae-tiny is of class AutoencoderKL"),
         (edit("vae-tiny/config.json", act_fn="gelu"), "vae-tiny: act_fn is 'gelu'; supported is 'relu'"),
         (edit("vae-tiny/config.json", scaling_factor=0.5), "vae-tiny: scaling_factor is 0.5; supported is 1.0"),
@@ -101,13 +100,15 @@ def wish(seed: int = 1, **fields: Any) -> ImageParameters:
     return ImageParameters("a red cat", seed, 32, 32, **{"steps": 3, "vae": "tiny", **fields})
 
 
-@pytest.fixture(params=BACKENDS)
-def runner(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> Watching:
+@pytest.fixture(params=["torch", "kernels", "graphs"])
+def runner_of(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> MakeRunner:
+    return lambda model: Watching(model, max_rows=16, **options_of(request.param, kernels))
+
+
+@pytest.fixture
+def runner(runner_of: MakeRunner) -> Watching:
     worlds.MORE["heads-of-16"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
-    options: dict[str, Any] = {"kernels": {"kernels": kernels}, "fused": {"fused": True, "recorder": Tape()}}.get(
-        request.param, {}
-    )
-    return Watching(tiny_model("heads-of-16"), max_rows=16, **options)
+    return runner_of(tiny_model("heads-of-16"))
 
 
 def finished_latents(runner: Watching, wanted: ImageParameters) -> torch.Tensor:
@@ -131,14 +132,13 @@ def test_a_picture_is_what_diffusers_decodes(runner: Watching) -> None:
     with torch.inference_mode():
         pixels = runner.model.tiny_vae.network.decode(latents).sample
     expected = (pixels / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).numpy() * 255
-    assert expected.std() > 10 and np.abs(levels(picture) - expected.round()).max() <= 1
+    assert expected.std() > 10 and apart(picture, expected.round()) <= 1
     assert picture.fingerprint["vae-tiny"] == "0123456789abcdef"
     assert picture.parameters.to_dict()["vae"] == "tiny"
 
 
-def test_the_vaes_own_pictures_and_fingerprints_stay(runner: Watching) -> None:
-    plain = replace(runner.model, tiny_vae=None)
-    without = Watching(plain, max_rows=16, **_like(runner))
+def test_the_vaes_own_pictures_and_fingerprints_stay(runner: Watching, runner_of: MakeRunner) -> None:
+    without = runner_of(replace(runner.model, tiny_vae=None))
     for wanted in (wish(vae="full"), wish(2, vae="full", deterministic=True, deepcache=AUTO)):
         assert solo(runner, wanted).png() == solo(without, wanted).png()
     with pytest.raises(Invalid, match=r"^vae: this model has no tiny decoder; it has full$"):
@@ -147,25 +147,14 @@ def test_the_vaes_own_pictures_and_fingerprints_stay(runner: Watching) -> None:
         runner.check(Request("no", "image", wish(vae="small")))
 
 
-def _like(runner: Watching) -> dict[str, Any]:
-    name = type(runner.backend).__name__
-    if name == "ProgramBackend":
-        return {"kernels": stage.kernels()}
-    return {"fused": True, "recorder": Tape()} if name == "GraphBackend" else {}
-
-
 def test_both_kinds_share_steps_and_are_decoded_apart(runner: Watching) -> None:
-    wanted = {str(seed): wish(seed, vae="tiny" if seed % 2 else "full", deterministic=seed > 3) for seed in range(6)}
-    crank = Crank(runner)
-    for name, one in wanted.items():
-        crank.submit(name, one)
-    pictures = crank.pictures()
-    decoded = {phase: {name for name, _ in ride} for phase, ride in runner.rides if phase.startswith("vae")}
-    assert decoded.keys() == {"vae", "vae-tiny"}
-    assert any(len({wanted[name].vae for name, _ in ride}) == 2 for phase, ride in runner.rides if phase == "deep")
-    for name, one in wanted.items():
-        apart = np.abs(levels(pictures[name]) - levels(solo(runner, one))).max()
-        assert apart <= (0 if one.deterministic or runner.backend.batch_invariant else 1)
+    wanted = [wish(seed, vae="tiny" if seed % 2 else "full", deterministic=seed > 3) for seed in range(6)]
+    pictures = together(runner, wanted, lambda: 0)
+    assert {phase for phase, _ in runner.rides if phase.startswith("vae")} == {"vae", "vae-tiny"}
+    assert any(len({wanted[int(name)].vae for name in ride}) == 2 for ride in runner.companions)
+    for one, picture in zip(wanted, pictures, strict=True):
+        exact = one.deterministic or runner.backend.batch_invariant
+        assert apart(picture, solo(runner, one)) <= (not exact)
 
 
 def test_an_edit_is_read_by_the_vae_and_decoded_by_the_tiny_one(runner: Watching) -> None:
@@ -193,7 +182,7 @@ def test_previews_are_decoded_by_it_and_change_no_picture(runner: Watching, dete
         wanted = wish(steps=6, vae=decoder, deterministic=deterministic)
         picture, seen = previews(runner, replace(wanted, preview_every=1))
         assert [one.shape for one in seen] == [(32, 32, 3)] * 5
-        assert (levels(picture) == levels(solo(runner, wanted))).all()
+        assert apart(picture, solo(runner, wanted)) == 0
     last = levels(solo(runner, replace(wanted, vae="tiny")))
     off = [np.abs(one.astype(int) - last).mean() for one in seen]
     assert off[-1] == min(off) and off[-1] < 0.5 * off[0], "they approach what it decodes at the end"

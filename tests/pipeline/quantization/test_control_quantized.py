@@ -18,6 +18,7 @@ from contract.image import ImageParameters
 from contract.plan import AUTO
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.store import MANIFEST
+from evaluation.pairs import psnr
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load
@@ -25,7 +26,7 @@ from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import control_file, control_variant
 from pipeline.quantization import control_quantized, quantized
 from tests.pipeline.controls import adapter, control, controlnet, save, union
-from tests.pipeline.worlds import Crank, Watching, levels, shared_lane, solo, together
+from tests.pipeline.worlds import Crank, Watching, apart, levels, shared_lane, solo, together
 
 SHAPE = SDXLShape(channels=(16, 32), heads=(1, 2))
 PROMPTS = ["a red cat", "a slice of pizza", "two boats"]
@@ -52,14 +53,18 @@ def model_of(folder: Path, precision: str) -> ImageModel:
     return load(str(folder / "model"), precision=precision)
 
 
+def runner_of(where: Path, controls: Path | None = None, **options: Any) -> Watching:
+    """The INT8 model of a folder with its controls, or those of another."""
+    return Watching(model_of(where, "int8"), lane=shared_lane(), controls=controls or where / "controls", **options)
+
+
 def wanted(name: str | None, seed: int = 1, **options: Any) -> ImageParameters:
     controls = () if name is None else (control(name, 32, seed),)
     return ImageParameters("a red cat", seed, 32, 32, **{"steps": 6, "control": controls, **options})
 
 
 def decibels(one: Any, other: Any) -> float:
-    error = (levels(one) - levels(other)).astype(float)
-    return float(10 * np.log10(255**2 / max((error**2).mean(), 1e-9)))
+    return psnr(levels(one), levels(other))
 
 
 def test_its_layers_are_in_8_bits_and_few_are_left(folder: Path) -> None:
@@ -76,30 +81,26 @@ def test_its_layers_are_in_8_bits_and_few_are_left(folder: Path) -> None:
 
 def test_pictures_are_near_those_of_fp32(folder: Path, kernels: ctypes.CDLL) -> None:
     """The base model in INT8 both times: what is measured is the control network's share."""
-    eight = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels)
-    found = [decibels(solo(eight, wanted("edges", seed)), solo(eight, wanted("plain", seed))) for seed in range(1, 5)]
-    without = [decibels(solo(eight, wanted(None, seed)), solo(eight, wanted("plain", seed))) for seed in range(1, 5)]
+    eight = runner_of(folder, kernels=kernels)
+    drawn = {name: [solo(eight, wanted(name, seed)) for seed in range(1, 5)] for name in ("plain", "edges", None)}
+    found, without = ([*map(decibels, drawn[name], drawn["plain"])] for name in ("edges", None))
     assert min(found) > 25 and np.mean(found) > np.mean(without) + 8, (found, without)
 
 
 def test_bits_depend_on_no_companion(folder: Path, kernels: ctypes.CDLL) -> None:
-    runner = Watching(
-        model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels, frugal=True
-    )
+    runner = runner_of(folder, kernels=kernels, frugal=True)
     asked = [
         wanted("edges", 1), wanted(None, 2), wanted("plain", 3, guidance_scale=1.0), wanted("edges", 4, steps=4),
         wanted("edges", 5, deepcache=AUTO), wanted(None, 6, deepcache=AUTO),
     ]  # fmt: skip
     for one, picture in zip(asked, together(runner, asked), strict=True):
-        assert np.array_equal(levels(picture), levels(solo(runner, one)))
-    shared = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
-    assert any({"0", "1"} <= riders for riders in shared)
+        assert apart(picture, solo(runner, one)) == 0
+    assert any({"0", "1"} <= ride for ride in runner.companions)
 
 
 @pytest.mark.long
 def test_the_fused_layers_run_it(folder: Path, kernels: ctypes.CDLL) -> None:
-    programs = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", kernels=kernels)
-    fused = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=folder / "controls", fused=True)
+    programs, fused = runner_of(folder, kernels=kernels), runner_of(folder, fused=True)
     assert decibels(solo(programs, wanted("edges")), solo(fused, wanted("edges"))) > 25
 
 
@@ -110,7 +111,7 @@ def test_scales_alone_give_the_same_network(folder: Path, kernels: ctypes.CDLL, 
     _, size = make(tmp_path, "edges", kernels, weights=False)
     _, whole = make(tmp_path, "plain", kernels)
     assert size < whole / 4
-    runner = Watching(model_of(tmp_path, "int8"), lane=shared_lane(), controls=tmp_path / "controls", kernels=kernels)
+    runner = runner_of(tmp_path, kernels=kernels)
     assert decibels(solo(runner, wanted("edges")), solo(runner, wanted("plain"))) > 40  # unquantized layers are rounded
 
 
@@ -122,7 +123,7 @@ def test_a_union_is_quantized_and_an_adapter_is_not(folder: Path, kernels: ctype
         save(made, tmp_path / "controls", name)
     report, _ = make(tmp_path, "one", kernels)
     assert not any(name.startswith(("transformer_layes", "control_add")) for name in report.changed)
-    runner = Watching(model_of(tmp_path, "int8"), lane=shared_lane(), controls=tmp_path / "controls", kernels=kernels)
+    runner = runner_of(tmp_path, kernels=kernels)
     asked = [replace(wanted(name), control=(control(name, 32, 1, mode=3),)) for name in ("one", "two")]
     assert decibels(*(solo(runner, one) for one in asked)) > 25
     with pytest.raises(ModelError, match="is a T2I-Adapter, which runs once a picture"):
@@ -132,7 +133,7 @@ def test_a_union_is_quantized_and_an_adapter_is_not(folder: Path, kernels: ctype
 def test_a_variant_of_other_weights_is_refused_by_name(folder: Path, kernels: ctypes.CDLL, tmp_path: Path) -> None:
     where = shutil.copytree(folder / "controls", tmp_path / "controls")
     save(controlnet(load(str(folder / "model")), 5), where, "edges")
-    runner = Watching(model_of(folder, "int8"), lane=shared_lane(), controls=where, kernels=kernels)
+    runner = runner_of(folder, where, kernels=kernels)
     with pytest.raises(Invalid, match="edges-int8: was quantized from other weights") as caught:
         Crank(runner).submit("x", wanted("edges"))
     assert str(tmp_path) not in caught.value.message

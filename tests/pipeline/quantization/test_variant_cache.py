@@ -16,7 +16,7 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.families.sdxl import FAMILY
-from pipeline.quantization import quantized_parts, variant_cache
+from pipeline.quantization import variant_cache
 from pipeline.quantization.calibration import default_prompts
 from pipeline.quantization.variant_cache import CachedVariant
 from tests.children import in_fork
@@ -41,13 +41,8 @@ class Opener:
 
 
 def place(cache: Path, **other: Any) -> CachedVariant:
-    given: dict[str, Any] = {
-        "source": load(tiny.TINY).digest,
-        "family": FAMILY,
-        "scheme": "int8",
-        "precision": "fp32",
-    }
-    return variant_cache.find(cache, **{**given, **other})
+    given: dict[str, Any] = {"source": load(tiny.TINY).digest, "scheme": "int8", "precision": "fp32", **other}
+    return variant_cache.find(cache, family=FAMILY, **given)
 
 
 def test_a_variant_is_made_once_and_found_again(kernels: ctypes.CDLL, tmp_path: Path) -> None:
@@ -117,13 +112,10 @@ def test_a_place_that_lost_a_part_is_made_anew(kernels: ctypes.CDLL, tmp_path: P
     assert found.exists and opener.count == 2
 
 
-def test_a_cache_that_is_no_folder_is_said_by_its_setting(tmp_path: Path) -> None:
+def test_a_cache_that_takes_no_more_is_said_by_its_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ModelError, match=r"cache cannot be used \(.*file.*DIPTYCH_CACHE_DIR"):
         place(tmp_path / "file").make(Opener(None))
-
-
-def test_a_cache_that_takes_no_more_is_said_by_its_setting(tmp_path: Path) -> None:
     full, model = place(tmp_path), load(tiny.TINY)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores its signal
@@ -144,8 +136,3 @@ def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: P
     with pytest.raises(ModelError, match=r"cannot be quantized to int8: .*range is not finite") as caught:
         place(tmp_path).make(broken)
     assert "DIPTYCH_CACHE_DIR" not in str(caught.value) and not place(tmp_path).exists
-
-
-def test_int8_of_a_model_without_a_variant_still_names_the_command() -> None:
-    with pytest.raises(ModelError, match="diptych quantize"):
-        quantized_parts.variant(None, "int8", ("unet", "vae"))
