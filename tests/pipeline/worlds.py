@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -42,6 +43,7 @@ from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.extensions.upscaling import UpscaleExtension, UpscalerFolder
 from pipeline.families.family import TinyVae
 from pipeline.runner import ImageRunner
+from tests.core.tape import Tape
 
 SHAPES = {
     "plain": SDXLShape(),
@@ -65,6 +67,17 @@ def await_end(ticket: Ticket) -> None:
     ended = threading.Event()
     ticket.notify(ended.set)
     assert ended.wait(60)
+
+
+def broken(batch: Batch, ticket: Ticket) -> Any:
+    """A batch that ran, and then failed: what it computed must not count."""
+    await_end(ticket)
+
+    class Broken:
+        def outcome(self) -> Any:
+            raise RuntimeError("planted")
+
+    return Broken()
 
 
 @functools.cache
@@ -146,6 +159,14 @@ def backend_of(
     return TorchBackend(model, widths, **options)
 
 
+def options_of(backend: str, kernels: ctypes.CDLL) -> dict[str, Any]:
+    """The options of `backend_of` by a backend's name."""
+    return {
+        "torch": {}, "kernels": {"kernels": kernels}, "layers": {"fused": True},
+        "graphs": {"fused": True, "recorder": Tape()},
+    }[backend]  # fmt: skip
+
+
 class Watching(ImageRunner):
     """The real runner, which also notes who rode in each forward, at which step.
 
@@ -218,6 +239,11 @@ class Watching(ImageRunner):
         """The sets of different steps that shared one UNet forward."""
         return {frozenset(step for _, step in ride) for phase, ride in self.rides if phase == "deep"}
 
+    @property
+    def companies(self) -> list[set[str]]:
+        """The requests of each whole UNet forward."""
+        return [{name for name, _ in ride} for phase, ride in self.rides if phase == "deep"]
+
 
 class HeldReads:
     """Makes a module's `read` wait: `begun` tells of the first, `go_on` lets all go on. `threads`: which ones read."""
@@ -284,6 +310,19 @@ def levels(picture: Any) -> np.ndarray:
     return np.asarray(picture.image).astype(int)
 
 
+def apart(one: Any, other: Any) -> int:
+    """The most levels that two pictures differ by at any pixel; either may be an array of levels."""
+    first, second = (each if isinstance(each, np.ndarray) else levels(each) for each in (one, other))
+    return int(np.abs(first - second).max())
+
+
+def check_parity(shape: str, wanted: ImageParameters, picture: Any) -> None:
+    """Require what diffusers draws, but for a level."""
+    expected = stock_picture(shape, wanted)
+    assert expected.std() > 10, "a flat picture would prove nothing"
+    assert apart(picture, expected) <= 1, wanted
+
+
 def solo(runner: ImageRunner, wanted: ImageParameters) -> Any:
     """The picture drawn with no companions."""
     crank = Crank(runner)
@@ -300,3 +339,9 @@ def together(runner: ImageRunner, wanted: Sequence[ImageParameters], turns: Call
             crank.turn()
     pictures = crank.pictures()
     return [pictures[str(index)] for index in range(len(wanted))]
+
+
+def psnr(one: Any, other: Any) -> float:
+    """In dB, of two pictures or arrays of levels; 78 where they are equal."""
+    first, second = (each if isinstance(each, np.ndarray) else levels(each) for each in (one, other))
+    return 10 * math.log10(255**2 / max(float(((first - second) ** 2).mean()), 1e-3))

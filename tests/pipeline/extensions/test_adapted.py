@@ -30,15 +30,11 @@ from pipeline.extensions.costs import left
 from pipeline.quantization import quantized
 from tests.core.tape import Tape
 from tests.pipeline import loras
-from tests.pipeline.worlds import Crank, Watching, levels, solo
+from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, psnr, solo
 from unet_opt.deepcache import SplitUNet
 from unet_opt.inputs import DenoiserInputs
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 PLAIN = ImageParameters("a red cat", 1, 32, 32, steps=4)
 
 
@@ -71,10 +67,6 @@ def with_lora(text: str, **more: Any) -> ImageParameters:
     return replace(PLAIN, lora=text, **more)
 
 
-def apart(one: Any, two: Any) -> int:
-    return int(np.abs(levels(one) - levels(two)).max())
-
-
 @functools.cache
 def stock_picture(folder: Path, *named: tuple[str, float]) -> np.ndarray:
     """What diffusers draws with these, by way of peft and without adding them to weights."""
@@ -91,14 +83,22 @@ def stock_picture(folder: Path, *named: tuple[str, float]) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
-@pytest.mark.quick("a:-0.5,b:0.8", "keys", "text:2")
+@pytest.mark.quick(
+    *(f"torch-{text}" for text in ("a:-0.5,b:0.8", "keys", "text:2")),
+    *(f"kernels-{text}" for text in ("a:-0.5,b:0.8", "b", "text:2")),
+)
 @pytest.mark.parametrize("text", ["a:0.7", "b", "a:-0.5,b:0.8", "keys", "text:2"])
-def test_a_picture_equals_diffusers_and_fused_weights(folder: Path, runner: Watching, text: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", "kernels"])
+def test_a_picture_equals_diffusers_and_fused_weights(
+    folder: Path, kernels: ctypes.CDLL, backend: str, text: str
+) -> None:
+    options, named = options_of(backend, kernels), lora.find(text, str(folder))
+    runner = runner_of(folder, **options)
     drawn = solo(runner, with_lora(text))
-    named = [(one.name, one.scale) for one in lora.find(text, str(folder))]
-    assert np.abs(levels(drawn) - stock_picture(folder, *named)).max() <= 1
-    fused = Watching(load(tiny.TINY, loras=lora.find(text, str(folder))))
-    assert apart(drawn, solo(fused, PLAIN)) <= 1
+    expected = stock_picture(folder, *((one.name, one.scale) for one in named))
+    assert apart(drawn, expected) <= 1
+    fused = solo(Watching(load(tiny.TINY, loras=named), **options), PLAIN)
+    assert apart(fused, expected) <= 1 and apart(fused, drawn) <= 1
     assert apart(drawn, solo(runner, PLAIN)) > 3, "it would prove nothing"
 
 
@@ -196,7 +196,7 @@ def test_companions_change_nothing_and_all_loras_share_forwards(runner: Watching
     wanted = companions()
     runner.rides.clear()
     together = mixed(runner, wanted)
-    rides = [{id for id, _ in ride} for phase, ride in runner.rides if phase == "deep"]
+    rides = runner.companies
     assert any({"one", "other", "unguided"} <= ride for ride in rides), rides
     assert not any(bool({"none", "none-cached"} & ride) and len(ride - {"none", "none-cached"}) for ride in rides)
     for name, alone in on_torch.items():
@@ -219,7 +219,7 @@ def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(
     without = runner_of(None, kernels=kernels, frugal=True)
     served = Watching(load(tiny.TINY), loras=folder, kernels=kernels, release=("unet", "vae"))
     together = mixed(served, wanted)
-    rides = [{id for id, _ in ride} for phase, ride in served.rides if phase == "deep"]
+    rides = served.companies
     plain = {name for name, one in wanted.items() if not one.lora}
     assert any(ride & plain and ride - plain for ride in rides), rides
     assert any({"one", "other", "both", "unguided"} <= ride for ride in rides), rides
@@ -236,18 +236,6 @@ def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(
         assert together[name].png() == solo(again, fixed[name]).png(), name
 
 
-@pytest.mark.quick("a:-0.5,b:0.8", "b", "text:2")
-@pytest.mark.parametrize("text", ["a:0.7", "b", "a:-0.5,b:0.8", "keys", "text:2"])
-def test_on_the_cpu_kernels_it_equals_diffusers_and_fused_weights(
-    folder: Path, kernels: ctypes.CDLL, text: str
-) -> None:
-    drawn = solo(runner_of(folder, kernels=kernels), with_lora(text))
-    named = [(one.name, one.scale) for one in lora.find(text, str(folder))]
-    assert np.abs(levels(drawn) - stock_picture(folder, *named)).max() <= 1
-    fused = Watching(load(tiny.TINY, loras=lora.find(text, str(folder))), kernels=kernels)
-    assert apart(drawn, solo(fused, PLAIN)) <= 1
-
-
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("recorded", [False, True])
 def test_on_fused_layers_too(folder: Path, recorded: bool, on_torch: dict[str, Any]) -> None:
@@ -257,7 +245,7 @@ def test_on_fused_layers_too(folder: Path, recorded: bool, on_torch: dict[str, A
     expected = {name: solo(without, one) for name, one in wanted.items() if not one.lora}
     served = runner_of(folder, fused=True, recorder=Tape() if recorded else None)
     together = mixed(served, wanted)
-    rides = [{id for id, _ in ride} for phase, ride in served.rides if phase == "deep"]
+    rides = served.companies
     plain = {name for name, one in wanted.items() if not one.lora}
     assert any(ride & plain and ride - plain for ride in rides), rides
     drawn = [together]
@@ -274,7 +262,7 @@ def test_on_fused_layers_too(folder: Path, recorded: bool, on_torch: dict[str, A
             reference = on_torch[name] if one.lora else expected[name]
             assert apart(pictures[name], reference) <= 1, name
     alone = solo(served, wanted["none"])
-    assert np.array_equal(levels(alone), levels(expected["none"]))
+    assert apart(alone, expected["none"]) == 0
 
 
 def test_what_loras_add_to_recorded_steps_is_measured_apart(folder: Path, kernels: ctypes.CDLL) -> None:
@@ -334,22 +322,15 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("gone", "lora: gone: there is no gone.safetensors in the LoRA folder"),
         ("a,gone:0.5", "lora: gone: there is no gone.safetensors in the LoRA folder"),
         ("../a", "lora: a name "),
-        ("a/../a", "lora: a name "),
-        ("a:", "lora: a: its scale must be a number"),
         ("a:nan", "lora: a: its scale must be a number"),
-        ("a:1e9", "lora: a: its scale must be between"),
-        ("a,a", "lora: a: is named twice"),
         (" , ", "lora: must name one"),
-        (",".join("abcdefghi"), "lora: at most 8"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: str) -> None:
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid, match=f"^{wrong}"):
         Crank(runner).submit("x", with_lora(text))
-    assert str(caught.value).startswith(wrong)
 
 
 @pytest.fixture(scope="module")
@@ -359,16 +340,17 @@ def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved
 
 
-def psnr(one: Any, two: Any) -> float:
-    return float(10 * np.log10(255**2 / np.mean((levels(one) - levels(two)) ** 2.0)))
-
-
-def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.CDLL, in_int8: Path) -> None:
-    """As near to fp32 as INT8 without any is, bit for bit as alone; others are as on a server that has none."""
+@pytest.mark.quick("kernels")
+@pytest.mark.parametrize("backend", ["kernels", "layers"])
+def test_in_int8_they_are_drawn_beside_all_others(
+    backend: str, folder: Path, kernels: ctypes.CDLL, in_int8: Path
+) -> None:
+    """As near to fp32 as INT8 without any is; on the kernels bit for bit as alone, and others as without a folder."""
     wanted = {name: one for name, one in companions().items() if name != "edit"}
+    options = options_of(backend, kernels) | ({"release": ("unet", "vae")} if backend == "kernels" else {})
 
     def runner(precision: str, loras: Path | None) -> Watching:
-        return Watching(load(str(in_int8), precision=precision), loras=loras, kernels=kernels, release=("unet", "vae"))
+        return Watching(load(str(in_int8), precision=precision), loras=loras, **options)
 
     served, without, exact = runner("int8", folder), runner("int8", None), runner("fp32", folder)
     together = mixed(served, wanted)
@@ -376,39 +358,17 @@ def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.
     unadapted = {name: solo(without, one) for name, one in wanted.items() if not one.lora}
     least = min(psnr(picture, floats[name]) for name, picture in unadapted.items())
     for name, one in wanted.items():
-        assert together[name].png() == solo(served, one).png(), name
-        if one.lora:
-            assert psnr(together[name], floats[name]) > least - 6, name
-        else:
-            assert together[name].png() == unadapted[name].png(), name
-    with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
-    assert plain < with_it - 3, "it would prove nothing"
-    fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
-    together, again = mixed(served, fixed), runner("int8", folder)
-    for name in ("one", "both", "cached"):
-        assert together[name].png() == solo(again, fixed[name]).png(), name
-
-
-@pytest.mark.long
-def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
-    wanted = {name: one for name, one in companions().items() if name != "edit"}
-
-    def runner(precision: str, loras: Path | None) -> Watching:
-        return Watching(load(str(in_int8), precision=precision), loras=loras, fused=True)
-
-    served, without, exact = runner("int8", folder), runner("int8", None), runner("fp32", folder)
-    together = mixed(served, wanted)
-    floats = {name: solo(exact, one) for name, one in wanted.items()}
-    least = min(psnr(solo(without, one), floats[name]) for name, one in wanted.items() if not one.lora)
-    for name, picture in together.items():
-        assert psnr(picture, floats[name]) > least - 6, name
+        assert psnr(together[name], floats[name]) > least - 6, name
+        if backend == "kernels":
+            alone = solo(served, one)
+            assert together[name].png() == alone.png() == unadapted.get(name, alone).png(), name
     with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
     assert plain < with_it - 3, "it would prove nothing"
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items()}
     together, again = mixed(served, fixed), runner("int8", folder)
     for name in ("one", "both", "cached", "none"):
         assert together[name].png() == solo(again if fixed[name].lora else without, fixed[name]).png(), name
-    assert together["one"].fingerprint["executable"] == "layers"
+    assert together["one"].fingerprint["executable"] == backend
 
 
 def test_without_a_folder_there_are_none_nor_where_torch_emulates_eight_bits(folder: Path, in_int8: Path) -> None:
