@@ -51,6 +51,7 @@ def test_what_cannot_be_offered_is_logged_once_with_the_reason(
         write(tmp_path, name)
     (tmp_path / "old.ckpt").write_bytes(b"")
     (tmp_path / "loud.SAFETENSORS").write_bytes(b"")
+    (tmp_path / ".hidden.safetensors").write_bytes(b"")
     (tmp_path / "styles").mkdir()
     write(tmp_path / "styles", "ink")
     files = Files(tmp_path)
