@@ -27,7 +27,7 @@ from pipeline.extensions.esrgan import Shape
 from pipeline.extensions.upscaling import TiledUpscale, UpscalerFolder
 from tests.pipeline import upscalers, worlds
 from tests.pipeline.pixels.test_edit import hole, photograph
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
+from tests.pipeline.worlds import Crank, Watching, apart, levels, model, options_of, solo, together
 
 SHAPE = "upscaled"
 
@@ -69,8 +69,7 @@ def whole(folder: UpscalerFolder, name: str, pixels: np.ndarray) -> np.ndarray:
 def test_finished_pictures_are_enlarged_alone_and_among_others(
     folder: UpscalerFolder, backend: str, kernels: ctypes.CDLL
 ) -> None:
-    options = {} if backend == "torch" else {"kernels": kernels}
-    runner = Watching(model(SHAPE), upscalers=folder, **options)
+    runner = Watching(model(SHAPE), upscalers=folder, **options_of(backend, kernels))
     edit = Edit(photograph(32).tobytes(), hole(32).tobytes(), 1.0)
     parameters = [
         wanted(), wanted("two", seed=4), wanted(None, seed=5), wanted(seed=6, deterministic=True), wanted("four", 2.5),
@@ -79,9 +78,9 @@ def test_finished_pictures_are_enlarged_alone_and_among_others(
     pictures = together(runner, parameters)
     for one, picture in zip(parameters, pictures, strict=True):
         plain = levels(solo(runner, replace(one, upscale=None)))
-        assert np.abs(levels(solo(runner, one)) - levels(picture)).max() <= 1
+        assert apart(solo(runner, one), picture) <= 1
         if one.upscale is None:
-            assert np.abs(levels(picture) - plain).max() <= 1 and "upscaler" not in picture.fingerprint
+            assert apart(picture, plain) <= 1 and "upscaler" not in picture.fingerprint
             continue
         assert list(picture.fingerprint["upscaler"]) == [one.upscale.model]
         expected = whole(folder, one.upscale.model, plain.astype(np.uint8))
@@ -89,9 +88,9 @@ def test_finished_pictures_are_enlarged_alone_and_among_others(
         if one.upscale.scale is not None:
             assert picture.image.size == (100, 60)
             reduced = Image.fromarray(expected.astype(np.uint8)).resize((100, 60), Image.Resampling.LANCZOS)
-            expected = np.asarray(reduced)
+            expected = np.asarray(reduced).astype(int)
         if backend == "kernels":  # where a picture's bits do not depend on the others
-            assert np.abs(levels(picture) - expected.astype(int)).max() <= 1, one
+            assert apart(picture, expected) <= 1, one
     assert solo(runner, parameters[3]).png() == pictures[3].png()
     runner.close()
 
