@@ -111,30 +111,6 @@ def test_others_are_served_between_two_tiles(folder: UpscalerFolder) -> None:
     assert all(len(riders) == 1 for phase, riders in runner.rides if phase == UPSCALE)
 
 
-def test_a_tile_that_failed_is_made_again(folder: UpscalerFolder) -> None:
-    runner = Watching(model(SHAPE), upscalers=folder)
-    undisturbed = solo(runner, wanted()).png()
-    crank = Crank(runner)
-    crank.submit("it", wanted())
-    failed: list[str] = []
-
-    class Broken:
-        def outcome(self) -> Any:
-            raise RuntimeError("this once")
-
-    def once(batch: Any, ticket: Any) -> Any:
-        if batch.requests[0].phase != UPSCALE or len(failed) > 1 or (failed and runner.rides[-1][0] != UPSCALE):
-            return ticket
-        worlds.await_end(ticket)
-        failed.append(UPSCALE)
-        return Broken() if len(failed) == 1 else ticket
-
-    while crank.turn(once):
-        pass
-    ended = crank.ended["it"]
-    assert failed and (ended.result is None or ended.result.png() == undisturbed)
-
-
 @pytest.mark.parametrize("size", [(16, 16), (17, 40), (33, 15), (5, 3)])
 def test_tiles_make_the_whole(folder: UpscalerFolder, size: tuple[int, int]) -> None:
     """A network that sees no further than the margin."""

@@ -26,7 +26,7 @@ from core.batching.request import Outcome, Request
 from pipeline.families.diffusers.loop import _CallThread
 from pipeline.families.diffusers.runner import DiffusersRunner
 from tests.pipeline.families.diffusers.conftest import Folders, Runners
-from tests.pipeline.families.diffusers.pipelines import BUILDERS
+from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS
 
 # Of diffusers about itself, and about its own use of numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -148,15 +148,18 @@ def test_an_edit_runs_the_pipeline_of_its_kind(
 
 
 @pytest.mark.long
-def test_a_class_that_edits_alone_needs_a_picture(folders: Folders, runners: Runners) -> None:
+@pytest.mark.parametrize("name", EDITORS)
+def test_a_class_that_edits_alone_needs_a_picture(name: str, folders: Folders, runners: Runners) -> None:
     """And draws from it as the library's own call does."""
-    runner = runners("hunyuan_image_refiner")
-    parameters = parameters_of(runner, "hunyuan_image_refiner")
+    if name == "qwen_image_edit_plus":
+        pytest.importorskip("torchvision")
+    runner = runners(name)
+    parameters = parameters_of(runner, name)
     with pytest.raises(Invalid, match="only edits"):
         runner.check(Request("text", "image", parameters))
     source = picture(parameters.size, 1)
     edited = replace(parameters, edit=Edit(source.tobytes(), strength=1.0))
-    expected = called(folders("hunyuan_image_refiner"), parameters, image=source)
+    expected = called(folders(name), parameters, image=source)
     assert finish(runner, admitted(runner, "edit", edited)).tobytes() == expected.tobytes()
 
 
@@ -220,8 +223,7 @@ def test_a_step_that_failed_is_repeated_from_the_beginning(
 def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
     again: bool, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("lumina2")
-    inputs: list[weakref.ref[torch.Tensor]] = []
+    runner, inputs = runners("lumina2"), list[weakref.ref[torch.Tensor]]()
 
     def fail(self: Any, timestep: torch.Tensor, **_: Any) -> None:
         inputs.append(weakref.ref(timestep))
@@ -240,11 +242,9 @@ def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
         assert [tensor() for tensor in inputs] == [None]
         if again:
             step(runner, request)  # gives up the call that failed
-        else:
-            runner.release(request)
+            assert latents() is None
+        runner.release(request)
         assert latents() is None
-        if again:
-            runner.release(request)
     finally:
         gc.enable()
     assert error.traceback
@@ -253,37 +253,33 @@ def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
 def test_networks_are_moved_off_the_gpu_when_a_call_ends_early(
     runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, calls = runners("lumina2"), list[str]()
-    monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
-    cancelled = admitted(runner, "cancelled", parameters_of(runner, "lumina2"))
-    step(runner, cancelled)
-    step(runner, cancelled)
-    assert calls == []
-    runner.release(cancelled)
-    assert calls == ["moved"]
-    failing = admitted(runner, "failing", parameters_of(runner, "lumina2"))
-    step(runner, failing)
-    monkeypatch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step(runner, failing)
-    assert calls == ["moved"] * 2
-    runner.release(failing)
-    assert calls == ["moved"] * 2
-
-
-def test_an_offloaded_call_is_cancelled_on_the_lane(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks take long to move: the engine's thread goes on meanwhile, and the next iteration waits."""
+    """Cancelled or failed. An offloaded call is cancelled on the lane: networks take long to move, the engine's thread
+    goes on meanwhile, and the next iteration waits.
+    """
     runner, calls, blocked = runners("lumina2"), list[str](), threading.Event()
     monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
+
+    def begun() -> Request:
+        request = admitted(runner, "begun", parameters_of(runner, "lumina2"))
+        step(runner, request)
+        return request
+
+    runner.release(begun())
+    assert calls == ["moved"]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        failing = begun()
+        patch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
+        step(runner, failing)
+    runner.release(failing)
+    assert calls == ["moved"] * 2
     monkeypatch.setattr(runner.model, "offload", "model")
-    cancelled = admitted(runner, "cancelled", parameters_of(runner, "lumina2"))
-    step(runner, cancelled)
+    offloaded = begun()
     runner._lane.start(blocked.wait, lambda _: {})
-    runner.release(cancelled)
-    assert calls == [] and runner.held() == 0
+    runner.release(offloaded)
+    assert calls == ["moved"] * 2 and runner.held() == 0
     blocked.set()
     runner._lane.call(lambda: None)
-    assert calls == ["moved"]
+    assert calls == ["moved"] * 3
 
 
 @pytest.mark.parametrize("result", [Image.new("RGB", (8, 8)), [Image.new("RGB", (64, 64))]])
@@ -334,18 +330,11 @@ def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
     [
         ("flux", "pipeline_options", {"pipeline_options": {"cfg": 1.0}}),
         ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": "much"}}),
-        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": True}}),
-        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": 1e300}}),
         ("sana", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": 200_000}}),
-        ("cogview4", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": -1}}),
         ("lumina2", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": 0}}),
         ("flux_kontext", "pipeline_options", {"pipeline_options": {"max_area": 2**24}}),
         ("flux", "scheduler", {"scheduler": "euler"}),
         ("flux", "lora", {"lora": "pencil"}),
-        ("flux", "prompt_weighting", {"prompt_weighting": True}),
-        ("flux", "clip_skip", {"clip_skip": 1}),
-        ("flux", "vae", {"vae": "tiny"}),
-        ("flux", "sigmas", {"sigmas": (1.0, 0.5, 0.2)}),
         ("flux", "guidance_interval", {"guidance_interval": (0.0, 0.5)}),
         ("flux", "size", {"width": 1000}),
         ("flux2_klein", "negative_prompt", {"negative_prompt": "blurry"}),
