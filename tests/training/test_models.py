@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.json_lines import whole_lines
 from tests.training.world import Trained
 from training import latents, stream, tokens, unet, vae
 from training.shapes import EMOJI
@@ -22,8 +22,8 @@ def test_losses_fall(trained: Trained) -> None:
         ("vae", "loss", 0.75), ("clip", "loss", 0.8), ("unet", "eps", 0.7), ("lm", "nats", 0.5), ("draft", "loss", 0.8),
         ("tiny_vae", "loss", 0.9),
     ):  # fmt: skip
-        lines = (trained.run.work / stage / "curve.jsonl").read_text(encoding="utf-8").splitlines()
-        assert json.loads(lines[-1])[key] < share * json.loads(lines[0])[key], stage
+        first, *_, last = whole_lines(trained.run.work / stage / "curve.jsonl")
+        assert last[key] < share * first[key], stage
 
 
 def test_training_and_the_pipeline_read_a_caption_alike(trained: Trained) -> None:

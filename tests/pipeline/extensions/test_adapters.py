@@ -109,23 +109,25 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
 def test_the_books_balance_whatever_comes(
     steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
 ) -> None:
-    adapters = LoraFolder(folder, model, 2 * one)
-    held: list[tuple[str, LoraLease]] = []
+    adapters, held = LoraFolder(folder, model, 2 * one), list[tuple[set[str], LoraLease]]()
+
+    def in_use() -> set[str]:
+        return set[str]().union(*(names for names, _ in held))
+
     for what, text in steps:
-        if what == "check":
+        names = {*text.split(",")}
+        if what == "give":
+            if held:
+                adapters.cache.give(held.pop(0)[1].files)
+        else:
             adapters.check(text)
-        elif what == "give" and held:
-            adapters.cache.give(held.pop(0)[1].files)
-        elif what == "take":
-            adapters.check(text)
+        if what == "take":
             found = adapters.take(text)
-            in_use = {name for names, _ in held for name in names.split(",")}
-            assert (found is None) == (bool(in_use) and len(in_use | set(text.split(","))) > 2)
+            assert (found is None) == (bool(held) and len(in_use() | names) > 2)
             if found is not None:
                 adapters.uses(found)
-                held.append((text, found))
-        in_use = {name for names, _ in held for name in names.split(",")}
-        assert in_use <= set(adapters.held) and adapters.cache._pinned == len(in_use) * one
+                held.append((names, found))
+        assert in_use() <= set(adapters.held) and adapters.cache._pinned == len(in_use()) * one
         assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
     for _, found in held:
         adapters.cache.give(found.files)
@@ -134,25 +136,17 @@ def test_the_books_balance_whatever_comes(
 
 def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None:
     adapters = LoraFolder(folder, model, 2 * one)
-    failures: list[BaseException] = []
 
     def work(name: str) -> None:
-        try:
-            for _ in range(30):
-                adapters.check(name)
-                found = adapters.take(name)
-                if found is not None:
-                    assert [use.name for use in adapters.uses(found)] == [name]
-                    adapters.cache.give(found.files)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(30):
+            adapters.check(name)
+            if (found := adapters.take(name)) is not None:
+                assert [use.name for use in adapters.uses(found)] == [name]
+                adapters.cache.give(found.files)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in NAMES * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and adapters.cache._pinned == 0 and sum(adapters.held.values()) <= 2 * one
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, NAMES * 2))
+    assert adapters.cache._pinned == 0 and sum(adapters.held.values()) <= 2 * one
 
 
 def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: ImageModel, one: int) -> None:
@@ -187,34 +181,23 @@ def test_a_request_that_waits_for_room_delays_none_that_needs_no_lora(
 
 
 def test_steps_of_others_go_on_while_a_lora_is_read(
-    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, model: ImageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When its request comes, and when it was evicted before its request was admitted."""
+    """One that was evicted before its request was admitted."""
     wanted = {name: hat(name, 4) for name in ("a", "b")}
     expected = {name: solo(Watching(model, loras=folder), asked) for name, asked in wanted.items()}
-    runner = Watching(model, loras=folder, lora_bytes=2 * one)
-    runner.folder("lora").check("a")
+    runner = Watching(model, loras=folder)
     crank = Crank(runner)
-    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        reads = HeldReads(patch, lora_file)
-        checked = pool.submit(runner.check, Request("early", "image", wanted["b"]))
-        assert reads.begun.wait(60)
-        crank.submit("a", wanted["a"])
-        assert apart(crank.pictures()["a"], expected["a"]) == 0 and not checked.done()
-        reads.go_on.set()
-        checked.result(60)
-    with monkeypatch.context() as patch:
-        reads = HeldReads(patch, lora_file)
-        crank = Crank(runner)
-        crank.submit("a", wanted["a"])
+    crank.submit("a", wanted["a"])
+    crank.turn()
+    crank.submit("b", wanted["b"])
+    reads = HeldReads(monkeypatch, lora_file)
+    runner.folder("lora").cache._files["b"].content = None  # as if others had needed the room
+    while "a" not in crank.ended:
         crank.turn()
-        crank.submit("b", wanted["b"])
-        runner.folder("lora").cache._files["b"].content = None  # as if others had needed the room
-        while "a" not in crank.ended:
-            crank.turn()
-        assert reads.begun.wait(60)
-        reads.go_on.set()
-        drawn = crank.pictures()
+    assert reads.begun.wait(60)
+    reads.go_on.set()
+    drawn = crank.pictures()
     assert all(apart(drawn[name], expected[name]) == 0 for name in wanted)
 
 

@@ -150,21 +150,19 @@ def test_what_requests_hold_counts_their_image_prompts(runner: Watching) -> None
 
 
 def test_their_cost_is_measured_apart_from_the_denoisers(runner: Watching) -> None:
-    costs, side = runner.backend.costs, worlds.shape("plain").native
+    costs, size = runner.backend.costs, (worlds.shape("plain").native,) * 2
     solo(runner, wanted("plain"))
     alone = {key: dict(seconds) for key, seconds in costs.measured().items()}
     solo(runner, wanted("plain", prompt("base-0")))
     found = costs.measured()
-    deep = "deep", (side, side), False
-    assert found[deep] == alone[deep], "the denoiser's own curve is left alone"
-    assert set(found.keys() - alone.keys()) == {(("image_prompts", "deep"), (side, side), False)}
+    assert found["deep", size, False] == alone["deep", size, False], "the denoiser's own curve is left alone"
+    assert found.keys() - alone.keys() == {(("image_prompts", "deep"), size, False)}
     crank = Crank(runner)
     request = crank.submit("one", wanted("plain", prompt("base-0", end=0.5), steps=4))
     crank.turn()
-    own_s = costs_of.left(runner.steps.values(), runner.backend, (side, side), request.work)
-    assert own_s == pytest.approx(
-        2 * costs_of.seconds(runner.steps["image_prompts"], runner.backend, DEEP, (side, side), 2)
-    )
+    own_s = costs_of.left(runner.steps.values(), runner.backend, size, request.work)
+    step_s = costs_of.seconds(runner.steps["image_prompts"], runner.backend, DEEP, size, 2)
+    assert own_s == pytest.approx(2 * step_s) and own_s > 0
     crank.run()
 
 

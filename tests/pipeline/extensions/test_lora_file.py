@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import struct
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,18 +228,15 @@ def test_dora_merged_at_start_is_that_of_requests_in_any_order(
     weight = loras.layer(model, "unet", path).weight.detach()
     files = []
     for number, kind in enumerate(kinds):
-        state = {
-            f"unet.{path}.lora_down.weight": torch.randn(2, *weight.shape[1:]) * 0.1,
-            f"unet.{path}.lora_up.weight": torch.randn(weight.shape[0], 2, *[1] * (weight.dim() - 2)) * 0.1,
-        }
+        ((down, up),) = loras.matrices(model, number, loud=1.0, layers={"unet": [path]}).values()
+        state = {"lora_down.weight": down, "lora_up.weight": up}
         if kind == "dora":
             magnitude = weight.flatten(1).norm(dim=1) * (1 + 0.3 * torch.rand(weight.shape[0]))
-            state[f"unet.{path}.dora_scale"] = magnitude.view(-1, *[1] * (weight.dim() - 1))
+            state["dora_scale"] = magnitude.view(-1, *[1] * (weight.dim() - 1))
         elif kind == "diff":
-            state = {f"unet.{path}.diff": 0.1 * torch.randn(weight.shape)}
-        file = tmp_path / f"{number}.safetensors"
-        file.write_bytes(save(state))
-        files.append(lora.Lora(str(number), file, 0.8))
+            state = {"diff": 0.1 * torch.randn(weight.shape)}
+        files.append(lora.Lora(str(number), tmp_path / f"{number}.safetensors", 0.8))
+        files[-1].path.write_bytes(save({f"unet.{path}.{end}": tensor for end, tensor in state.items()}))
     expected = weight + sum(0.8 * summed(model, read(model, one.path))["unet", path] for one in files)
     for order in (files, files[::-1]):
         parts = {part: copy.deepcopy(model.parts[part]) for part in PARTS}
@@ -248,25 +245,21 @@ def test_dora_merged_at_start_is_that_of_requests_in_any_order(
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
-@pytest.mark.parametrize("kind", ["pair", "diff", "diff_b"])
-def test_a_layer_in_two_spellings_is_refused(part: str, kind: str, model: ImageModel) -> None:
+@pytest.mark.parametrize("ends", [("lora_A.weight", "lora_B.weight"), ("diff",), ("diff_b",)])
+def test_a_layer_in_two_spellings_is_refused(part: str, ends: tuple[str, ...], model: ImageModel) -> None:
     """Text encoders have one level less in some versions of transformers."""
-    name = loras.TEXT[0]
-    layer = loras.layer(model, part, name)
-    values = {
-        "pair": {"lora_A.weight": torch.ones(2, layer.in_features), "lora_B.weight": torch.ones(layer.out_features, 2)},
-        "diff": {"diff": torch.ones_like(layer.weight)},
-        "diff_b": {"diff_b": torch.ones_like(layer.bias)},
-    }[kind]
-    spellings = (name, name.removeprefix("text_model."))
-    data = save(
-        {f"{part}.{name}.{end}": tensor.detach().clone() for name in spellings for end, tensor in values.items()}
-    )
+    layer = loras.layer(model, part, loras.TEXT[0])
+    shapes = {
+        "lora_A.weight": (2, layer.in_features), "lora_B.weight": (layer.out_features, 2),
+        "diff": layer.weight.shape, "diff_b": layer.bias.shape,
+    }  # fmt: skip
+    spellings = (loras.TEXT[0], loras.TEXT[0].removeprefix("text_model."))
+    data = save({f"{part}.{name}.{end}": torch.ones(shapes[end]) for name in spellings for end in ends})
     parts = {one: copy.deepcopy(model.parts[one]) for one in PARTS}
     reason = rf"it has the (weight|bias) of .*q_proj in the {part} twice"
     with pytest.raises(ModelError, match=reason):
         lora_file.fuse_("x", data, parts, model.family.adapters, 1.0)
-    if kind != "diff_b":  # which is refused as a bias
+    if ends != ("diff_b",):  # which is refused as a bias
         with pytest.raises(ModelError, match=reason):
             lora_file.read("x", data, parts, model.family.adapters)
 
@@ -283,26 +276,23 @@ def test_whole_embeddings_are_for_the_start(part: int, kind: str, model: ImageMo
 
 def test_norms_biases_and_whole_weights_are_merged_at_start(model: ImageModel) -> None:
     """As LyCORIS adds them: parameter + scale · difference."""
-    generator = torch.Generator().manual_seed(3)
     changes = {
-        "lora_unet_conv_norm_out.w_norm": ("unet", "conv_norm_out.weight"),
-        "lora_unet_conv_norm_out.b_norm": ("unet", "conv_norm_out.bias"),
-        "lora_unet_conv_in.diff": ("unet", "conv_in.weight"),
-        "lora_unet_conv_in.diff_b": ("unet", "conv_in.bias"),
-        "lora_te1_text_model_final_layer_norm.w_norm": ("text_encoder", "final_layer_norm.weight"),
+        "lora_unet_conv_norm_out.w_norm": ("unet", "conv_norm_out", "weight"),
+        "lora_unet_conv_norm_out.b_norm": ("unet", "conv_norm_out", "bias"),
+        "lora_unet_conv_in.diff": ("unet", "conv_in", "weight"),
+        "lora_unet_conv_in.diff_b": ("unet", "conv_in", "bias"),
+        "lora_te1_text_model_final_layer_norm.w_norm": ("text_encoder", "text_model.final_layer_norm", "weight"),
     }
-    parts = {name: copy.deepcopy(model.parts[name]) for name in model.family.adapters.parts}
-
-    def parameter(owner: Mapping[str, Any], part: str, name: str) -> torch.Tensor:
-        own = dict(owner[part].named_parameters())
-        return own.get(name, own.get(f"text_model.{name}")).detach().clone()  # type: ignore[union-attr]
-
-    tensors = {key: torch.randn(parameter(model.parts, *at).shape, generator=generator) for key, at in changes.items()}
-    lora_file.fuse_("x", save(tensors), parts, model.family.adapters, -0.5)
-    for key, at in changes.items():
-        torch.testing.assert_close(
-            parameter(parts, *at), parameter(model.parts, *at) - 0.5 * tensors[key], rtol=0, atol=1e-6
-        )
+    changed = replace(model, parts={name: copy.deepcopy(part) for name, part in model.parts.items()})
+    before, after = (
+        {key: getattr(loras.layer(one, part, layer), name) for key, (part, layer, name) in changes.items()}
+        for one in (model, changed)
+    )
+    generator = torch.Generator().manual_seed(3)
+    tensors = {key: torch.randn(parameter.shape, generator=generator) for key, parameter in before.items()}
+    lora_file.fuse_("x", save(tensors), changed.parts, model.family.adapters, -0.5)
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(after[key], before[key] - 0.5 * tensor, rtol=0, atol=1e-6)
 
 
 def test_a_whole_weight_without_room_is_refused(model: ImageModel) -> None:

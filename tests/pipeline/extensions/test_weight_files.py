@@ -71,6 +71,7 @@ def test_what_the_library_refuses_is_refused(
         (struct.pack("<Q", 2) + b"[]", "its header is no object"),
         (struct.pack("<Q", 2) + b"{}" + b"more", "4 bytes of tensors, and 0 are in its header"),
         (b"\x80\x04.", PICKLE),
+        (b"PK\x03\x04", PICKLE),  # torch's own
     ],
 )
 def test_what_is_wrong_is_told(data: bytes, said: str) -> None:

@@ -167,18 +167,16 @@ def test_pixels_outside_a_mask_are_kept(folders: Folders, runners: Runners) -> N
     """The pipeline reads all or nothing of it; its edge is of both."""
     runner = runners("flux")
     parameters = parameters_of(runner, "flux", steps=4)
-    source = picture(parameters.size, 1)
+    source, half = picture(parameters.size, 1), parameters.width // 2
     mask = Image.new("L", parameters.size, 0)
-    mask.paste(255, (0, 0, parameters.width // 2, parameters.height))
+    mask.paste(255, (0, 0, half, parameters.height))
     edged = mask.copy()
-    edged.paste(100, (parameters.width // 2, 0, parameters.width // 2 + 3, parameters.height))
+    edged.paste(100, (half, 0, half + 3, parameters.height))
     edit = Edit(source.tobytes(), edged.tobytes(), 1.0)
-    request = admitted(runner, "mask", replace(parameters, edit=edit))
-    drawn = finish(runner, request)
-    guidance = parameters.guidance_scale
+    drawn = finish(runner, admitted(runner, "mask", replace(parameters, edit=edit)))
     expected = called(
         folders("flux"), parameters, diffusers.FluxInpaintPipeline, image=source, mask_image=mask, strength=1.0,
-        guidance_scale=guidance,
+        guidance_scale=parameters.guidance_scale,
     )  # fmt: skip
     shares = edged.point(lambda value: min(2 * value, 255))
     assert drawn.tobytes() == Image.composite(expected, source, shares).tobytes()
@@ -186,12 +184,12 @@ def test_pixels_outside_a_mask_are_kept(folders: Folders, runners: Runners) -> N
 
 def test_an_edit_may_have_several_pictures(folders: Folders, runners: Runners) -> None:
     runner = runners("flux2_klein")
-    parameters = replace(parameters_of(runner, "flux2_klein"), width=64, height=64)
-    source, other = picture(parameters.size, 1), picture((80, 64), 2)
+    source, other = picture((64, 64), 1), picture((80, 64), 2)
     second = ImagePrompt(model="reference", image=other.tobytes(), width=80, height=64)
-    edited = replace(parameters, edit=Edit(source.tobytes(), strength=1.0), image_prompts=(second,))
+    edit, size = Edit(source.tobytes(), strength=1.0), {"width": 64, "height": 64}
+    edited = replace(parameters_of(runner, "flux2_klein"), edit=edit, image_prompts=(second,), **size)
     drawn = finish(runner, admitted(runner, "several", edited))
-    assert drawn.tobytes() == called(folders("flux2_klein"), parameters, image=[source, other]).tobytes()
+    assert drawn.tobytes() == called(folders("flux2_klein"), edited, image=[source, other]).tobytes()
 
 
 @pytest.mark.long
@@ -359,9 +357,9 @@ def test_the_pipelines_own_checks_refuse_early(runners: Runners, monkeypatch: py
 
     runner = runners("flux")
     monkeypatch.setattr(type(runner.model.base), "check_inputs", check_inputs)
-    fields = {"pipeline_options": {"max_sequence_length": 100}}
+    wanted = parameters_of(runner, "flux", pipeline_options={"max_sequence_length": 100})
     with pytest.raises(Invalid) as error:
-        runner.check(Request("long", "image", replace(parameters_of(runner, "flux"), **fields)))
+        runner.check(Request("long", "image", wanted))
     assert error.value.field == "pipeline_options.max_sequence_length"
 
 
@@ -387,12 +385,11 @@ def test_pictures_that_a_call_refuses_are_the_requests_fault(
 def test_an_error_of_other_libraries_is_no_fault_of_the_request(
     runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("lumina2")
-    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
-
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("no memory for the image")
 
+    runner = runners("lumina2")
+    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
     monkeypatch.setattr(type(runner.model.modules["text_encoder"]), "forward", fail)
     with pytest.raises(ValueError) as error:
         step(runner, request)
