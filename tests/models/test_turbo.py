@@ -40,13 +40,11 @@ def drawn(cache: Path, model: str, precision: str, steps: int | None = None, **o
         return [levels(one.result(timeout=120)) for one in waiting]
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"), [("emoji-xl-turbo", ("lcm", 4, "lcm", 0.0)), ("emoji-z", ("", 8, "flow-euler", 0.0))]
-)
-def test_it_is_drawn_in_few_steps_without_guidance(model: str, expected: tuple[Any, ...], cache: Path) -> None:
+@pytest.mark.parametrize(("model", "student", "steps"), [("emoji-xl-turbo", "lcm", 4), ("emoji-z", None, 8)])
+def test_it_is_drawn_in_few_steps_without_guidance(model: str, student: str | None, steps: int, cache: Path) -> None:
     with build(Settings(model=model, precision="fp32", cache_dir=cache)) as runtime:
         own = runtime.images.model.defaults
-    assert (own.student, own.steps, own.scheduler, own.guidance_scale) == expected
+    assert (own.student or None, own.scheduler or None, own.steps) == (student, student, steps)
     assert own.rows(own.guidance_scale) == 1
 
 

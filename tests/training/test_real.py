@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 def seen(folder: Path) -> dict[str, object]:
     """The colours of its pictures, all of 4 × 4 pixels."""
-    found = {}
+    found: dict[str, object] = {}
     for path in sorted(folder.iterdir()):
         with Image.open(path) as image:
             assert image.mode == "RGB" and image.size == (4, 4)

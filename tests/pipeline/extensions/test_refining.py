@@ -221,8 +221,7 @@ def test_parts_of_another_model_are_named(folder: Path, refiner: ImageModel, tmp
     with pytest.raises(ModelError, match=r"its VAE's scaling_factor is 0\.5, and that of test-refined is 0\.13025"):
         check_pair(load(str(copy)), replace(model(SHAPE), name="test-refined"))
     # Attention that fits the refiner's encoder, and a size conditioning that does not.
-    own = {name: value for name, value in SECOND.unet().items() if not name.startswith("_")}
-    rebuilt("unet", "UNet2DConditionModel", **own, cross_attention_dim=SECOND.text_width)(copy)
+    rebuilt("unet", "UNet2DConditionModel", **SECOND.unet() | {"cross_attention_dim": SECOND.text_width})(copy)
     with pytest.raises(ModelError, match="copy: not an SDXL refiner: unet projection_class_embeddings_input_dim"):
         load(str(copy))
 

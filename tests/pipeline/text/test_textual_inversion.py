@@ -145,8 +145,9 @@ def test_a_folder_that_is_gone_has_no_names(tmp_path: Path) -> None:
 def test_names_are_found_as_words() -> None:
     pattern = words(["ink", "ink-2", "a.b"])
     assert pattern is not None and words([]) is None
-    text = "ink-2 ink. INK ink, xink ink2 a.b a.bc embedding:ink-2 émbedding:ink ink.x"
-    assert [match[1] for match in pattern.finditer(text)] == ["ink-2", "ink", "ink", "a.b", "ink-2", "ink"]
+    text = "ink-2 ink. INK ink, xink inkwell ink-blot (ink) re-ink ink2 a.b a.bc embedding:ink-2 émbedding:ink ink.x"
+    expected = ["ink-2", "ink", "ink", "ink", "a.b", "ink-2", "ink"]
+    assert [match[1] for match in pattern.finditer(text)] == expected
 
 
 @pytest.mark.quick

@@ -49,6 +49,15 @@ def admitted(runner: DiffusersRunner, id: str, parameters: ImageParameters) -> R
     return request
 
 
+def begun(runners: Runners, name: str, done: int = 0, **fields: Any) -> tuple[DiffusersRunner, Request]:
+    """A request of this pipeline that was admitted and has done so many steps."""
+    runner = runners(name)
+    request = admitted(runner, "begun", parameters_of(runner, name, **fields))
+    for _ in range(done):
+        step(runner, request)
+    return runner, request
+
+
 def step(runner: DiffusersRunner, request: Request) -> Outcome:
     return runner.launch([request]).outcome()[request.id]
 
@@ -136,14 +145,13 @@ def picture(size: tuple[int, int], seed: int) -> Image.Image:
 def test_an_edit_runs_the_pipeline_of_its_kind(
     name: str, kind: type, strength: float, folders: Folders, runners: Runners
 ) -> None:
-    runner = runners(name)
-    parameters = parameters_of(runner, name, steps=10)
+    parameters = parameters_of(runners(name), name)
     source = picture(parameters.size, 1)
-    parameters = replace(parameters, edit=Edit(source.tobytes(), strength=strength))
-    request = admitted(runner, "edit", parameters)
+    runner, request = begun(runners, name, steps=10, edit=Edit(source.tobytes(), strength=strength))
     expected = called(
-        folders(name), parameters, kind, image=source, strength=strength, guidance_scale=parameters.guidance_scale
-    )
+        folders(name), request.parameters, kind, image=source, strength=strength,
+        guidance_scale=parameters.guidance_scale,
+    )  # fmt: skip
     assert finish(runner, request).tobytes() == expected.tobytes()
 
 
@@ -186,50 +194,43 @@ def test_an_edit_may_have_several_pictures(folders: Folders, runners: Runners) -
     runner = runners("flux2_klein")
     source, other = picture((64, 64), 1), picture((80, 64), 2)
     second = ImagePrompt(model="reference", image=other.tobytes(), width=80, height=64)
-    edit, size = Edit(source.tobytes(), strength=1.0), {"width": 64, "height": 64}
-    edited = replace(parameters_of(runner, "flux2_klein"), edit=edit, image_prompts=(second,), **size)
+    edit, plain = Edit(source.tobytes(), strength=1.0), parameters_of(runner, "flux2_klein")
+    edited = replace(plain, edit=edit, image_prompts=(second,), width=64, height=64)
     drawn = finish(runner, admitted(runner, "several", edited))
     assert drawn.tobytes() == called(folders("flux2_klein"), edited, image=[source, other]).tobytes()
 
 
 @pytest.mark.long
 def test_options_are_the_pipelines_own_arguments(folders: Folders, runners: Runners) -> None:
-    runner = runners("qwen_image")
-    plain = parameters_of(runner, "qwen_image", negative_prompt="blurry")
-    changed = replace(plain, pipeline_options={"true_cfg_scale": 1.5, "max_sequence_length": 64})
-    drawn = [finish(runner, admitted(runner, "options", item)) for item in (plain, changed)]
-    assert drawn[1].tobytes() == called(folders("qwen_image"), changed, negative_prompt="blurry").tobytes()
-    assert drawn[0].tobytes() != drawn[1].tobytes()
+    options = {"true_cfg_scale": 1.5, "max_sequence_length": 64}
+    plain, changed = (
+        begun(runners, "qwen_image", negative_prompt="blurry", pipeline_options=given) for given in (None, options)
+    )
+    drawn, expected = finish(*changed), called(folders("qwen_image"), changed[1].parameters, negative_prompt="blurry")
+    assert drawn.tobytes() == expected.tobytes() != finish(*plain).tobytes()
 
 
 def test_a_step_that_failed_is_repeated_from_the_beginning(
     folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("lumina2")
-    parameters = parameters_of(runner, "lumina2")
-    request = admitted(runner, "failing", parameters)
-    step(runner, request)
-    step(runner, request)
-    with monkeypatch.context() as patch:
+    runner, request = begun(runners, "lumina2", 2)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(runner, request)
-    assert finish(runner, request).tobytes() == called(folders("lumina2"), parameters).tobytes()
+        step(runner, request)
+    assert finish(runner, request).tobytes() == called(folders("lumina2"), request.parameters).tobytes()
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
     again: bool, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, inputs = runners("lumina2"), list[weakref.ref[torch.Tensor]]()
+    inputs = list[weakref.ref[torch.Tensor]]()
 
     def fail(self: Any, timestep: torch.Tensor, **_: Any) -> None:
         inputs.append(weakref.ref(timestep))
         raise ZeroDivisionError
 
-    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
-    step(runner, request)
-    step(runner, request)
+    runner, request = begun(runners, "lumina2", 2)
     latents = weakref.ref(request.work.position.latents)
     gc.collect()
     gc.disable()
@@ -256,22 +257,16 @@ def test_networks_are_moved_off_the_gpu_when_a_call_ends_early(
     """
     runner, calls, blocked = runners("lumina2"), list[str](), threading.Event()
     monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
-
-    def begun() -> Request:
-        request = admitted(runner, "begun", parameters_of(runner, "lumina2"))
-        step(runner, request)
-        return request
-
-    runner.release(begun())
+    runner.release(begun(runners, "lumina2", 1)[1])
     assert calls == ["moved"]
+    _, failing = begun(runners, "lumina2", 1)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        failing = begun()
         patch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
         step(runner, failing)
     runner.release(failing)
     assert calls == ["moved"] * 2
     monkeypatch.setattr(runner.model, "offload", "model")
-    offloaded = begun()
+    _, offloaded = begun(runners, "lumina2", 1)
     runner._lane.start(blocked.wait, lambda _: {})
     runner.release(offloaded)
     assert calls == ["moved"] * 2 and runner.held() == 0
@@ -284,16 +279,13 @@ def test_networks_are_moved_off_the_gpu_when_a_call_ends_early(
 def test_a_picture_of_another_size_fails_its_request(
     result: object, folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("flux")
-    parameters = parameters_of(runner, "flux")
-    request = admitted(runner, "size", parameters)
-    with monkeypatch.context() as patch:
+    runner, request = begun(runners, "flux")
+    with monkeypatch.context() as patch, pytest.raises(Invalid) as error:
         patch.setattr(type(runner.model.base.image_processor), "postprocess", lambda *_, **__: [result])
-        with pytest.raises(Invalid) as error:
-            while not step(runner, request).finished:
-                pass
+        while not step(runner, request).finished:
+            pass
     assert error.value.field == "size"
-    assert finish(runner, request).tobytes() == called(folders("flux"), parameters).tobytes()
+    assert finish(runner, request).tobytes() == called(folders("flux"), request.parameters).tobytes()
 
 
 def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
@@ -371,11 +363,10 @@ def test_pictures_that_a_call_refuses_are_the_requests_fault(
     field: str, size: tuple[int, int], words: str, runners: Runners
 ) -> None:
     """Of a pipeline that looks at them in its call alone, not in `check_inputs`."""
-    runner = runners("flux2_klein")
     pixels = picture(size, 1).tobytes()
     second = ImagePrompt(model="reference", image=pixels, width=size[0], height=size[1])
     fields = {"edit": Edit(pixels, strength=1.0)} if field == "image" else {"image_prompts": (second,)}
-    request = admitted(runner, "small", parameters_of(runner, "flux2_klein", **fields))
+    runner, request = begun(runners, "flux2_klein", **fields)
     with pytest.raises(Invalid, match=words) as error:
         step(runner, request)
     assert error.value.field == field
@@ -388,8 +379,7 @@ def test_an_error_of_other_libraries_is_no_fault_of_the_request(
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("no memory for the image")
 
-    runner = runners("lumina2")
-    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
+    runner, request = begun(runners, "lumina2")
     monkeypatch.setattr(type(runner.model.modules["text_encoder"]), "forward", fail)
     with pytest.raises(ValueError) as error:
         step(runner, request)
@@ -397,13 +387,12 @@ def test_an_error_of_other_libraries_is_no_fault_of_the_request(
     runner.release(request)
 
 
-def test_previews_follow_maps_of_latents(runners: Runners) -> None:
-    for name, expected in (("stable_diffusion_3", 2), ("flux", 0)):
-        runner = runners(name)
-        request = admitted(runner, "previews", parameters_of(runner, name, preview_every=1))
-        outcomes = [step(runner, request)]
-        while not outcomes[-1].finished:
-            outcomes.append(step(runner, request))
-        runner.release(request)
-        previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
-        assert len(previews) == expected and all(preview.shape[2] == 3 for preview in previews)
+@pytest.mark.parametrize(("name", "expected"), [("stable_diffusion_3", 2), ("flux", 0)])
+def test_previews_follow_maps_of_latents(name: str, expected: int, runners: Runners) -> None:
+    runner, request = begun(runners, name, preview_every=1)
+    outcomes = [step(runner, request)]
+    while not outcomes[-1].finished:
+        outcomes.append(step(runner, request))
+    runner.release(request)
+    previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
+    assert len(previews) == expected and all(preview.shape[2] == 3 for preview in previews)
