@@ -62,37 +62,28 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_a_file_is_read_as_the_folder(folder: Path) -> None:
-    save_file(weights(), folder / "single.safetensors")
-    save_file(original_controlnet(net()), folder / "original.safetensors")
-    bare = {key.removeprefix("control_model."): value for key, value in original_controlnet(net()).items()}
-    save_file(bare, folder / "bare.safetensors")
+    original = original_controlnet(net())
+    bare = {key.removeprefix("control_model."): value for key, value in original.items()}
+    for name, state in (("single", weights()), ("original", original), ("bare", bare)):
+        save_file(state, folder / f"{name}.safetensors")
     assert control_file.offered(folder) == ["bare", "folder", "original", "single"]
-    for name in control_file.offered(folder):
-        found = read(folder, name).network
-        own = found.state_dict()
-        assert own.keys() == weights().keys()
-        assert all(torch.equal(own[key], value) for key, value in weights().items()), name
-    digests = {read(folder, name).digest for name in control_file.offered(folder)}
-    assert len(digests) == 4
+    found = [read(folder, name) for name in control_file.offered(folder)]
+    for own in (file.network.state_dict() for file in found):
+        assert own.keys() == weights().keys() and all(torch.equal(own[key], value) for key, value in weights().items())
+    assert len({file.digest for file in found}) == 4
 
 
 @pytest.mark.parametrize("original", [False, True])
 def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(tmp_path: Path, original: bool) -> None:
     own = original_controlnet(net()) if original else weights()
-    scaled: dict[str, torch.Tensor] = {}
-    for key, weight in own.items():
-        scaled[key] = weight
-        if key.endswith(".weight") and weight.dim() >= 2:
-            scale = weight.abs().max().clamp(min=1e-6) / 448  # zero convolutions are zeros
-            scaled |= {
-                key: (weight / scale).to(torch.float8_e4m3fn),
-                f"{key.removesuffix('.weight')}.scale_weight": scale,
-            }
+    scaled, layer = dict(own), ""
+    for key in [key for key, weight in own.items() if key.endswith(".weight") and weight.dim() >= 2]:
+        layer, scale = key.removesuffix(".weight"), own[key].abs().max().clamp(min=1e-6) / 448  # some are zeros
+        scaled |= {key: (own[key] / scale).to(torch.float8_e4m3fn), f"{layer}.scale_weight": scale}
     save_file(scaled, tmp_path / "scaled.safetensors")
     found = read(tmp_path, "scaled").network.state_dict()
     for key, weight in weights().items():
         assert (found[key] - weight).abs().max() <= 2**-4 * weight.abs().max(), key
-    layer = next(key for key in scaled if key.endswith(".scale_weight")).removesuffix(".scale_weight")
     save_file({**scaled, f"{layer}.comfy_quant": torch.zeros(4, dtype=torch.uint8)}, tmp_path / "scaled.safetensors")
     assert f"scaled.safetensors: {layer}.comfy_quant names no format" in refused(tmp_path, "scaled")
 

@@ -261,19 +261,6 @@ def test_any_schedule_equals_diffusers(name: str, steps: int, changes: Config) -
     assert_parity(config, name, [steps])
 
 
-@pytest.mark.parametrize("name", samplers.SCHEDULERS)
-@pytest.mark.parametrize("karras", [False, True])
-def test_the_model_is_fed_what_diffusers_feeds_it(name: str, karras: bool) -> None:
-    config = {**SDXL, "timestep_spacing": "linspace", "use_karras_sigmas": karras}
-    table = sigmas.table(config, name, 20)
-    scheduler = stock(config, name)
-    scheduler.set_timesteps(20)
-    assert table.timesteps.dtype == table.coefficients.dtype == torch.float32
-    assert table.coefficients.shape == (20, len(sigmas.COLUMNS))
-    assert torch.equal(table.timesteps, scheduler.timesteps.float())
-    assert table.init_noise_sigma == float(scheduler.init_noise_sigma)
-
-
 def test_rows_of_different_samplers_and_steps_are_stepped_together() -> None:
     """Every row's bits are those of its step alone, also beside a poisoned one."""
     tables = [

@@ -78,14 +78,15 @@ def test_what_is_remembered_is_told_apart_by_every_field() -> None:
     fields = [
         PromptFields("a fox"), PromptFields("a fox", clip_skip=1), PromptFields("a fox", prompt_2="b"),
         PromptFields("a fox", LONG), PromptFields(prompts.read("(a fox:1.2)", "a1111")),
-        PromptFields(prompts.read("(a fox)1.2", "compel")), PromptFields(prompts.read("a BREAK fox", "a1111")),
+        PromptFields(prompts.read("(a fox)1.2", "compel")), PromptFields(prompts.read("(a fox)1.3", "compel")),
+        PromptFields(prompts.read("a BREAK fox", "a1111")),
     ]  # fmt: skip
     for number, one in enumerate(fields):
         positive = encoder.read(one).prompts[-1:]
-        encoder.encode(positive)
+        (found,) = encoder.encode(positive)
         assert encoder.misses == number + 1
-        (again,) = encoder.encode(positive)
-        assert again is encoder.encode(positive)[0] and encoder.misses == number + 1
+        assert encoder.encode(positive)[0] is found and encoder.misses == number + 1
+        assert found.hidden.untyped_storage().nbytes() == found.hidden.nbytes
     encoder.encode(encoder.read(PromptFields("b", LONG)).prompts)
     assert encoder.misses == len(fields) + 2
 
