@@ -18,17 +18,7 @@ from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
 from tests.pipeline.extensions.checks import check_bits, refusal
 from tests.pipeline.pixels.test_edit import hole, photograph, with_kept
-from tests.pipeline.worlds import (
-    Crank,
-    Watching,
-    apart,
-    model,
-    options_of,
-    shared_lane,
-    solo,
-    stock_picture,
-    together,
-)
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, shared_lane, solo, stock_picture, together
 from unet_opt.inputs import DenoiserInputs
 
 KERNELS, RELEASED = "heads-of-16", "released"  # shapes whose heads the CPU kernels have; one loses its weights

@@ -27,17 +27,7 @@ from tests.pipeline.controls import (
     union,
 )
 from tests.pipeline.extensions.checks import check_bits, refusal
-from tests.pipeline.worlds import (
-    Crank,
-    Watching,
-    apart,
-    model,
-    options_of,
-    shared_lane,
-    solo,
-    stock_picture,
-    together,
-)
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, shared_lane, solo, stock_picture, together
 
 TWO, THREE = "kinds", "kinds of three levels"
 SHAPES = {

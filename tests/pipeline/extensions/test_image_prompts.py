@@ -20,17 +20,7 @@ from pipeline.extensions.vision import VisionEncoder
 from tests.pipeline import worlds
 from tests.pipeline.extensions.checks import check_bits, refusal
 from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
-from tests.pipeline.worlds import (
-    Crank,
-    Watching,
-    apart,
-    model,
-    options_of,
-    shared_lane,
-    solo,
-    stock_picture,
-    together,
-)
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, shared_lane, solo, stock_picture, together
 
 KERNELS, RELEASED = "heads of 16", "released here"  # whose heads the CPU kernels have; one loses its weights
 

@@ -30,17 +30,7 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.quantization import quantized
 from tests.pipeline import worlds
-from tests.pipeline.worlds import (
-    Crank,
-    Watching,
-    apart,
-    broken,
-    model,
-    shared_lane,
-    solo,
-    stock,
-    stock_picture,
-)
+from tests.pipeline.worlds import Crank, Watching, apart, broken, model, shared_lane, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet, select_features
 from unet_opt.inputs import DenoiserInputs
 

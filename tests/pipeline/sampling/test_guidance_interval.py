@@ -21,17 +21,7 @@ from core.batching.request import Request
 from pipeline.sampling import denoise
 from tests.pipeline.sampling.test_deepcache import SHAPE, stepping, together
 from tests.pipeline.sampling.test_denoise import TABLE
-from tests.pipeline.worlds import (
-    Crank,
-    Watching,
-    apart,
-    model,
-    options_of,
-    shared_lane,
-    solo,
-    stock,
-    stock_picture,
-)
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, shared_lane, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet
 from unet_opt.inputs import DenoiserInputs
 
