@@ -109,11 +109,7 @@ def ours(
 
 
 def assert_parity(
-    config: Config,
-    name: str,
-    steps: Iterable[int] = FEW,
-    tolerance: float = 1e-5,
-    given: NoiseSchedule = sigmas.OWN,
+    config: Config, name: str, steps: Iterable[int] = FEW, tolerance: float = 1e-5, given: NoiseSchedule = sigmas.OWN
 ) -> None:
     for count in steps:
         pairs = zip(theirs(config, name, count, given=given), ours(config, name, count, given=given), strict=True)
