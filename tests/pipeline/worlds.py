@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from contract.image import ImageParameters
@@ -42,6 +40,7 @@ from pipeline.extensions.image_prompts import ImagePromptExtension, ImagePromptF
 from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.extensions.upscaling import UpscaleExtension, UpscalerFolder
 from pipeline.families.family import TinyVae
+from pipeline.quantization import quantized
 from pipeline.runner import ImageRunner
 from tests.core.tape import Tape
 
@@ -94,6 +93,15 @@ def model(name: str) -> ImageModel:
     return load(key)
 
 
+def in_int8(where: Path, shape: SDXLShape, kernels: ctypes.CDLL | None) -> Path:
+    """A folder with a model of this shape and its INT8 variant."""
+    folder = tiny.save(where / "tiny", shape)
+    prompts = [f"a {colour} hat" for colour in ("red", "green", "blue", "old", "new", "big")]
+    report = quantized.make(load(str(folder)), prompts, folder, kernels=kernels)
+    assert report["unet"][0].changed and report["vae"][0].changed
+    return folder
+
+
 @functools.cache
 def tiny_model(name: str) -> ImageModel:
     """The same with a tiny decoder beside its VAE."""
@@ -113,6 +121,22 @@ def stock(name: str) -> Any:
     return pipeline
 
 
+def stock_parts(name: str) -> dict[str, Any]:
+    """The parts of the stock pipeline, for another pipeline over them."""
+    return {
+        part: own for part, own in stock(name).components.items() if part not in ("image_encoder", "feature_extractor")
+    }
+
+
+def stock_options(wanted: ImageParameters) -> dict[str, Any]:
+    """What diffusers' pipelines are given for a request."""
+    return {
+        "prompt": wanted.prompt, "negative_prompt": wanted.negative_prompt, "width": wanted.width,
+        "height": wanted.height, "num_inference_steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
+        "generator": torch.Generator().manual_seed(wanted.seed),
+    }  # fmt: skip
+
+
 @functools.cache
 def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     """What diffusers draws for these parameters, [H, W, 3] in levels."""
@@ -123,13 +147,7 @@ def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     pipeline.scheduler = scheduler(own.config, wanted.scheduler or "euler", **replaced(wanted.schedule_type))
     try:
         image = pipeline(
-            wanted.prompt,
-            negative_prompt=wanted.negative_prompt,
-            width=wanted.width,
-            height=wanted.height,
-            num_inference_steps=wanted.steps,
-            guidance_scale=wanted.guidance_scale,
-            generator=torch.Generator().manual_seed(wanted.seed),
+            **stock_options(wanted),
             **{name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(wanted, name)) is not None},
             **({} if wanted.eta is None else {"eta": wanted.eta}),
         ).images[0]
@@ -161,10 +179,11 @@ def backend_of(
 
 def options_of(backend: str, kernels: ctypes.CDLL) -> dict[str, Any]:
     """The options of `backend_of` by a backend's name."""
-    return {
+    options: dict[str, dict[str, Any]] = {
         "torch": {}, "kernels": {"kernels": kernels}, "layers": {"fused": True},
         "graphs": {"fused": True, "recorder": Tape()},
-    }[backend]  # fmt: skip
+    }  # fmt: skip
+    return options[backend]
 
 
 class Watching(ImageRunner):
@@ -213,12 +232,7 @@ class Watching(ImageRunner):
             extensions.append(ImagePromptExtension(model, backend, prompts))
         second = None if refiner is None else backend_of(refiner, **{**options, "release": ()})
         super().__init__(
-            backend,
-            extensions,
-            refiner=second,
-            lane=lane,
-            max_requests=max_requests,
-            memory_bytes=memory_bytes,
+            backend, extensions, refiner=second, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes
         )
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 
@@ -235,30 +249,14 @@ class Watching(ImageRunner):
         return super().launch(requests)
 
     @property
+    def companions(self) -> list[set[str]]:
+        """The names of those that shared each UNet forward."""
+        return [{name for name, _ in ride} for phase, ride in self.rides if phase == "deep"]
+
+    @property
     def shared_steps(self) -> set[frozenset[int]]:
         """The sets of different steps that shared one UNet forward."""
         return {frozenset(step for _, step in ride) for phase, ride in self.rides if phase == "deep"}
-
-    @property
-    def companies(self) -> list[set[str]]:
-        """The requests of each whole UNet forward."""
-        return [{name for name, _ in ride} for phase, ride in self.rides if phase == "deep"]
-
-
-class HeldReads:
-    """Makes a module's `read` wait: `begun` tells of the first, `go_on` lets all go on. `threads`: which ones read."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.threads: list[str] = []
-        self._real = module.read
-        monkeypatch.setattr(module, "read", self._read)
-
-    def _read(self, *given: Any) -> Any:
-        self.threads.append(threading.current_thread().name)
-        self.begun.set()
-        assert self.go_on.wait(60)
-        return self._real(*given)
 
 
 class Crank:

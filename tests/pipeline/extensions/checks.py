@@ -1,8 +1,10 @@
-"""What tests of extensions ask of pictures and refusals."""
+"""What tests of extensions ask of pictures and refusals, and files whose reading waits."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,3 +28,19 @@ def refusal(runner: Watching, one: ImageParameters) -> Invalid:
     with pytest.raises(Invalid) as caught:
         Crank(runner).submit("refused", one)
     return caught.value
+
+
+class HeldReads:
+    """Makes a module's `read` wait: `begun` tells of the first, `go_on` lets all go on. `threads`: which ones read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+        self._real = module.read
+        monkeypatch.setattr(module, "read", self._read)
+
+    def _read(self, *given: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self._real(*given)

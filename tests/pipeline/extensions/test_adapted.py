@@ -26,10 +26,9 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.extensions import lora
 from pipeline.extensions.costs import left
-from pipeline.quantization import quantized
 from tests.core.tape import Tape
-from tests.pipeline import loras
-from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, psnr, solo
+from tests.pipeline import loras, worlds
+from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, psnr, solo, stock_options
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 PLAIN = ImageParameters("a red cat", 1, 32, 32, steps=4)
@@ -73,11 +72,7 @@ def stock_picture(folder: Path, *named: tuple[str, float]) -> np.ndarray:
     for name, _ in named:
         stock.load_lora_weights(str(folder), weight_name=f"{name}.safetensors", adapter_name=f"lora_{name}")
     stock.set_adapters([f"lora_{name}" for name, _ in named], [scale for _, scale in named])
-    image = stock(
-        PLAIN.prompt, width=32, height=32, num_inference_steps=PLAIN.steps, guidance_scale=PLAIN.guidance_scale,
-        generator=torch.Generator().manual_seed(PLAIN.seed),
-    ).images[0]  # fmt: skip
-    return np.asarray(image).astype(int)
+    return np.asarray(stock(**stock_options(PLAIN)).images[0]).astype(int)
 
 
 @pytest.mark.quick(
@@ -165,7 +160,7 @@ def test_companions_change_nothing_and_all_loras_share_forwards(runner: Watching
     wanted = companions()
     runner.rides.clear()
     together = mixed(runner, wanted)
-    rides = runner.companies
+    rides = runner.companions
     assert any({"one", "other", "unguided"} <= ride for ride in rides), rides
     assert not any(bool({"none", "none-cached"} & ride) and len(ride - {"none", "none-cached"}) for ride in rides)
     for name, alone in on_torch.items():
@@ -188,7 +183,7 @@ def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(
     without = runner_of(None, kernels=kernels, frugal=True)
     served = Watching(load(tiny.TINY), loras=folder, kernels=kernels, release=("unet", "vae"))
     together = mixed(served, wanted)
-    rides = served.companies
+    rides = served.companions
     plain = {name for name, one in wanted.items() if not one.lora}
     assert any(ride & plain and ride - plain for ride in rides), rides
     assert any({"one", "other", "both", "unguided"} <= ride for ride in rides), rides
@@ -209,7 +204,7 @@ def test_on_fused_layers_too(folder: Path, on_torch: dict[str, Any]) -> None:
     served = runner_of(folder, fused=True, recorder=Tape())
     first = mixed(served, wanted)
     plain = {name for name, one in wanted.items() if not one.lora}
-    assert any(ride & plain and ride - plain for ride in served.companies), served.companies
+    assert any(ride & plain and ride - plain for ride in served.companions), served.companions
     assert served.recording.wait(600)
     graphs = served.backend.graphs._graphs
     own = {phase for phase, (_, _, _, variant) in graphs._known if variant is not None}  # type: ignore[misc]
@@ -286,10 +281,8 @@ def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: s
 
 
 @pytest.fixture(scope="module")
-def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    saved = tiny.save(tmp_path_factory.mktemp("int8") / "tiny", tiny.SHAPES[tiny.TINY])
-    quantized.make(load(str(saved)), ["a hat"], saved)
-    return saved
+def in_int8(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
+    return worlds.in_int8(tmp_path_factory.mktemp("int8"), tiny.SHAPES[tiny.TINY], kernels)
 
 
 @pytest.mark.quick("kernels")

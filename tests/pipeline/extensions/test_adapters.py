@@ -23,7 +23,8 @@ from pipeline.extensions import lora_file
 from pipeline.extensions.adapters import LoraFolder, LoraLease
 from tests.core.quant.stage import kernels
 from tests.pipeline import loras
-from tests.pipeline.worlds import Crank, HeldReads, Watching, apart, solo
+from tests.pipeline.extensions.checks import HeldReads
+from tests.pipeline.worlds import Crank, Watching, apart, solo
 
 LAYERS = {"unet": loras.UNET[:2]}
 NAMES = ("a", "b", "c", "d")

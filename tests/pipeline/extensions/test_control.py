@@ -101,7 +101,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         check_parity(shape, nets, one, picture)
-    assert any({"0", "2"} <= riders for riders in runner.companies), "one without a control rode alone"
+    assert any({"0", "2"} <= riders for riders in runner.companions), "one without a control rode alone"
     for one in asked[::3]:
         check_parity(shape, nets, one, solo(runner, one))
     assert runner.folder("control").cache.reads == 2  # each network once

@@ -102,7 +102,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(
         assert apart(picture, theirs) <= 1, one
         plain = stock_picture(shape, replace(one, control=()))
         assert not one.control or apart(theirs, plain) > 3, "it would prove nothing"
-    assert any({"0", "3", "5", "6"} <= riders for riders in runner.companies)
+    assert any({"0", "3", "5", "6"} <= riders for riders in runner.companions)
     for one in asked[::3]:
         assert apart(solo(runner, one), expected(shape, nets[shape], one)) <= 1, one
 
@@ -124,7 +124,7 @@ def test_adapters_of_fewer_maps_share_forwards_with_those_of_all(
     both = replace(whole, control=(*fewer.control, *whole.control), seed=4)
     asked = [fewer, whole, both, replace(both, control=both.control[::-1], seed=5)]
     check_bits(runner, asked)
-    steps = runner.companies
+    steps = runner.companions
     assert any({"0", "1", "2", "3"} <= riders for riders in steps)
     assert len(steps) <= 5 * (1 + len(asked)), "a batch failed, and its requests were run one by one"
 

@@ -91,7 +91,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(
     asked = mixture(shape)
     for one, picture in zip(asked, together(runner, asked), strict=True):
         check_parity(shape, folders[shape], one, picture)
-    assert any({"0", "1", "2", "3"} <= riders for riders in runner.companies), "kinds did not share a forward"
+    assert any({"0", "1", "2", "3"} <= riders for riders in runner.companions), "kinds did not share a forward"
     for one in asked[::3]:
         check_parity(shape, folders[shape], one, solo(runner, one))
     assert runner.folder("image_prompts").cache.reads == 5  # each adapter once, and the encoder
@@ -117,7 +117,7 @@ def test_deterministic_requests_keep_their_bits_on_torch(runner: Watching) -> No
     asked += [replace(one, seed=one.seed + 10) for one in asked]  # of the same prompts, in a batch together
     for one, picture in zip(asked, check_bits(runner, asked), strict=True):
         assert set(picture.fingerprint.get("image_prompts", ())) == {each.model for each in one.image_prompts}
-    shared = runner.companies
+    shared = runner.companions
     assert any({"0", "6"} <= riders for riders in shared) and not any({"0", "1"} <= riders for riders in shared)
 
 

@@ -135,7 +135,7 @@ def test_in_int8_they_are_as_near_to_fp32_as_pictures_without(folder: Path, kern
         for prompts in ((), (prompt("base", seed),), (prompt("plus", seed), prompt("base", seed)))
     ]
     pictures = check_bits(eight, asked)
-    assert {0, 1, 2} in [{int(index) % 3 for index in riders} for riders in eight.companies if riders != {"solo"}]
+    assert {0, 1, 2} in [{int(index) % 3 for index in riders} for riders in eight.companions if riders != {"solo"}]
     found = [psnr(picture, solo(exact, one)) for one, picture in zip(asked, pictures, strict=True)]
     without, one_prompt, two = (float(np.mean(found[count::3])) for count in range(3))
     assert min(one_prompt, two) > without - 2 and min(found) > 22, found

@@ -32,7 +32,7 @@ from tests.pipeline.embeddings import write
 from tests.pipeline.extensions.checks import refusal
 from tests.pipeline.pixels.test_edit import hole, photograph, pipeline_of
 from tests.pipeline.refiners import SECOND, load_second, refined
-from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, solo, together
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, solo, stock_options, together
 
 SHAPE = "refined"
 
@@ -64,11 +64,8 @@ def expected(one: ImageParameters) -> np.ndarray:
     from diffusers import StableDiffusionXLPipeline
 
     def first(**more: Any) -> Any:
-        return pipeline_of(SHAPE, one, StableDiffusionXLPipeline)(
-            one.prompt, prompt_2=one.prompt_2, negative_prompt=one.negative_prompt, width=one.width,
-            height=one.height, num_inference_steps=one.steps, guidance_scale=one.guidance_scale,
-            clip_skip=one.clip_skip, **more,
-        ).images[0]  # fmt: skip
+        options = stock_options(one) | {"prompt_2": one.prompt_2, "clip_skip": one.clip_skip, **more}
+        return pipeline_of(SHAPE, one, StableDiffusionXLPipeline)(**options).images[0]
 
     return refined(SHAPE, one, first)
 
@@ -100,7 +97,7 @@ def test_pictures_are_diffusers_alone_and_among_others(backend: str, refiner: Im
         crank.submit(f"plain {index}", replace(one, refiner=None))
         crank.turn()
     pictures = crank.pictures()
-    mixed = [{name.startswith("plain") for name in riders} for riders in runner.companies]
+    mixed = [{name.startswith("plain") for name in riders} for riders in runner.companions]
     assert {True, False} in mixed, "the first steps shared no forward with requests without a refiner"
     assert any(len(steps) > 1 for steps in runner.shared_steps), "nobody shared a forward at another step"
     for index, one in enumerate(parameters):

@@ -81,7 +81,7 @@ def test_edits_are_diffusers_alone_and_among_others(backend: str, refiner: Image
         crank.submit(f"plain {index}", replace(one, edit=None))
         crank.turn()
     pictures = crank.pictures()
-    shared = [{name.split()[0] for name in riders} for riders in runner.companies]
+    shared = [{name.split()[0] for name in riders} for riders in runner.companions]
     assert any({"whole", "plain"} <= kinds and len(kinds) > 2 for kinds in shared), "kinds did not share a forward"
     for index, one in enumerate(parameters):
         check(one, pictures[str(index)])

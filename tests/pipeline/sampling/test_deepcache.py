@@ -28,7 +28,6 @@ from core.batching.runner import OutOfMemory, Ticket
 from core.ops.reference import TorchLowering
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
-from pipeline.quantization import quantized
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, apart, broken, model, shared_lane, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet, select_features
@@ -53,11 +52,7 @@ SCHEDULES = (
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
     """A folder with a model and its INT8 variant."""
-    folder = tiny.save(tmp_path_factory.mktemp("models") / "tiny", worlds.MORE[SHAPE])
-    quantized.make(
-        load(str(folder)), [f"a {colour} hat" for colour in ("red", "green", "blue", "old")], folder, kernels=kernels
-    )
-    return folder
+    return worlds.in_int8(tmp_path_factory.mktemp("models"), worlds.MORE[SHAPE], kernels)
 
 
 def wanted(seed: int = 1, **options: Any) -> ImageParameters:

@@ -114,7 +114,7 @@ def test_each_picture_of_a_mixed_batch_is_its_own(backend: str, kernels: ctypes.
     if backend != "kernels":  # each interval, cache and sampler, deterministic and not, with guidance and without
         parameters = [*parameters[:7], *parameters[12:17]]
     mixed = together(runner, parameters, random.Random(1))
-    assert any(len(riders) > 3 for riders in runner.companies), "nobody rode with anybody"
+    assert any(len(riders) > 3 for riders in runner.companions), "nobody rode with anybody"
     for one, picture in zip(parameters, mixed, strict=True):
         alone = solo(other, one)
         assert apart(picture, alone) <= 1, one

@@ -57,7 +57,7 @@ def test_pictures_are_those_of_diffusers_in_company_that_comes_and_goes(make: Ca
     for name, one in wanted.items():
         expected = picture(NAME, one) if name in CASES else stock_picture(NAME, one)
         assert apart(found[name], expected) <= 1, name
-    mixed = any({"short", "three"} <= riders for riders in runner.companies)
+    mixed = any({"short", "three"} <= riders for riders in runner.companions)
     assert mixed is runner.backend.batch_invariant, "only where bits allow it do lengths share a forward"
     assert runner.holdings.memory.taken == 0
 

@@ -23,7 +23,7 @@ from pipeline.text.textual_inversion import words
 from tests.pipeline import embeddings
 from tests.pipeline.embeddings import vectors, write
 from tests.pipeline.long_prompts import words as letters
-from tests.pipeline.worlds import Crank, apart, levels, model, shape, solo, together
+from tests.pipeline.worlds import Crank, apart, levels, model, shape, solo, stock_options, together
 
 FOX = ImageParameters("a fox in ink", 3, 32, 32, negative_prompt="fog", steps=3)
 
@@ -57,13 +57,9 @@ def stock_with(names: dict[str, dict[str, torch.Tensor]]) -> Any:
 def test_pictures_are_those_of_diffusers(folder: Path, fields: dict[str, Any]) -> None:
     wanted, one = replace(FOX, **fields), model("plain")
     pipeline = stock_with({"ink": vectors(one, 3, 1), "oil.v2": vectors(one, 1, 2)})
-    expected = pipeline(
-        wanted.prompt, prompt_2=wanted.prompt_2, negative_prompt=wanted.negative_prompt, width=32, height=32,
-        num_inference_steps=wanted.steps, guidance_scale=wanted.guidance_scale,
-        generator=torch.Generator().manual_seed(wanted.seed),
-    ).images[0]  # fmt: skip
+    expected = np.asarray(pipeline(**stock_options(wanted), prompt_2=wanted.prompt_2).images[0]).astype(int)
     found = solo(runner_of(folder), wanted)
-    assert apart(found, np.asarray(expected).astype(int)) <= 1
+    assert apart(found, expected) <= 1
     assert apart(found, solo(runner_of(None), wanted)) > 0
 
 

@@ -21,7 +21,7 @@ from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
 from pipeline.sampling.samplers import SCHEDULERS
 from tests.core.quant.stage import kernels
-from tests.pipeline.worlds import Watching, apart, levels, options_of, solo, together
+from tests.pipeline.worlds import Watching, apart, levels, options_of, solo, stock_options, together
 
 BACKENDS = ("torch", "kernels", "layers")
 CASES: list[dict[str, Any]] = [
@@ -86,19 +86,16 @@ def wanted(case: dict[str, Any], **options: Any) -> ImageParameters:
 
 
 def runner_of(folder: Path, backend: str = "torch") -> Watching:
-    return Watching(load(str(folder)), **options_of(backend, kernels() if backend == "kernels" else None))
+    return Watching(load(str(folder)), **options_of(backend, kernels()))
 
 
 def check_parity(folder: Path, backend: str = "torch", **changed: Any) -> None:
     """Pictures of a mixed batch are those of diffusers' pipeline, whose parts `changed` replaces."""
     stock, asked = pipeline(**parts() | changed), [wanted(case) for case in CASES]
     for one, picture in zip(asked, together(runner_of(folder, backend), asked), strict=True):
-        expected = stock(
-            one.prompt, negative_prompt=one.negative_prompt, num_inference_steps=one.steps,
-            guidance_scale=one.guidance_scale, generator=torch.Generator().manual_seed(one.seed),
-        ).images[0]  # fmt: skip
-        assert apart(picture, np.asarray(expected).astype(int)) <= 1
-        assert levels(picture).std() > 10, "a flat picture would prove nothing"
+        expected = np.asarray(stock(**stock_options(one)).images[0]).astype(int)
+        assert apart(picture, expected) <= 1
+        assert expected.std() > 10, "a flat picture would prove nothing"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
