@@ -26,8 +26,9 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.extensions import lora
 from pipeline.extensions.costs import left
+from pipeline.quantization import quantized
 from tests.core.tape import Tape
-from tests.pipeline import loras, worlds
+from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, apart, levels, options_of, psnr, solo, stock_options
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
@@ -281,8 +282,10 @@ def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: s
 
 
 @pytest.fixture(scope="module")
-def in_int8(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
-    return worlds.in_int8(tmp_path_factory.mktemp("int8"), tiny.SHAPES[tiny.TINY], kernels)
+def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = tiny.save(tmp_path_factory.mktemp("int8") / "tiny", tiny.SHAPES[tiny.TINY])
+    quantized.make(load(str(saved)), ["a hat"], saved)
+    return saved
 
 
 @pytest.mark.quick("kernels")
