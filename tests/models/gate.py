@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from core.quant.w4a8 import in_int8
 from evaluation.clip import Clip
 from pipeline.checkpoints.load import ImageModel, load
 from tests.core.quant.stage import kernels
-from tests.pipeline.worlds import Crank, Watching, levels
+from tests.pipeline.worlds import Crank, Watching, levels, psnr
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).with_name("quality.json")
@@ -80,13 +79,13 @@ def draw(model: ImageModel, count: int, **options: Any) -> Pictures:
 
 def compare(whole: Pictures, others: Pictures, clip: Clip) -> Figures:
     """PSNR in dB of the pictures beside those of fp32, and the ratio of their mean scores."""
-    psnr = [_psnr(a, b) for a, b in zip(whole, others, strict=True)]
+    ratios = [psnr(a, b) for a, b in zip(whole, others, strict=True)]
     texts = clip.read(NAMES[: len(whole)])
     scores = [
         float((clip.see([picture.astype(np.uint8) for picture in each]) * texts).sum(1).mean())
         for each in (whole, others)
     ]
-    return {"mean_db": sum(psnr) / len(psnr), "worst_db": min(psnr), "score": scores[1] / scores[0]}
+    return {"mean_db": sum(ratios) / len(ratios), "worst_db": min(ratios), "score": scores[1] / scores[0]}
 
 
 def falls(found: Mapping[str, float], stored: Mapping[str, float]) -> list[Fall]:
@@ -103,10 +102,6 @@ def draw_way(name: str, way: str, count: int, change: Callable[[Any], None] | No
     if change is not None:
         change(model.denoiser)
     return draw(model, count, **options)
-
-
-def _psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    return 10 * math.log10(255**2 / max(float(((a - b) ** 2).mean()), 1e-3))
 
 
 def in_4_bits(plain: Any, scheme: str) -> Callable[[Any], None]:

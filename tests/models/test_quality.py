@@ -33,22 +33,14 @@ def drawn(name: str, way: str, count: int) -> gate.Pictures:
     return gate.draw_way(name, way, count)
 
 
-def check(name: str, way: str, count: int) -> None:
-    assert all(picture.std() > 20 for picture in whole(name, count)), "a flat picture would prove nothing"
-    found = gate.compare(whole(name, count), drawn(name, way, count), clip())
+@pytest.mark.quick("emoji-xl-int8-6", "emoji-z-int8-6")
+@pytest.mark.parametrize("count", [gate.FEW, len(gate.NAMES)])
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_pictures_are_as_near_to_fp32_as_when_the_figures_were_stored(name: str, way: str, count: int) -> None:
+    exact = whole(name, count)
+    assert all(picture.std() > 20 for picture in exact), "a flat picture would prove nothing"
+    found = gate.compare(exact, drawn(name, way, count), clip())
     assert gate.falls(found, STORED[str(count)][name][way]) == []
-
-
-@pytest.mark.quick(0, 3)
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_pictures_are_as_near_to_fp32_as_when_the_figures_were_stored(name: str, way: str) -> None:
-    check(name, way, gate.FEW)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_all_pictures_are_as_near_to_fp32_as_when_the_figures_were_stored(name: str, way: str) -> None:
-    check(name, way, len(gate.NAMES))
 
 
 def _layers(network: Any, part: str) -> list[Int8Linear | Int8Conv2d]:

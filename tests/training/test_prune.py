@@ -61,11 +61,8 @@ def test_zeros_stay_zeros() -> None:
 
 def test_what_is_pruned_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of another device would choose other zeros."""
-    run = TrainingRun(tmp_path, tmp_path, tmp_path)
-    rows = torch.stack([torch.arange(2, 26), torch.arange(30, 54)])
-    monkeypatch.setattr(prune, "dense", lambda _: model())
-    kinds = (prune.SMALL, *prune.SPARSE)
-    monkeypatch.setattr(prune.lm, "corpus", lambda *_: Corpus(rows, rows > 0, rows, rows > 0))
+    run, kinds = TrainingRun(tmp_path, tmp_path, tmp_path), (prune.SMALL, *prune.SPARSE)
+    train_on(torch.stack([torch.arange(2, 26), torch.arange(30, 54)]), monkeypatch)
     first = {kind: prune.start(run, kind).state_dict() for kind in kinds}
     monkeypatch.delattr(prune.lm, "corpus")
     for kind in kinds:
@@ -73,13 +70,17 @@ def test_what_is_pruned_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert all(torch.equal(first[kind][name], again[name]) for name in again), kind
 
 
+def train_on(rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune, "dense", lambda _: model())
+    monkeypatch.setattr(prune.lm, "corpus", lambda *_: Corpus(rows, rows > 0, rows, rows > 0))
+
+
 def test_training_follows_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of noise teach nothing but the whole model's distributions."""
     shapes = dataclasses.replace(EMOJI, lm_vocab=64)
     run = TrainingRun(tmp_path, tmp_path, tmp_path, shapes=shapes, iterations=60, batch=16)
     rows = torch.randint(1, 64, (64, LENGTH), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(prune, "dense", lambda _: model())
-    monkeypatch.setattr(prune.lm, "corpus", lambda *_: Corpus(rows, rows > 0, rows, rows > 0))
+    train_on(rows, monkeypatch)
     prune.train(run, prune.SMALL)
     first, *_, last = map(json.loads, (tmp_path / "pruned-small/curve.jsonl").read_text().splitlines())
     assert last["agrees"] > 1.2 * first["agrees"]

@@ -8,8 +8,8 @@ import os
 import shutil
 import signal
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return whole_lines(folder / "line" / "curve.jsonl")
 
 
+def same(one: State, other: State) -> bool:
+    return all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
 @pytest.mark.long
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """The killed one is a process; the undisturbed one and the one that goes on are this one."""
@@ -79,7 +83,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     kept = checkpoint.load(broken / "line" / "state.pt")
     assert kept is not None and 20 <= kept["iteration"] + 1 < LENGTH
     one, two = (train(folder, noisy=True) for folder in (calm, broken))
-    assert all(torch.equal(one[key], two[key]) for key in one) and len(one) > 6
+    assert same(one, two) and len(one) > 6
     curves = [[{**line, "minutes": 0} for line in lines(folder)] for folder in (calm, broken)]
     assert curves[0] == curves[1] and [line["iteration"] for line in curves[0]] == [1, 20, 40, 60]
 
@@ -104,7 +108,7 @@ def test_a_stage_that_is_stopped_goes_on_as_if_it_was_not(
     assert vae.train(run).done and vae.train(calm).done
     assert saved[:4] == [1, 2, 3, 4]
     one, two = (checkpoint.need(each.work / "vae" / "state.pt", "vae")["averaged"]["vae"] for each in (calm, run))
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert same(one, two)
 
 
 def pair(folder: Path, rank: int, port: int) -> None:
@@ -131,7 +135,7 @@ def test_two_processes_train_what_one_does_of_all_rows(tmp_path: Path) -> None:
         assert process.exitcode == 0
     first, second = (torch.load(tmp_path / f"ended-{rank}.pt", weights_only=True) for rank in range(2))
     for name, ended in first.items():
-        assert all(torch.equal(tensor, second[name][key]) for key, tensor in ended.items()), name
+        assert same(ended, second[name]), name
     for key, tensor in train(tmp_path / "alone").items():
         torch.testing.assert_close(first["straight"][key], tensor, atol=1e-5, rtol=1e-4)
     assert [line["iteration"] for line in lines(tmp_path / "straight")] == [1, 20, 40, 60]
@@ -184,14 +188,12 @@ def test_averaged_weights_are_left_in_the_modules_and_learn(run: TrainingRun) ->
 def test_it_waits_while_the_pause_file_exists(run: TrainingRun) -> None:
     run.folder("toy")
     (run.work / "PAUSE").touch()
-    ended: list[Any] = []
-    thread = threading.Thread(target=lambda: ended.append(loop.train(toy()[0], run)))
-    thread.start()
-    thread.join(0.5)
-    assert not ended and thread.is_alive()
-    (run.work / "PAUSE").unlink()
-    thread.join(PATIENCE_S)
-    assert ended and ended[0].done
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(loop.train, toy()[0], run)
+        with pytest.raises(TimeoutError):
+            ended.result(0.5)
+        (run.work / "PAUSE").unlink()
+        assert ended.result(PATIENCE_S).done
 
 
 def test_a_budget_is_required_and_nan_is_fatal(run: TrainingRun) -> None:

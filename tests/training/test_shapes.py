@@ -13,6 +13,8 @@ import pytest
 from safetensors import safe_open
 
 from pipeline.checkpoints import tiny, tiny_zimage
+from training import draft
+from training.run import TrainingRun
 from training.shapes import EMOJI
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -69,6 +71,15 @@ def stand_in(name: str) -> dict[str, Any]:
     return made
 
 
+def shipped(*folder: str) -> dict[str, list[int]]:
+    """The shapes of the weights in a folder."""
+    shapes: dict[str, list[int]] = {}
+    for path in MODELS.joinpath(*folder).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as weights:
+            shapes |= {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+    return shapes
+
+
 @pytest.mark.parametrize(
     "name",
     [f"emoji-xl/{part}" for part in ("unet", "vae", "text_encoder", "text_encoder_2")]
@@ -77,10 +88,11 @@ def stand_in(name: str) -> dict[str, Any]:
 def test_the_stand_in_has_the_shape_of_what_ships(name: str) -> None:
     """But for the words: a stand-in's tokens are bytes."""
     model, part = name.split("/")
-    made = stand_in(model)[part].state_dict()
-    shapes: dict[str, list[int]] = {}
-    for path in (MODELS / model / part).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as weights:
-            shapes |= {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+    made, shapes = stand_in(model)[part].state_dict(), shipped(model, part)
     words = {key for key in made if key.endswith(("token_embedding.weight", "embed_tokens.weight"))}
     assert {key: list(made[key].shape) for key in made.keys() - words} == {k: shapes[k] for k in shapes.keys() - words}
+
+
+def test_a_new_draft_has_the_shape_of_what_ships() -> None:
+    made = draft.build(TrainingRun(Path(), Path(), Path())).state_dict()
+    assert {key: list(tensor.shape) for key, tensor in made.items()} == shipped("emoji-lm-draft")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +23,8 @@ from pipeline.extensions import lora_file
 from pipeline.extensions.adapters import LoraFolder, LoraLease
 from tests.core.quant.stage import kernels
 from tests.pipeline import loras
-from tests.pipeline.worlds import Crank, Watching, levels, solo
+from tests.pipeline.extensions.checks import HeldReads
+from tests.pipeline.worlds import Crank, Watching, apart, solo
 
 LAYERS = {"unet": loras.UNET[:2]}
 NAMES = ("a", "b", "c", "d")
@@ -58,35 +57,8 @@ def taken(adapters: LoraFolder, text: str) -> LoraLease:
     return found
 
 
-def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = LoraFolder(folder, model, 2 * one)
-    for name in ("a", "b", "a", "c"):
-        adapters.check(name)
-    assert list(adapters.held) == ["a", "c"] and adapters.cache.reads == 3
-    adapters.check("a")
-    assert adapters.cache.reads == 3
-    adapters.check("b")
-    assert list(adapters.held) == ["a", "b"] and adapters.cache.reads == 4
-
-
-def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = LoraFolder(folder, model, 2 * one)
-    first, second = taken(adapters, "a"), taken(adapters, "b:0.5")
-    (use,) = adapters.uses(second)
-    adapters.check("c")
-    assert {"a", "b"} <= set(adapters.held)
-    assert adapters.take("c") is None, "not yet"
-    again = adapters.take("a:2,b")
-    assert again is not None, "what is there already takes no more room"
-    adapters.cache.give(first.files)
-    assert adapters.take("c") is None
-    adapters.cache.give(again.files)
-    third = adapters.take("c")
-    assert third is not None
-    assert adapters.uses(second)[0].factors is use.factors
-    for one_taken in (second, third):
-        adapters.cache.give(one_taken.files)
-    assert sum(adapters.held.values()) <= 2 * one
+def hat(lora: str = "", steps: int = 2) -> ImageParameters:
+    return ImageParameters("a hat", 1, 32, 32, steps=steps, lora=lora)
 
 
 def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: ImageModel, one: int) -> None:
@@ -103,14 +75,11 @@ def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: 
 
 def test_what_never_fits_is_refused_by_name(folder: Path, model: ImageModel, one: int) -> None:
     adapters = LoraFolder(folder, model, 2 * one)
-    adapters.check("a,b")
-    for _ in range(2):
-        with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
-            adapters.check("big")
-    assert [*adapters.held] == ["a", "b"] and adapters.cache.reads == 2, "nothing is evicted for it"
+    with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
+        adapters.check("big")
     with pytest.raises(ModelError, match=r"^lora a and b and c: needs"):
         adapters.check("a,b,c")
-    assert sum(adapters.held.values()) <= 2 * one
+    assert adapters.cache.reads == 3 and sum(adapters.held.values()) <= 2 * one
 
 
 def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
@@ -141,23 +110,25 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
 def test_the_books_balance_whatever_comes(
     steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
 ) -> None:
-    adapters = LoraFolder(folder, model, 2 * one)
-    held: list[tuple[str, LoraLease]] = []
+    adapters, held = LoraFolder(folder, model, 2 * one), list[tuple[set[str], LoraLease]]()
+
+    def in_use() -> set[str]:
+        return set[str]().union(*(names for names, _ in held))
+
     for what, text in steps:
-        if what == "check":
+        names = {*text.split(",")}
+        if what == "give":
+            if held:
+                adapters.cache.give(held.pop(0)[1].files)
+        else:
             adapters.check(text)
-        elif what == "give" and held:
-            adapters.cache.give(held.pop(0)[1].files)
-        elif what == "take":
-            adapters.check(text)
+        if what == "take":
             found = adapters.take(text)
-            in_use = {name for names, _ in held for name in names.split(",")}
-            assert (found is None) == (bool(in_use) and len(in_use | set(text.split(","))) > 2)
+            assert (found is None) == (bool(held) and len(in_use() | names) > 2)
             if found is not None:
                 adapters.uses(found)
-                held.append((text, found))
-        in_use = {name for names, _ in held for name in names.split(",")}
-        assert in_use <= set(adapters.held) and adapters.cache._pinned == len(in_use) * one
+                held.append((names, found))
+        assert in_use() <= set(adapters.held) and adapters.cache._pinned == len(in_use()) * one
         assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
     for _, found in held:
         adapters.cache.give(found.files)
@@ -166,44 +137,29 @@ def test_the_books_balance_whatever_comes(
 
 def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None:
     adapters = LoraFolder(folder, model, 2 * one)
-    failures: list[BaseException] = []
 
     def work(name: str) -> None:
-        try:
-            for _ in range(30):
-                adapters.check(name)
-                found = adapters.take(name)
-                if found is not None:
-                    assert [use.name for use in adapters.uses(found)] == [name]
-                    adapters.cache.give(found.files)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(30):
+            adapters.check(name)
+            if (found := adapters.take(name)) is not None:
+                assert [use.name for use in adapters.uses(found)] == [name]
+                adapters.cache.give(found.files)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in NAMES * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and adapters.cache._pinned == 0 and sum(adapters.held.values()) <= 2 * one
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, NAMES * 2))
+    assert adapters.cache._pinned == 0 and sum(adapters.held.values()) <= 2 * one
 
 
 def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: ImageModel, one: int) -> None:
-    wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=2, lora=name) for name in (*NAMES, "a,b")}
-
-    def drawn(room: int, submit: Callable[[Crank], None]) -> dict[str, object]:
-        runner = Watching(model, loras=folder, lora_bytes=room)
-        crank = Crank(runner)
-        submit(crank)
-        return crank.pictures()
-
-    def all_of(crank: Crank) -> None:
-        for name, one_wanted in wanted.items():
-            crank.submit(name, one_wanted)
-
-    wide, narrow = drawn(100 * one, all_of), drawn(2 * one, all_of)
-    assert wide.keys() == narrow.keys() == wanted.keys()
-    for name in wanted:
-        assert abs(levels(wide[name]) - levels(narrow[name])).max() <= 1
+    names, drawn = (*NAMES, "a,b"), []
+    for room in (100 * one, 2 * one):
+        crank = Crank(Watching(model, loras=folder, lora_bytes=room))
+        for name in names:
+            crank.submit(name, hat(name))
+        drawn.append(crank.pictures())
+    wide, narrow = drawn
+    assert wide.keys() == narrow.keys() == {*names}
+    assert all(apart(wide[name], narrow[name]) <= 1 for name in names)
 
 
 def test_a_request_that_waits_for_room_delays_none_that_needs_no_lora(
@@ -211,11 +167,11 @@ def test_a_request_that_waits_for_room_delays_none_that_needs_no_lora(
 ) -> None:
     """It keeps its place: no request with a LoRA that comes later is admitted before it."""
     crank = Crank(Watching(model, loras=folder, lora_bytes=one))
-    crank.submit("long", ImageParameters("a hat", 1, 32, 32, steps=30, lora="a"), tenant="long")
+    crank.submit("long", hat("a", 30), tenant="long")
     crank.turn()
-    crank.submit("waiting", ImageParameters("a hat", 1, 32, 32, steps=2, lora="b"), tenant="waiting")
-    later = crank.submit("later", ImageParameters("a hat", 1, 32, 32, steps=2, lora="a"), tenant="later")
-    crank.submit("plain", ImageParameters("a hat", 1, 32, 32, steps=2), tenant="plain")
+    crank.submit("waiting", hat("b"), tenant="waiting")
+    later = crank.submit("later", hat("a"), tenant="later")
+    crank.submit("plain", hat(), tenant="plain")
     while "plain" not in crank.ended:
         assert "long" not in crank.ended, "the plain picture waited for a file that it does not use"
         crank.turn()
@@ -225,53 +181,25 @@ def test_a_request_that_waits_for_room_delays_none_that_needs_no_lora(
     assert crank.pictures().keys() == {"long", "waiting", "later", "plain"}
 
 
-class Gate:
-    """Holds the reading of one file until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self.niceness = 0
-        real = lora_file.read
-
-        def read(asked: str, *given: Any) -> Any:
-            if asked == name:
-                self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-                self.reached.set()
-                assert self.opened.wait(60)
-            return real(asked, *given)
-
-        monkeypatch.setattr(lora_file, "read", read)
-
-
 def test_steps_of_others_go_on_while_a_lora_is_read(
-    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, model: ImageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When its request comes, and when it was evicted before its request was admitted."""
-    wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=4, lora=name) for name in ("a", "b")}
+    """One that was evicted before its request was admitted."""
+    wanted = {name: hat(name, 4) for name in ("a", "b")}
     expected = {name: solo(Watching(model, loras=folder), asked) for name, asked in wanted.items()}
-    runner = Watching(model, loras=folder, lora_bytes=2 * one)
+    runner = Watching(model, loras=folder)
     crank = Crank(runner)
-    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        gate = Gate(patch, "b")
-        checked = pool.submit(runner.check, Request("early", "image", wanted["b"]))
-        assert gate.reached.wait(60)
-        crank.submit("a", wanted["a"])
-        assert np.array_equal(levels(crank.pictures()["a"]), levels(expected["a"])) and not checked.done()
-        gate.opened.set()
-        checked.result(60)
-    with monkeypatch.context() as patch:
-        gate = Gate(patch, "b")
-        crank = Crank(runner)
-        crank.submit("a", wanted["a"])
+    crank.submit("a", wanted["a"])
+    crank.turn()
+    crank.submit("b", wanted["b"])
+    reads = HeldReads(monkeypatch, lora_file)
+    runner.folder("lora").cache._files["b"].content = None  # as if others had needed the room
+    while "a" not in crank.ended:
         crank.turn()
-        crank.submit("b", wanted["b"])
-        runner.folder("lora").cache._files["b"].content = None  # as if others had needed the room
-        while "a" not in crank.ended:
-            crank.turn()
-        assert gate.reached.wait(60)
-        gate.opened.set()
-        drawn = crank.pictures()
-    assert all(np.array_equal(levels(drawn[name]), levels(expected[name])) for name in wanted)
+    assert reads.begun.wait(60)
+    reads.go_on.set()
+    drawn = crank.pictures()
+    assert all(apart(drawn[name], expected[name]) == 0 for name in wanted)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -297,7 +225,7 @@ def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
     runner = Watching(model, loras=folder, kernels=kernels() if packs else None)
     crank = Crank(runner)
     for name in ("a", "b,c"):
-        crank.submit(name, ImageParameters("a hat", 1, 32, 32, steps=2, lora=name))
+        crank.submit(name, hat(name))
     runner.folder("lora").cache._files["a"].content = None  # as if others had needed the room
     crank.pictures()
     runner.close()
@@ -308,9 +236,7 @@ def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
 def test_what_is_not_admitted_says_what_it_lacks_and_holds_nothing(folder: Path, model: ImageModel, one: int) -> None:
     """Its files before the room that all share: who lacks both must not delay those who need no files."""
     runner = Watching(model, loras=folder, lora_bytes=one, max_requests=1)
-    first, other, same = (
-        Request(name, "image", ImageParameters("a hat", 1, 32, 32, steps=2, lora=name[0])) for name in ("a", "b", "a2")
-    )
+    first, other, same = (Request(name, "image", hat(name[0])) for name in ("a", "b", "a2"))
     for request in (first, other, same):
         runner.check(request)
     assert runner.admit(first) is None

@@ -6,6 +6,7 @@ import os
 import threading
 import unicodedata
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def test_what_cannot_be_offered_is_logged_once_with_the_reason(
         write(tmp_path, name)
     (tmp_path / "old.ckpt").write_bytes(b"")
     (tmp_path / "loud.SAFETENSORS").write_bytes(b"")
+    (tmp_path / ".hidden.safetensors").write_bytes(b"")
     (tmp_path / "styles").mkdir()
     write(tmp_path / "styles", "ink")
     files = Files(tmp_path)
@@ -81,20 +83,18 @@ def test_names_are_listed_and_found_in_their_normal_form(name: str, form: Any, t
 
 def test_a_listing_compares_each_entry_a_few_times(tmp_path: Path) -> None:
     """Not each with each: workers list their folders again and again beside drawing."""
-    comparisons = 0
+    compared = []
 
     class Counted(type(tmp_path)):  # type: ignore[misc]
         def __eq__(self, other: object) -> bool:
-            nonlocal comparisons
-            comparisons += 1
+            compared.append(other)
             return bool(super().__eq__(other))
 
         __hash__ = type(tmp_path).__hash__
 
     for number in range(200):
         (tmp_path / f"{number}.safetensors").touch()
-    assert len(weight_files.offered(Counted(tmp_path))) == 200
-    assert comparisons <= 5 * 200
+    assert len(weight_files.offered(Counted(tmp_path))) == 200 and len(compared) <= 5 * 200
 
 
 def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None:
@@ -110,19 +110,15 @@ def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None
 
     files = Files(tmp_path, reading)
     assert files.get("kept") == kept
-    threads = [threading.Thread(target=files.get, args=("slow",), daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(60)
-    found: list[bytes] = []
-    third = threading.Thread(target=lambda: found.append(files.get("kept")), daemon=True)
-    third.start()
-    third.join(60)
-    assert found == [kept]
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert files.get("slow") == slow and reads == ["kept", "slow"] and [*files.held] == ["kept", "slow"]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(files.get, "slow") for _ in range(2)]
+        assert begun.wait(60)
+        try:
+            assert pool.submit(files.get, "kept").result(60) == kept
+        finally:
+            go_on.set()
+        assert [file.result(60) for file in waiting] == [slow, slow]
+    assert reads == ["kept", "slow"] and [*files.held] == ["kept", "slow"]
 
 
 def test_a_file_that_is_written_over_is_read_anew(tmp_path: Path) -> None:

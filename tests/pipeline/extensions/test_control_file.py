@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 
-from contract.errors import Invalid
 from contract.image import ImageParameters
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions import control_file
 from tests.pipeline import worlds
 from tests.pipeline.controls import adapter, control, controlnet, save, union
+from tests.pipeline.damage import edit
+from tests.pipeline.extensions.checks import refusal
 from tests.pipeline.original_layout import original_controlnet
-from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo
+from tests.pipeline.worlds import Watching, model, shared_lane
 
 SHAPE = "files"
 
@@ -50,7 +50,7 @@ def read(folder: Path, name: str) -> Any:
     return control_file.read(name, control_file.find(folder, name), model(SHAPE), torch.float32)
 
 
-def refusal(folder: Path, name: str) -> str:
+def refused(folder: Path, name: str) -> str:
     with pytest.raises(ModelError) as caught:
         read(folder, name)
     assert str(folder) not in str(caught.value), "it tells where things lie"
@@ -62,39 +62,30 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_a_file_is_read_as_the_folder(folder: Path) -> None:
-    save_file(weights(), folder / "single.safetensors")
-    save_file(original_controlnet(net()), folder / "original.safetensors")
-    bare = {key.removeprefix("control_model."): value for key, value in original_controlnet(net()).items()}
-    save_file(bare, folder / "bare.safetensors")
+    original = original_controlnet(net())
+    bare = {key.removeprefix("control_model."): value for key, value in original.items()}
+    for name, state in (("single", weights()), ("original", original), ("bare", bare)):
+        save_file(state, folder / f"{name}.safetensors")
     assert control_file.offered(folder) == ["bare", "folder", "original", "single"]
-    for name in control_file.offered(folder):
-        found = read(folder, name).network
-        own = found.state_dict()
-        assert own.keys() == weights().keys()
-        assert all(torch.equal(own[key], value) for key, value in weights().items()), name
-    digests = {read(folder, name).digest for name in control_file.offered(folder)}
-    assert len(digests) == 4
+    found = [read(folder, name) for name in control_file.offered(folder)]
+    for own in (file.network.state_dict() for file in found):
+        assert own.keys() == weights().keys() and all(torch.equal(own[key], value) for key, value in weights().items())
+    assert len({file.digest for file in found}) == 4
 
 
 @pytest.mark.parametrize("original", [False, True])
 def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(tmp_path: Path, original: bool) -> None:
     own = original_controlnet(net()) if original else weights()
-    scaled: dict[str, torch.Tensor] = {}
-    for key, weight in own.items():
-        scaled[key] = weight
-        if key.endswith(".weight") and weight.dim() >= 2:
-            scale = weight.abs().max().clamp(min=1e-6) / 448  # zero convolutions are zeros
-            scaled |= {
-                key: (weight / scale).to(torch.float8_e4m3fn),
-                f"{key.removesuffix('.weight')}.scale_weight": scale,
-            }
+    scaled, layer = dict(own), ""
+    for key in [key for key, weight in own.items() if key.endswith(".weight") and weight.dim() >= 2]:
+        layer, scale = key.removesuffix(".weight"), own[key].abs().max().clamp(min=1e-6) / 448  # some are zeros
+        scaled |= {key: (own[key] / scale).to(torch.float8_e4m3fn), f"{layer}.scale_weight": scale}
     save_file(scaled, tmp_path / "scaled.safetensors")
     found = read(tmp_path, "scaled").network.state_dict()
     for key, weight in weights().items():
         assert (found[key] - weight).abs().max() <= 2**-4 * weight.abs().max(), key
-    layer = next(key for key in scaled if key.endswith(".scale_weight")).removesuffix(".scale_weight")
     save_file({**scaled, f"{layer}.comfy_quant": torch.zeros(4, dtype=torch.uint8)}, tmp_path / "scaled.safetensors")
-    assert f"scaled.safetensors: {layer}.comfy_quant names no format" in refusal(tmp_path, "scaled")
+    assert f"scaled.safetensors: {layer}.comfy_quant names no format" in refused(tmp_path, "scaled")
 
 
 @pytest.mark.parametrize("make", [union, adapter])
@@ -109,10 +100,9 @@ def test_other_kinds_are_read_as_folders_and_files(make: Any, tmp_path: Path) ->
 
 
 def test_a_union_is_known_by_its_weights_whatever_its_config_says(tmp_path: Path) -> None:
-    config = save(union(model(SHAPE)), tmp_path, "folder") / "config.json"
-    given = json.loads(config.read_text())
+    save(union(model(SHAPE)), tmp_path, "folder")
     for kind in ("ControlNetModel", "ControlNetModel_Union"):
-        config.write_text(json.dumps({**given, "_class_name": kind}))
+        edit("folder/config.json", _class_name=kind)(tmp_path)
         assert type(read(tmp_path, "folder").network).__name__ == "ControlNetUnionModel"
 
 
@@ -137,52 +127,37 @@ OTHERS = {
 @pytest.mark.parametrize(("key", "words"), OTHERS.items())
 def test_other_kinds_are_named_with_the_key(key: str, words: str, tmp_path: Path) -> None:
     save_file({key: torch.zeros(2)}, tmp_path / "other.safetensors")
-    told = refusal(tmp_path, "other")
+    told = refused(tmp_path, "other")
     assert told.startswith("control other: other.safetensors: ") and words in told and key in told
 
 
 def damaged(folder: Path) -> dict[str, str]:
     """What is wrong with each, by its name."""
-    whole = weights()
-    save_file(whole, folder / "good.safetensors")
-    data = (folder / "good.safetensors").read_bytes()
+    whole, key = weights(), "controlnet_mid_block.weight"
+    data = save_bytes(whole)
     (folder / "cut.safetensors").write_bytes(data[:-100])
     (folder / "header.safetensors").write_bytes(data[:50])
     torch.save(whole, folder / "pickled.pth")
     torch.save(whole, folder / "disguised.safetensors")
-    key = "controlnet_mid_block.weight"
-    save_file({name: value for name, value in whole.items() if name != key}, folder / "missing.safetensors")
-    save_file({**whole, key: whole[key][:1]}, folder / "shape.safetensors")
-    save_file({**whole, key: whole[key] / 0}, folder / "infinite.safetensors")
-    save_file({**whole, "more.weight": torch.zeros(2)}, folder / "more.safetensors")
+    kinds = {make.__name__: make(model(SHAPE)).state_dict() for make in (union, adapter)}
+    files: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+        "missing": ({name: value for name, value in whole.items() if name != key}, f"has no weights for {key}"),
+        "shape": ({**whole, key: whole[key][:1]}, f"{key} is [1, 32, 1, 1], not"),
+        "infinite": ({**whole, key: whole[key] / 0}, "not finite"),
+        "more": ({**whole, "more.weight": torch.zeros(2)}, "has no use for more.weight"),
+        "number": ({**whole, "controlnet_cond_embedding.conv_in.weight": torch.tensor(1.0)}, ""),
+        "flat-kinds": ({**kinds["union"], "task_embedding": torch.zeros(4)}, ""),
+        "flat-adapter": ({**kinds["adapter"], "adapter.conv_in.weight": torch.zeros(4)}, ""),
+        "bare-adapter": ({"adapter.conv_in.weight": torch.zeros(4, 768, 3, 3)}, ""),
+        "bare-original": ({"control_model.zero_convs.0.0.weight": torch.zeros(2, 2)}, ""),
+    }
+    for name, (state, _) in files.items():
+        save_file({key: tensor.clone() for key, tensor in state.items()}, folder / f"{name}.safetensors")
     return {
         "cut": "no whole safetensors", "header": "no whole safetensors", "pickled": "is a pickle",
-        "disguised": "is a pickle", "missing": f"has no weights for {key}", "shape": f"{key} is [1, 32, 1, 1], not",
-        "infinite": "not finite", "more": "has no use for more.weight", "nowhere": "there is no folder nowhere",
+        "disguised": "is a pickle", "nowhere": "there is no folder nowhere",
+        **{name: said for name, (_, said) in files.items()},
     }  # fmt: skip
-
-
-def malformed(folder: Path) -> list[str]:
-    """Files with keys of a known kind, of other shapes or without those that go with them; their names."""
-    kinds = {"net": weights(), "union": union(model(SHAPE)).state_dict(), "adapter": adapter(model(SHAPE)).state_dict()}
-    made = {
-        "number": {**kinds["net"], "controlnet_cond_embedding.conv_in.weight": torch.tensor(1.0)},
-        "flat-kinds": {**kinds["union"], "task_embedding": torch.zeros(4)},
-        "flat-adapter": {**kinds["adapter"], "adapter.conv_in.weight": torch.zeros(4)},
-        "bare-adapter": {"adapter.conv_in.weight": torch.zeros(4, 768, 3, 3)},
-        "bare-original": {"control_model.zero_convs.0.0.weight": torch.zeros(2, 2)},
-    }
-    for name, state in made.items():
-        save_file({key: tensor.clone() for key, tensor in state.items()}, folder / f"{name}.safetensors")
-    return [*made]
-
-
-def test_shapes_and_keys_that_no_network_has_are_refused(folder: Path) -> None:
-    for name in malformed(folder):
-        assert refusal(folder, name).startswith(f"control {name}: ")
-    config = folder / "folder" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "_class_name": ["ControlNetModel"]}))
-    assert "is of class ['ControlNetModel']" in refusal(folder, "folder")
 
 
 def test_a_file_in_8_bits_is_read(tmp_path: Path) -> None:
@@ -214,27 +189,29 @@ def test_a_folder_that_may_not_be_read_is_none_of_them() -> None:
         save_file(weights(), folder / "net.safetensors")
         with as_nobody():
             assert control_file.offered(folder) == ["net"]
-            assert "there is no folder closed" in refusal(folder, "closed")
+            assert "there is no folder closed" in refused(folder, "closed")
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
     for name, words in damaged(tmp_path).items():
-        told = refusal(tmp_path, name)
+        told = refused(tmp_path, name)
         assert told.startswith(f"control {name}: ") and words in told, told
 
 
 def test_folders_of_other_kinds_are_named(folder: Path) -> None:
-    config = folder / "folder" / "config.json"
-    given = json.loads(config.read_text())
-    config.write_text(json.dumps({**given, "_class_name": "UNet2DConditionModel"}))
-    assert "is of class UNet2DConditionModel" in refusal(folder, "folder")
-    config.write_text("{")
-    assert "is not JSON" in refusal(folder, "folder")
-    config.write_text(json.dumps({**given, "cross_attention_dim": 64}))
-    assert "does not fit its config.json" in refusal(folder, "folder") or "does not load" in refusal(folder, "folder")
-    pickled = shutil.copytree(folder / "folder", folder / "pickled")
-    (pickled / "diffusion_pytorch_model.safetensors").rename(pickled / "diffusion_pytorch_model.bin")
-    assert "pickles can run code" in refusal(folder, "pickled")
+    for changes, words in (
+        ({"_class_name": "UNet2DConditionModel"}, "is of class UNet2DConditionModel"),
+        ({"_class_name": ["ControlNetModel"]}, "is of class ['ControlNetModel']"),
+        ({"_class_name": "ControlNetModel", "cross_attention_dim": 64}, "does not"),  # fit its config.json, or load
+    ):
+        edit("folder/config.json", **changes)(folder)
+        assert words in refused(folder, "folder")
+    (folder / "folder" / "config.json").write_text("{")
+    assert "is not JSON" in refused(folder, "folder")
+    save(net(), folder, "pickled")
+    stem = folder / "pickled" / "diffusion_pytorch_model"
+    stem.with_suffix(".safetensors").rename(stem.with_suffix(".bin"))
+    assert "pickles can run code" in refused(folder, "pickled")
 
 
 @pytest.mark.parametrize(
@@ -249,14 +226,9 @@ def test_folders_of_other_kinds_are_named(folder: Path) -> None:
         ({"conditioning_channels": 6}, "conditioning_channels is 6"),
     ],
 )
-def test_a_network_of_another_model_is_refused_and_the_runner_lives(
-    changes: dict[str, Any], words: str, folder: Path
-) -> None:
-    save(controlnet(model(SHAPE), **changes), folder, "other")
-    runner = Watching(model(SHAPE), lane=shared_lane(), controls=folder)
-    good = ImageParameters("a cat", 1, 32, 32, steps=2, control=(control("folder", 32),))
-    with pytest.raises(Invalid) as caught:
-        Crank(runner).submit("x", ImageParameters("a cat", 1, 32, 32, steps=2, control=(control("other", 32),)))
-    assert caught.value.field == "control.model" and "is of another model" in caught.value.message
-    assert words in caught.value.message and not re.search(r"/tmp", caught.value.message)
-    assert levels(solo(runner, good)).std() > 0
+def test_a_network_of_another_model_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save(controlnet(model(SHAPE), **changes), tmp_path, "other")
+    runner = Watching(model(SHAPE), lane=shared_lane(), controls=tmp_path)
+    error = refusal(runner, ImageParameters("a cat", 1, 32, 32, steps=2, control=(control("other", 32),)))
+    assert error.field == "control.model" and "is of another model" in error.message
+    assert words in error.message and not re.search(r"/tmp", error.message)

@@ -21,15 +21,12 @@ from pipeline.quantization import quantized
 from tests.pipeline import loras
 from tests.pipeline.controls import control, controlnet
 from tests.pipeline.controls import save as save_control
+from tests.pipeline.extensions.checks import check_bits
 from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
 from tests.pipeline.pixels.test_edit import photograph
-from tests.pipeline.worlds import SHAPES, Watching, levels, shared_lane, solo, together
+from tests.pipeline.worlds import SHAPES, Watching, apart, options_of, psnr, shared_lane, solo, together
 
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 SIDE = 32
 
 
@@ -112,29 +109,19 @@ def together_with_all() -> list[ImageParameters]:
     ]
 
 
-@pytest.mark.quick("programs")
-@pytest.mark.parametrize("name", ["torch", "programs"])
+@pytest.mark.quick("kernels")
+@pytest.mark.parametrize("backend", ["torch", "kernels"])
 def test_lora_control_and_image_prompt_in_one_request_equal_diffusers(
-    name: str, folder: Path, kernels: ctypes.CDLL
-) -> None:  # fmt: skip
-    runner = runner_of(folder, **({"kernels": kernels} if name == "programs" else {}))
-    asked = together_with_all()
-    pictures = together(runner, asked)
+    backend: str, folder: Path, kernels: ctypes.CDLL
+) -> None:
+    runner, asked = runner_of(folder, **options_of(backend, kernels)), together_with_all()
+    pictures = (check_bits if backend == "kernels" else together)(runner, asked)
     for one, picture in zip(asked, pictures, strict=True):
-        if one.image_prompts:
-            assert np.abs(levels(picture) - stock_all(folder, one)).max() <= 1, one
-        if name == "programs":
-            assert np.array_equal(levels(picture), levels(solo(runner, one)))
-    first = asked[0]
+        assert not one.image_prompts or apart(picture, stock_all(folder, one)) <= 1, one
     for without in ({"lora": ""}, {"control": ()}, {"image_prompts": ()}):
-        other = solo(runner, replace(first, **without))
-        assert np.abs(levels(pictures[0]) - levels(other)).max() > 3, f"{without} would prove nothing"
+        other = solo(runner, replace(asked[0], **without))
+        assert apart(pictures[0], other) > 3, f"{without} would prove nothing"
     assert set(pictures[0].fingerprint) >= {"lora", "control", "image_prompts"}
-
-
-def decibels(one: Any, other: Any) -> float:
-    error = (levels(one) - levels(other)).astype(float)
-    return float(10 * np.log10(255**2 / max((error**2).mean(), 1e-9)))
 
 
 def test_in_int8_they_are_as_near_to_fp32_as_pictures_without(folder: Path, kernels: ctypes.CDLL) -> None:
@@ -147,12 +134,8 @@ def test_in_int8_they_are_as_near_to_fp32_as_pictures_without(folder: Path, kern
         for seed in range(1, 5)
         for prompts in ((), (prompt("base", seed),), (prompt("plus", seed), prompt("base", seed)))
     ]
-    pictures = together(eight, asked)
-    shared = [{int(index) % 3 for index, _ in riders} for phase, riders in eight.rides if phase == "deep"]
-    assert {0, 1, 2} in shared
-    found: dict[int, list[float]] = {0: [], 1: [], 2: []}
-    for one, picture in zip(asked, pictures, strict=True):
-        assert np.array_equal(levels(picture), levels(solo(eight, one)))
-        found[len(one.image_prompts)].append(decibels(picture, solo(exact, one)))
-    means = {count: float(np.mean(own)) for count, own in found.items()}
-    assert min(means[1], means[2]) > means[0] - 2 and min(map(min, found.values())) > 22, found
+    pictures = check_bits(eight, asked)
+    assert {0, 1, 2} in [{int(index) % 3 for index in riders} for riders in eight.companions if riders != {"solo"}]
+    found = [psnr(picture, solo(exact, one)) for one, picture in zip(asked, pictures, strict=True)]
+    without, one_prompt, two = (float(np.mean(found[count::3])) for count in range(3))
+    assert min(one_prompt, two) > without - 2 and min(found) > 22, found

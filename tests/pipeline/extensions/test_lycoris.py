@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from tests.core.quant.stage import normal
 
 NAME = "lora_unet_x"
 ROOM = 10**7
+LOHA = {"hada_w1_a": (6, 2), "hada_w1_b": (2, 7), "hada_w2_a": (6, 2), "hada_w2_b": (2, 7)}
 
 
 def pair(state: dict[str, Tensor], most: int = ROOM) -> tuple[Tensor, Tensor, float]:
@@ -49,56 +50,24 @@ def by_peft(kind: str, layer: nn.Module, **config: Any) -> tuple[dict[str, Tenso
     return {**state, "alpha": torch.tensor(2.0)}, module.get_delta_weight("default").detach()
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(24, 16),
-    "narrow": lambda: nn.Linear(6, 5),
-    "conv": lambda: nn.Conv2d(8, 12, 3),
-    "point": lambda: nn.Conv2d(16, 24, 1),
-}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(24, 16), nn.Linear(6, 5), nn.Conv2d(8, 12, 3), nn.Conv2d(16, 24, 1)], ids=str
+)
 @pytest.mark.parametrize("tucker", [False, True])
-def test_loha_is_what_peft_adds(layer: str, tucker: bool) -> None:
-    state, delta = by_peft("LoHa", LAYERS[layer](), use_effective_conv2d=tucker)
-    found = added(state)
-    torch.testing.assert_close(found, delta.flatten(1), rtol=1e-4, atol=1e-5)
-    assert pair(state)[0].shape[0] <= min(found.shape)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("tucker", [False, True])
-@pytest.mark.parametrize("both", [False, True])
-def test_lokr_is_what_peft_adds(layer: str, tucker: bool, both: bool) -> None:
-    state, delta = by_peft("LoKr", LAYERS[layer](), use_effective_conv2d=tucker, decompose_both=both)
-    whole = not any(name.endswith("_b") for name in state)
+@pytest.mark.parametrize(
+    ("kind", "config"), [("LoHa", {}), ("LoKr", {"decompose_both": False}), ("LoKr", {"decompose_both": True})]
+)
+def test_a_product_is_what_peft_adds(kind: str, config: dict[str, bool], tucker: bool, layer: nn.Module) -> None:
+    state, delta = by_peft(kind, copy.deepcopy(layer), use_effective_conv2d=tucker, **config)
+    whole = kind == "LoKr" and not any(name.endswith("_b") for name in state)
     scale = 1 / (2 / 3) if whole else 1.0  # peft scales whole factors, too, and LyCORIS does not
     found = added(state)
     torch.testing.assert_close(found, scale * delta.flatten(1), rtol=1e-4, atol=1e-5)
     assert pair(state)[0].shape[0] <= min(found.shape)
 
 
-def test_whole_factors_of_lokr_have_no_scale() -> None:
-    first, second = normal(0, 2, 3), normal(1, 5, 4, 3, 3)
-    state = {"lokr_w1": first, "lokr_w2": second, "alpha": torch.tensor(7.0)}
-    torch.testing.assert_close(added(state), torch.kron(first[:, :, None, None], second).flatten(1))
-
-
-def test_three_factors_are_two_convolutions_behind_one_another() -> None:
-    """The down and mid of LyCORIS's LoCon with a Tucker decomposition are one convolution."""
-    down, mid, up = normal(0, 4, 8, 1, 1), normal(1, 4, 4, 3, 3), normal(2, 12, 4, 1, 1)
-    made_down, made_up, scale = pair(
-        {"lora_down.weight": down, "lora_mid.weight": mid, "lora_up.weight": up, "alpha": torch.tensor(2.0)}
-    )
-    x = normal(3, 2, 8, 5, 6)
-    wanted = nn.functional.conv2d(nn.functional.conv2d(nn.functional.conv2d(x, down), mid, padding=1), up)
-    found = nn.functional.conv2d(nn.functional.conv2d(x, made_down, padding=1), made_up[:, :, None, None])
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert scale == 0.5
-
-
 def test_a_scalar_counts_and_an_alpha_may_be_missing() -> None:
-    state = {f"hada_w{n}_{side}": normal(n, *shape) for n in (1, 2) for side, shape in (("a", (6, 2)), ("b", (2, 7)))}
+    state = {name: normal(seed, *shape) for seed, (name, shape) in enumerate(LOHA.items())}
     plain = added(state)
     torch.testing.assert_close(added({**state, "scalar": torch.tensor(0.5)}), 0.5 * plain)
     torch.testing.assert_close(added({**state, "alpha": torch.tensor(1.0)}), 0.5 * plain)
@@ -106,19 +75,19 @@ def test_a_scalar_counts_and_an_alpha_may_be_missing() -> None:
 
 def test_other_keys_are_left_as_they_are() -> None:
     other = {"lora_unet_y.lora_down.weight": normal(0, 2, 3), "lora_unet_y.alpha": torch.tensor(1.0), "z": normal(1, 2)}
-    hada = {f"{NAME}.hada_w{n}_{side}": normal(n, 2, 2) for n in (1, 2) for side in "ab"}
+    loha = {f"{NAME}.{name}": normal(2, *shape) for name, shape in LOHA.items()}
     assert as_pairs(other, ROOM) == other
-    made = as_pairs({**other, **hada}, ROOM)
+    made = as_pairs({**other, **loha}, ROOM)
     assert all(made[key] is tensor for key, tensor in other.items()) and len(made) == len(other) + 3
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("shapes", "said"),
     [
         ({"hada_w1_a": (6, 2)}, "LoHa 'lora_unet_x' lacks hada_w1_b"),
-        ({"hada_w1_a": (6, 2), "hada_w1_b": (2, 7), "hada_w2_a": (6, 2), "hada_w2_b": (3, 7)}, "do not fit each other"),
-        ({"hada_w1_a": (6, 2), "hada_w1_b": (2, 7), "hada_w2_a": (5, 2), "hada_w2_b": (2, 7)}, "do not fit each other"),
-        ({"hada_w1_a": (6,), "hada_w1_b": (2, 7), "hada_w2_a": (5, 2), "hada_w2_b": (2, 7)}, "do not fit each other"),
+        ({**LOHA, "hada_w2_b": (3, 7)}, "do not fit each other"),
+        ({**LOHA, "hada_w2_a": (5, 2)}, "do not fit each other"),
+        ({**LOHA, "hada_w1_a": (6,)}, "do not fit each other"),
         ({"lokr_w1": (2, 2)}, "LoKr 'lora_unet_x' lacks lokr_w2_a"),
         ({"lokr_w1": (2,), "lokr_w2": (2, 2)}, "do not fit each other"),
         ({"lokr_w1": (2, 2), "lokr_w2_a": (2, 3), "lokr_w2_b": (2, 2)}, "do not fit each other"),
@@ -129,9 +98,9 @@ def test_other_keys_are_left_as_they_are() -> None:
         ),
     ],
 )
-def test_factors_that_do_not_fit_are_refused_by_name(state: dict[str, tuple[int, ...]], said: str) -> None:
+def test_factors_that_do_not_fit_are_refused_by_name(shapes: dict[str, tuple[int, ...]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        pair({name: torch.ones(shape) for name, shape in state.items()})
+        pair({name: torch.ones(shape) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize(
@@ -166,24 +135,21 @@ def test_small_factors_of_large_matrices_take_no_memory(
 
 
 def test_all_pairs_of_a_file_count_together() -> None:
-    state = {
-        f"lora_unet_{layer}.hada_w{n}_{side}": torch.ones(8, 2) if side == "a" else torch.ones(2, 8)
-        for layer in range(10)
-        for n in (1, 2)
-        for side in "ab"
-    }
-    assert len(as_pairs(state, 10 * 64)) == 30
+    state = {f"lora_unet_{n}.{name}": torch.ones(shape) for n in range(10) for name, shape in LOHA.items()}
+    room = 10 * 4 * (6 + 7)
+    assert len(as_pairs(state, room)) == 30
     with pytest.raises(PairTooLargeError, match="'lora_unet_9'"):
-        as_pairs(state, 10 * 64 - 1)
+        as_pairs(state, room - 1)
 
 
 @settings(max_examples=60)
 @given(st.data())
 def test_any_kronecker_product_is_exact(data: st.DataObject) -> None:
+    """Whole factors have no scale."""
     sizes = [data.draw(st.integers(1, 6)) for _ in range(4)]
     sides = data.draw(st.sampled_from([(), (3, 3), (1, 1)]))
     rank = data.draw(st.integers(1, 7))
-    state: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {"alpha": torch.tensor(7.0)}
     factors = []
     for n, (out, width) in enumerate(((sizes[0], sizes[1]), (sizes[2], sizes[3])), 1):
         rest = sides if n == 2 else ()
@@ -191,10 +157,8 @@ def test_any_kronecker_product_is_exact(data: st.DataObject) -> None:
             state[f"lokr_w{n}"] = normal(n, out, width, *rest)
             factors.append(state[f"lokr_w{n}"].flatten(1))
         else:
-            state[f"lokr_w{n}_a"], state[f"lokr_w{n}_b"] = (
-                normal(n, out, rank),
-                normal(n + 5, rank, width * math.prod(rest)),
-            )
-            factors.append(state[f"lokr_w{n}_a"] @ state[f"lokr_w{n}_b"])
-    found = added(state)
-    torch.testing.assert_close(found, torch.kron(*factors), rtol=1e-4, atol=1e-4)
+            state[f"lokr_w{n}_a"] = a = normal(n, out, rank)
+            state[f"lokr_w{n}_b"] = b = normal(n + 5, rank, width * math.prod(rest))
+            factors.append(a @ b)
+    scale = 1.0 if {"lokr_w1", "lokr_w2"} <= state.keys() else 7 / rank
+    torch.testing.assert_close(added(state), scale * torch.kron(*factors), rtol=1e-4, atol=1e-4)

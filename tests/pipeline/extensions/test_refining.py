@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from contract.refining import Refining
@@ -28,16 +25,14 @@ from pipeline.extensions import refining
 from pipeline.extensions.refining import REFINER, check_pair
 from pipeline.families.sdxl_refiner import FAMILY
 from pipeline.sampling import samplers
-from tests.core.tape import Tape
 from tests.pipeline import worlds
+from tests.pipeline.damage import edit, rebuilt
 from tests.pipeline.embeddings import runner_of as with_embeddings
 from tests.pipeline.embeddings import write
-from tests.pipeline.pixels.test_edit import hole, photograph
-from tests.pipeline.refiners import SECOND, second
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, together
-
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+from tests.pipeline.extensions.checks import refusal
+from tests.pipeline.pixels.test_edit import hole, photograph, pipeline_of
+from tests.pipeline.refiners import SECOND, load_second, refined
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, solo, stock_options, together
 
 SHAPE = "refined"
 
@@ -49,14 +44,12 @@ def shapes() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("models") / "tiny-refiner"
-    second(worlds.shape(SHAPE)).save_pretrained(where)
-    return where
+    return tmp_path_factory.mktemp("models") / "tiny-refiner"
 
 
 @pytest.fixture(scope="module")
 def refiner(folder: Path) -> ImageModel:
-    return load(str(folder))
+    return load_second(folder, SHAPE)
 
 
 def wanted(start: float = 0.6, **options: Any) -> ImageParameters:
@@ -68,51 +61,34 @@ def wanted(start: float = 0.6, **options: Any) -> ImageParameters:
 @functools.cache
 def expected(one: ImageParameters) -> np.ndarray:
     """What diffusers' two pipelines make of it, [H, W, 3] in levels."""
-    from tests.schedulers import replaced, scheduler
+    from diffusers import StableDiffusionXLPipeline
 
-    assert one.refiner is not None
-    base, then, name = stock(SHAPE), second(worlds.shape(SHAPE)), one.scheduler or "euler"
-    own, generator = (base.scheduler, then.scheduler), torch.Generator().manual_seed(one.seed)
-    given = {
-        "negative_prompt": one.negative_prompt, "num_inference_steps": one.steps, "guidance_scale": one.guidance_scale,
-        "generator": generator, "clip_skip": one.clip_skip,
-    }  # fmt: skip
-    try:
-        base.scheduler, then.scheduler = (scheduler(one_.config, name, **replaced(one.schedule_type)) for one_ in own)
-        latents = base(
-            one.prompt, prompt_2=one.prompt_2, width=one.width, height=one.height, denoising_end=one.refiner.start,
-            output_type="latent", **given,
-        ).images  # fmt: skip
-        made = then(one.prompt, image=latents, denoising_start=one.refiner.start, **given).images[0]
-    finally:
-        base.scheduler, then.scheduler = own
-    return np.asarray(made).astype(int)
+    def first(**more: Any) -> Any:
+        options = stock_options(one) | {"prompt_2": one.prompt_2, "clip_skip": one.clip_skip, **more}
+        return pipeline_of(SHAPE, one, StableDiffusionXLPipeline)(**options).images[0]
+
+    return refined(SHAPE, one, first)
 
 
 def mixture() -> list[ImageParameters]:
     """Every sampler, with and without guidance, of several sizes and shares."""
-    shares, sizes = itertools.cycle((0.8, 0.5, 0.3)), itertools.cycle(((32, 32), (32, 32), (40, 24)))
+    sizes = ((32, 32), (32, 32), (40, 24))
     drawn = [
-        wanted(next(shares), seed=seed, scheduler=name, guidance_scale=guidance, steps=5 + seed % 3, **_size(sizes))
+        wanted(
+            (0.8, 0.5, 0.3)[seed % 3], seed=seed, scheduler=name, guidance_scale=guidance, steps=5 + seed % 3,
+            width=sizes[seed % 3][0], height=sizes[seed % 3][1],
+        )
         for seed, (name, guidance) in enumerate(itertools.product(samplers.SCHEDULERS, (1.0, 6.0)))
-    ]
+    ]  # fmt: skip
     return [
         *drawn, wanted(negative_prompt="fog", prompt_2="a moor"), wanted(schedule_type="karras"), wanted(clip_skip=1),
     ]  # fmt: skip
 
 
-def _size(sizes: Any) -> dict[str, int]:
-    width, height = next(sizes)
-    return {"width": width, "height": height}
-
-
 @pytest.mark.quick("kernels", "graphs")
 @pytest.mark.parametrize("backend", ["torch", "kernels", "graphs"])
 def test_pictures_are_diffusers_alone_and_among_others(backend: str, refiner: ImageModel, kernels: ctypes.CDLL) -> None:
-    options: dict[str, Any] = {
-        "torch": {}, "kernels": {"kernels": kernels}, "graphs": {"fused": True, "recorder": Tape()},
-    }[backend]  # fmt: skip
-    runner = Watching(model(SHAPE), refiner=refiner, max_rows=64, **options)
+    runner = Watching(model(SHAPE), refiner=refiner, max_rows=64, **options_of(backend, kernels))
     crank, parameters = Crank(runner), mixture()
     if backend != "torch":  # samplers are the same code: both guidances, all shares and sizes
         parameters = [*parameters[:6], *parameters[-3:]]
@@ -121,16 +97,14 @@ def test_pictures_are_diffusers_alone_and_among_others(backend: str, refiner: Im
         crank.submit(f"plain {index}", replace(one, refiner=None))
         crank.turn()
     pictures = crank.pictures()
-    mixed = [{name.startswith("plain") for name, _ in ride} for phase, ride in runner.rides if phase == "deep"]
+    mixed = [{name.startswith("plain") for name in riders} for riders in runner.companions]
     assert {True, False} in mixed, "the first steps shared no forward with requests without a refiner"
-    shared = [ride for phase, ride in runner.rides if phase == "deep" and len(ride) > 1]
-    assert any(len({step for _, step in ride}) > 1 for ride in shared), "nobody shared a forward at another step"
+    assert any(len(steps) > 1 for steps in runner.shared_steps), "nobody shared a forward at another step"
     for index, one in enumerate(parameters):
-        assert expected(one).std() > 5, "a flat picture would prove nothing"
-        assert np.abs(levels(pictures[str(index)]) - expected(one)).max() <= 1, one
-        assert np.abs(levels(pictures[f"plain {index}"]) - expected(one)).max() > 3, "the refiner made no difference"
+        assert apart(pictures[str(index)], expected(one)) <= 1, one
+        assert apart(pictures[f"plain {index}"], expected(one)) > 3, "the refiner made no difference"
     for one in parameters[::5]:
-        assert np.abs(levels(solo(runner, one)) - expected(one)).max() <= 1
+        assert apart(solo(runner, one), expected(one)) <= 1
     runner.close()
 
 
@@ -163,7 +137,7 @@ def test_its_steps_are_a_group_of_their_own_and_count_as_its_cost(refiner: Image
 def test_companions_change_no_bit_of_a_deterministic_picture(
     backend: str, refiner: ImageModel, kernels: ctypes.CDLL
 ) -> None:
-    runner = Watching(model(SHAPE), refiner=refiner, **({} if backend == "torch" else {"kernels": kernels}))
+    runner = Watching(model(SHAPE), refiner=refiner, **options_of(backend, kernels))
     one = wanted(deterministic=True, scheduler="euler-ancestral")
     others = [replace(one, seed=seed, refiner=one.refiner if seed % 2 else None) for seed in range(10, 14)]
     alone = solo(runner, one)
@@ -174,41 +148,40 @@ def test_companions_change_no_bit_of_a_deterministic_picture(
 
 def test_what_it_holds_is_given_back(refiner: ImageModel) -> None:
     runner = Watching(model(SHAPE), refiner=refiner, memory_bytes=2**24)
-    assert runner.holdings.size_bytes(wanted()) > runner.holdings.size_bytes(wanted(guidance_scale=1.0))
-    assert runner.holdings.size_bytes(wanted()) > runner.holdings.size_bytes(replace(wanted(), refiner=None))
-    solo(runner, wanted(guidance_interval=(0.0, 0.3)))
+    edit = Edit(photograph(32).tobytes(), hole(32).tobytes(), 0.9)
+    plain, size_bytes = wanted(guidance_interval=(0.0, 0.3)), runner.holdings.size_bytes
+    assert size_bytes(plain) > size_bytes(wanted(guidance_scale=1.0))
+    assert size_bytes(replace(plain, edit=edit)) > size_bytes(plain) > size_bytes(replace(plain, refiner=None))
+    for one in (plain, replace(plain, edit=edit)):
+        solo(runner, one)
     assert runner.held() == 0 and runner.holdings.memory.take(2**24)
 
 
 def test_what_cannot_be_refined_is_refused_by_field(refiner: ImageModel) -> None:
     runner = Watching(model(SHAPE), refiner=refiner)
-    for one, said in (
-        (wanted(0.01), r"^refiner\.from: 0\.01 of 6 steps leaves the model itself no step"),
-        (wanted(0.999), r"^refiner\.from: 0\.999 of 6 steps leaves the refiner no step"),
+    edit = Edit(photograph(32).tobytes(), None, 0.5)
+    soft = replace(edit, mask=hole(32).tobytes(), soft_mask=True)
+    for one, field, said in (
+        (wanted(0.01), "refiner.from", "0.01 of 6 steps leaves the model itself no step"),
+        (wanted(0.999), "refiner.from", "0.999 of 6 steps leaves the refiner no step"),
+        (wanted(edit=soft), "refiner", "is not supported together with soft_mask"),
         (
-            replace(wanted(), edit=Edit(photograph(32).tobytes(), hole(32).tobytes(), 0.5, soft_mask=True)),
-            "^refiner: is not supported together with soft_mask",
+            wanted(0.4, edit=edit), "refiner.from",
+            "0.4 of 6 steps, of which this strength makes the last 3, leaves the model itself",
         ),
-        (
-            replace(wanted(0.4), edit=Edit(photograph(32).tobytes(), None, 0.5)),
-            r"^refiner\.from: 0\.4 of 6 steps, of which this strength makes the last 3, leaves the model itself",
-        ),
-        (replace(wanted(), refiner=Refining(model="other")), r"^refiner\.model: is not offered .* it has tiny-refiner"),
-        (replace(wanted(), refiner=Refining(model="../x")), r"^refiner\.model: must be a name"),
-    ):
-        with pytest.raises(Invalid, match=said):
-            Crank(runner).submit("it", one)
-    with pytest.raises(Invalid, match=r"^refiner: there is none"):
-        Crank(Watching(model(SHAPE))).submit("it", wanted())
+        (replace(wanted(), refiner=Refining(model="other")), "refiner.model", "it has tiny-refiner"),
+        (replace(wanted(), refiner=Refining(model="../x")), "refiner.model", "must be a name"),
+    ):  # fmt: skip
+        error = refusal(runner, one)
+        assert error.field == field and said in error.message, error
+    error = refusal(Watching(model(SHAPE)), wanted())
+    assert error.field == "refiner" and error.message.startswith("there is none")
 
 
 def test_it_is_named_as_its_folder_is(refiner: ImageModel) -> None:
-    named = replace(refiner, name="SDXL refiner (0.9)")
-    one = replace(wanted(), refiner=Refining(model="SDXL refiner (0.9)", **{"from": 0.6}))
-    assert np.array_equal(
-        levels(solo(Watching(model(SHAPE), refiner=named), one)),
-        levels(solo(Watching(model(SHAPE), refiner=refiner), wanted())),
-    )
+    name = "SDXL refiner (0.9)"
+    one = replace(wanted(), refiner=Refining(model=name, **{"from": 0.6}))
+    assert apart(solo(Watching(model(SHAPE), refiner=replace(refiner, name=name)), one), expected(wanted())) <= 1
 
 
 def test_its_prompts_do_not_count_as_what_others_cost_to_encode(refiner: ImageModel) -> None:
@@ -222,8 +195,7 @@ def test_its_prompts_do_not_count_as_what_others_cost_to_encode(refiner: ImageMo
 
 def test_another_noise_schedule_is_refused(refiner: ImageModel) -> None:
     other = replace(refiner, scheduler_config={**refiner.scheduler_config, "timestep_spacing": "trailing"})
-    with pytest.raises(Invalid, match=r"^refiner: tiny-refiner has other timesteps"):
-        Crank(Watching(model(SHAPE), refiner=other)).submit("it", wanted())
+    assert "tiny-refiner has other timesteps" in refusal(Watching(model(SHAPE), refiner=other), wanted()).message
 
 
 # -- its folder --------------------------------------------------------------------------------------------------------
@@ -240,34 +212,15 @@ def test_its_folder_is_known_by_the_missing_encoder(refiner: ImageModel) -> None
             check_pair(one, base)
 
 
-def edited(folder: Path, where: Path, part: str, **changes: Any) -> Path:
-    """A copy with another config of this part."""
-    copy = shutil.copytree(folder, where / "copy")
-    file = copy / part / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return copy
-
-
 def test_parts_of_another_model_are_named(folder: Path, refiner: ImageModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="copy: not an SDXL refiner: unet projection_class_embeddings_input_dim"):
-        tiny.save(tmp_path / "base", SECOND)
-        copy = shutil.copytree(folder, tmp_path / "copy")
-        shutil.rmtree(copy / "unet")
-        shutil.copytree(tmp_path / "base" / "unet", copy / "unet")
-        config = json.loads((copy / "unet" / "config.json").read_text())
-        load(str(_narrow(copy, config)))
-    scaled = edited(folder, tmp_path / "scaled", "vae", scaling_factor=0.5)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    edit("vae/config.json", scaling_factor=0.5)(copy)
     with pytest.raises(ModelError, match=r"its VAE's scaling_factor is 0\.5, and that of test-refined is 0\.13025"):
-        check_pair(load(str(scaled)), replace(model(SHAPE), name="test-refined"))
-
-
-def _narrow(copy: Path, config: dict[str, Any]) -> Path:
-    """A UNet whose attention fits the refiner's encoder, and whose size conditioning does not."""
-    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-
-    told = {name: value for name, value in config.items() if not name.startswith("_")}
-    UNet2DConditionModel(**{**told, "cross_attention_dim": SECOND.text_width}).save_pretrained(copy / "unet")
-    return copy
+        check_pair(load(str(copy)), replace(model(SHAPE), name="test-refined"))
+    # Attention that fits the refiner's encoder, and a size conditioning that does not.
+    rebuilt("unet", "UNet2DConditionModel", **SECOND.unet() | {"cross_attention_dim": SECOND.text_width})(copy)
+    with pytest.raises(ModelError, match="copy: not an SDXL refiner: unet projection_class_embeddings_input_dim"):
+        load(str(copy))
 
 
 def test_admission_and_encoding_read_no_embedding_again(refiner: ImageModel, tmp_path: Path) -> None:
@@ -280,5 +233,5 @@ def test_admission_and_encoding_read_no_embedding_again(refiner: ImageModel, tmp
     crank.submit("it", wanted(prompt="a cat in ink"))
     path.write_bytes(b"none")
     picture = crank.pictures()["it"]
-    assert np.array_equal(levels(picture), levels(whole)) and picture.fingerprint == whole.fingerprint
+    assert apart(picture, whole) == 0 and picture.fingerprint == whole.fingerprint
     assert runner.held() == 0 and runner.holdings.memory.taken == 0

@@ -5,32 +5,28 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from contract.image import Edit, ImageParameters
-from contract.plan import AUTO
 from contract.refining import Refining
+from core.batching.batcher import Batch
+from core.batching.runner import Ticket
 from pipeline.checkpoints import tiny
-from pipeline.checkpoints.load import ImageModel, load
+from pipeline.checkpoints.load import ImageModel
 from pipeline.sampling import samplers
 from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlled, controlnet
 from tests.pipeline.controls import save as save_control
+from tests.pipeline.extensions.checks import check_bits
 from tests.pipeline.ip_adapters import encoder, prompt, prompted, save, state
 from tests.pipeline.pixels.test_edit import edited, hole, photograph, with_kept
-from tests.pipeline.refiners import second
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
-
-# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+from tests.pipeline.refiners import load_second, refined
+from tests.pipeline.worlds import Crank, Watching, apart, broken, levels, model, options_of, solo, together
 
 SHAPE, SIDE = "refined beside", 32
 
@@ -42,9 +38,7 @@ def shapes() -> None:
 
 @pytest.fixture(scope="module")
 def refiner(tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
-    where = tmp_path_factory.mktemp("models") / "tiny-refiner"
-    second(worlds.shape(SHAPE)).save_pretrained(where)
-    return load(str(where))
+    return load_second(tmp_path_factory.mktemp("models") / "tiny-refiner", SHAPE)
 
 
 def wanted(start: float = 0.7, **options: Any) -> ImageParameters:
@@ -56,45 +50,14 @@ def edit(strength: float = 0.9, *, masked: bool = False, picture: int = 0) -> Ed
     return Edit(photograph(SIDE, picture).tobytes(), hole(SIDE).tobytes() if masked else None, strength)
 
 
-def expected(one: ImageParameters, first: Callable[..., Any]) -> np.ndarray:
-    """What diffusers' refiner makes of what its `first` pipeline gives, [H, W, 3] in levels."""
-    from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline
-
-    from tests.schedulers import scheduler
-
-    assert one.refiner is not None
-    generator, then = torch.Generator().manual_seed(one.seed), second(worlds.shape(SHAPE))
-    latents = first(denoising_end=one.refiner.start, output_type="latent", generator=generator)[None]
-    masked = one.edit is not None and one.edit.mask is not None
-    parts = {**then.components, "scheduler": scheduler(then.scheduler.config, one.scheduler or "euler")}
-    kept = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet", "scheduler")
-    kind = StableDiffusionXLInpaintPipeline if masked else StableDiffusionXLImg2ImgPipeline
-    pipeline = kind(
-        **{name: parts[name] for name in kept}, requires_aesthetics_score=True, force_zeros_for_empty_prompt=False,
-        add_watermarker=False,
-    )  # fmt: skip
-    pipeline.set_progress_bar_config(disable=True)
-    options: dict[str, Any] = {}
-    if one.edit is not None and one.edit.mask is not None:
-        mask = Image.frombytes("L", (one.width, one.height), one.edit.mask)
-        options = {"mask_image": mask, "width": one.width, "height": one.height}
-    made = pipeline(
-        one.prompt, image=latents, denoising_start=one.refiner.start, negative_prompt=one.negative_prompt,
-        num_inference_steps=one.steps, guidance_scale=one.guidance_scale, generator=generator, **options,
-    ).images[0]  # fmt: skip
-    found = np.asarray(made).astype(int)
-    assert found.std() > 5, "a flat picture would prove nothing"
-    return with_kept(one, found)
-
-
 @functools.cache
 def expected_edit(one: ImageParameters) -> np.ndarray:
-    return expected(one, lambda **more: edited(SHAPE, one, **more))
+    return with_kept(one, refined(SHAPE, one, lambda **more: edited(SHAPE, one, **more)))
 
 
 def check(one: ImageParameters, picture: Any) -> None:
     """An edit's parity."""
-    assert np.abs(levels(picture) - expected_edit(one)).max() <= 1, one
+    assert apart(picture, expected_edit(one)) <= 1, one
 
 
 def mixture() -> list[ImageParameters]:
@@ -110,8 +73,7 @@ def mixture() -> list[ImageParameters]:
 @pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", ["torch", "kernels"])
 def test_edits_are_diffusers_alone_and_among_others(backend: str, refiner: ImageModel, kernels: ctypes.CDLL) -> None:
-    options = {} if backend == "torch" else {"kernels": kernels}
-    runner = Watching(model(SHAPE), refiner=refiner, max_rows=64, **options)
+    runner = Watching(model(SHAPE), refiner=refiner, max_rows=64, **options_of(backend, kernels))
     crank, parameters = Crank(runner), mixture()
     for index, one in enumerate(parameters):
         crank.submit(str(index), one)
@@ -119,14 +81,13 @@ def test_edits_are_diffusers_alone_and_among_others(backend: str, refiner: Image
         crank.submit(f"plain {index}", replace(one, edit=None))
         crank.turn()
     pictures = crank.pictures()
-    shared = [{name.split()[0] for name, _ in ride} for phase, ride in runner.rides if phase == "deep"]
+    shared = [{name.split()[0] for name in riders} for riders in runner.companions]
     assert any({"whole", "plain"} <= kinds and len(kinds) > 2 for kinds in shared), "kinds did not share a forward"
     for index, one in enumerate(parameters):
         check(one, pictures[str(index)])
-        assert np.abs(levels(pictures[f"whole {index}"]) - levels(pictures[str(index)])).max() > 3
-    for one in parameters[::4]:
-        alone = levels(solo(runner, one))
-        assert np.abs(alone - levels(pictures[str(parameters.index(one))])).max() <= (backend == "torch")
+        assert apart(pictures[f"whole {index}"], pictures[str(index)]) > 3
+    for index, one in enumerate(parameters[::4]):
+        assert apart(solo(runner, one), pictures[str(4 * index)]) <= (backend == "torch")
 
 
 def test_what_lies_beyond_a_picture_is_refined(refiner: ImageModel) -> None:
@@ -150,37 +111,22 @@ def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool, refiner:
 def test_a_handing_over_that_fails_among_others_draws_the_same_again(refiner: ImageModel) -> None:
     runner = Watching(model(SHAPE), refiner=refiner)
     edits = {str(seed): wanted(seed=seed, scheduler="euler-ancestral", edit=edit(masked=True)) for seed in range(2)}
-    crank = Crank(runner)
+    crank, failed = Crank(runner), list[Batch]()
     for name, one in edits.items():
         crank.submit(name, one)
-    broken = 0
 
-    class Broken:
-        def outcome(self) -> Any:
-            raise RuntimeError("this once")
-
-    def once(batch: Any, ticket: Any) -> Any:
-        nonlocal broken
+    def once(batch: Batch, ticket: Ticket) -> Any:
         works = [request.work for request in batch.requests]
         if len(works) < 2 or batch.requests[0].phase != "deep" or works[0].step + 1 != works[0].refinement.at:
             return ticket
-        worlds.await_end(ticket)
-        broken += 1
-        return Broken()
+        failed.append(batch)
+        return broken(batch, ticket)
 
     while crank.turn(once):
         pass
-    assert broken == 1
+    assert len(failed) == 1
     for name, one in edits.items():
         check(one, crank.ended[name].result)
-
-
-def test_what_an_edit_holds_is_given_back(refiner: ImageModel) -> None:
-    runner = Watching(model(SHAPE), refiner=refiner, memory_bytes=2**24)
-    one = wanted(edit=edit(masked=True))
-    assert runner.holdings.size_bytes(one) > runner.holdings.size_bytes(replace(one, edit=None))
-    solo(runner, one)
-    assert runner.held() == 0 and runner.holdings.memory.take(2**24)
 
 
 # -- what acts on the model's own steps --------------------------------------------------------------------------------
@@ -215,30 +161,20 @@ def beside() -> list[ImageParameters]:
 
 
 @pytest.mark.quick("torch", "kernels")
-@pytest.mark.parametrize("backend", ["torch", "kernels", "graphs"])
+@pytest.mark.parametrize("backend", ["torch", "kernels", "layers"])
 def test_controls_and_image_prompts_act_on_the_models_own_steps(
     backend: str, refiner: ImageModel, net: Any, folder: Path, kernels: ctypes.CDLL
 ) -> None:
-    options = {"torch": {}, "kernels": {"kernels": kernels}, "graphs": {"fused": True}}[backend]
+    options = options_of(backend, kernels)
     runner = Watching(model(SHAPE), refiner=refiner, controls=folder / "controls", image_prompts=folder, **options)
     asked = beside()
-    for one, picture in zip(asked, together(runner, asked), strict=True):
-        if backend == "kernels":
-            assert np.array_equal(levels(picture), levels(solo(runner, one)))
-        if one.refiner is None or not one.added:
-            continue
-        assert np.abs(levels(picture) - expected(one, lambda one=one, **more: first(net, folder, one, more))).max() <= 1
+    for one, picture in zip(asked, (check_bits if backend == "kernels" else together)(runner, asked), strict=True):
+        if one.refiner is not None and one.added:
+            expected = refined(SHAPE, one, lambda one=one, **more: first(net, folder, one, more))
+            assert apart(picture, with_kept(one, expected)) <= 1, one
 
 
 def first(net: Any, folder: Path, one: ImageParameters, more: dict[str, Any]) -> Any:
     if one.control:
         return controlled(SHAPE, (net,), one, **more)
     return prompted(SHAPE, folder, one, lambda pipeline: (pipeline, more))
-
-
-@pytest.mark.long
-def test_deterministic_ones_keep_their_bits_on_torch(refiner: ImageModel, folder: Path) -> None:
-    runner = Watching(model(SHAPE), refiner=refiner, controls=folder / "controls", image_prompts=folder)
-    asked = [replace(one, deterministic=True, deepcache=AUTO) for one in beside()]
-    for one, picture in zip(asked, together(runner, asked), strict=True):
-        assert np.array_equal(levels(picture), levels(solo(runner, one)))

@@ -16,6 +16,7 @@ _TYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+WHOLE_NUMBERS = b'{"a": {"dtype": "U16", "shape": [0], "data_offsets": [0, 0]}}'
 _ENTRIES = st.tuples(st.sampled_from(_TYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99))
 _FILES = st.dictionaries(st.text(max_size=8).filter(lambda name: name != "__metadata__"), _ENTRIES, max_size=5)
 
@@ -70,7 +71,9 @@ def test_what_the_library_refuses_is_refused(
         (struct.pack("<Q", 2**40) + b"{}", "has no header"),
         (struct.pack("<Q", 2) + b"[]", "its header is no object"),
         (struct.pack("<Q", 2) + b"{}" + b"more", "4 bytes of tensors, and 0 are in its header"),
+        (struct.pack("<Q", len(WHOLE_NUMBERS)) + WHOLE_NUMBERS, "'a' is of type 'U16'"),
         (b"\x80\x04.", PICKLE),
+        (b"PK\x03\x04", PICKLE),  # torch's own
     ],
 )
 def test_what_is_wrong_is_told(data: bytes, said: str) -> None:

@@ -13,7 +13,8 @@ from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.families import registry
-from pipeline.families.sdxl import FAMILY
+from pipeline.families.family import Family
+from tests.pipeline.damage import edit
 from tests.pipeline.worlds import model
 
 PLUGIN = """
@@ -43,20 +44,22 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return where
 
 
-def saved(folder: Path, pipeline: str) -> Path:
+def saved(folder: Path, pipeline: object) -> Path:
     tiny.save(folder, SDXLShape())
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": pipeline}))
+    edit("model_index.json", _class_name=pipeline)(folder)
     return folder
 
 
-@pytest.mark.parametrize("pipeline", FAMILY.pipelines)
-def test_built_in_families_are_found_by_every_name(pipeline: str, tmp_path: Path) -> None:
-    assert registry.read(saved(tmp_path / "model", pipeline)) is FAMILY
+@pytest.mark.parametrize(
+    ("family", "pipeline"), [(family, name) for family in registry.BUILT_IN for name in family.pipelines]
+)
+def test_built_in_families_are_found_by_every_name(family: Family, pipeline: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    assert registry.read(tmp_path) is family
 
 
 @pytest.mark.parametrize("pipeline", ["FluxPipeline", None, ["a", "list"]])
-def test_unknown_pipelines_are_told_what_is_known(pipeline: str, tmp_path: Path, packages: Path) -> None:
+def test_unknown_pipelines_are_told_what_is_known(pipeline: object, tmp_path: Path, packages: Path) -> None:
     known = ", ".join(family.pipelines[0] for family in registry.BUILT_IN if family.pipelines)
     folder = saved(tmp_path / "model", pipeline)
     for more in ("", ", AddedPipeline"):

@@ -28,23 +28,19 @@ def rider(seed: int, rows: int, tokens: int) -> DenoisingState:
 @given(REQUESTS, st.integers(0, 3), st.sampled_from([1, 8, 32]))
 def test_every_row_holds_its_requests_tensors(requests: list[tuple[int, int]], padding: int, multiple: int) -> None:
     riders = [rider(seed, *one) for seed, one in enumerate(requests)]
-    rows = sum(one.conditioning.rows for one in riders)
-    made = BatchGatherer(torch.float32, {"text": multiple}).inputs(riders, rows + padding)
+    owners = [(one, number) for one in riders for number in range(one.conditioning.rows)]
+    owners += [(riders[0], 0)] * padding
+    made = BatchGatherer(torch.float32, {"text": multiple}).inputs(riders, len(owners))
     longest = max(tokens for _, tokens in requests)
     length = made.conditioning["text"].shape[1]
     assert length % multiple == 0 and longest <= length < longest + multiple
-    row = 0
-    owners = [one for one in riders for _ in range(one.conditioning.rows)]
-    numbers = [number for one in riders for number in range(one.conditioning.rows)]
-    for one, number in zip([*owners, *riders[:1] * padding], [*numbers, *[0] * padding], strict=True):
-        own, tokens = one.conditioning.tensors, one.conditioning.tensors["text"].shape[1]
-        assert torch.equal(made.conditioning["text"][row, :tokens], own["text"][number])
-        assert not made.conditioning["text"][row, tokens:].any()
-        assert made.conditioning["lengths"][row] == tokens
-        assert torch.equal(made.conditioning["pooled"][row], own["pooled"][number])
+    assert made.sample.shape[0] == len(owners)
+    for row, (one, number) in enumerate(owners):
+        own, found = one.conditioning.tensors, {name: tensor[row] for name, tensor in made.conditioning.items()}
+        tokens = own["text"].shape[1]
+        assert torch.equal(found["text"][:tokens], own["text"][number]) and not found["text"][tokens:].any()
+        assert found["lengths"] == tokens and torch.equal(found["pooled"], own["pooled"][number])
         assert made.timestep[row] == TABLE.timesteps[one.step]
-        row += 1
-    assert row == rows + padding == made.sample.shape[0]
 
 
 @given(REQUESTS, st.integers(0, 3))

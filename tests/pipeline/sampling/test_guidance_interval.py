@@ -20,13 +20,12 @@ from contract.plan import RESNET, DeepCache
 from core.batching.request import Request
 from pipeline.sampling import denoise
 from tests.pipeline.sampling.test_deepcache import SHAPE, stepping, together
-from tests.pipeline.worlds import Crank, Watching, levels, model, shared_lane, solo, stock, stock_picture
+from tests.pipeline.sampling.test_denoise import TABLE
+from tests.pipeline.worlds import Crank, Watching, apart, model, options_of, shared_lane, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet
 from unet_opt.inputs import DenoiserInputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-
-BACKENDS = ("torch", "kernels", "graphs")
+BACKENDS = ("torch", "kernels", "layers")
 
 
 def wanted(seed: int = 1, **options: Any) -> ImageParameters:
@@ -36,8 +35,7 @@ def wanted(seed: int = 1, **options: Any) -> ImageParameters:
 
 
 def runner_of(backend: str, kernels: ctypes.CDLL, **options: Any) -> Watching:
-    options |= {"kernels": kernels} if backend == "kernels" else {"fused": backend == "graphs"}
-    return Watching(model(SHAPE), lane=shared_lane(), **options)
+    return Watching(model(SHAPE), lane=shared_lane(), **options_of(backend, kernels), **options)
 
 
 @functools.cache
@@ -98,30 +96,29 @@ def mixture() -> list[ImageParameters]:
 @pytest.mark.parametrize("cached", [None, DeepCache(), DeepCache(interval=3, depth=RESNET)])
 def test_it_ends_as_diffusers_callback_ends_it(backend: str, cached: DeepCache | None, kernels: ctypes.CDLL) -> None:
     runner = runner_of(backend, kernels)
-    for stop in (0.5,) if backend == "graphs" else (0.2, 0.5, 0.9):
+    for stop in (0.5,) if backend == "layers" else (0.2, 0.5, 0.9):
         one = wanted(guidance_interval=(0, stop), deepcache=cached)
         expected = by_diffusers(one)
         assert expected.std() > 10, "a flat picture would prove nothing"
-        assert np.abs(levels(solo(runner, one)) - expected).max() <= 1
+        assert apart(solo(runner, one), expected) <= 1
         whole = stock_picture(SHAPE, replace(one, guidance_interval=None, deepcache=None))
-        assert stop == 0.9 or np.abs(expected - whole).max() > 1, "guidance matters to all but the last step"
+        assert stop == 0.9 or apart(expected, whole) > 1, "guidance matters to all but the last step"
 
 
 @pytest.mark.quick("kernels")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_picture_of_a_mixed_batch_is_its_own(backend: str, kernels: ctypes.CDLL) -> None:
     """Where others join at any step; deterministic ones to the bit."""
-    runner, apart = runner_of(backend, kernels), runner_of(backend, kernels)
+    runner, other = runner_of(backend, kernels), runner_of(backend, kernels)
     parameters = mixture()
     if backend != "kernels":  # each interval, cache and sampler, deterministic and not, with guidance and without
         parameters = [*parameters[:7], *parameters[12:17]]
     mixed = together(runner, parameters, random.Random(1))
-    assert any(len(ride) > 3 for phase, ride in runner.rides if phase == "deep"), "nobody rode with anybody"
+    assert any(len(riders) > 3 for riders in runner.companions), "nobody rode with anybody"
     for one, picture in zip(parameters, mixed, strict=True):
-        alone = solo(apart, one)
-        assert np.abs(levels(picture) - levels(alone)).max() <= 1, one
-        if one.deterministic:
-            assert picture.png() == alone.png()
+        alone = solo(other, one)
+        assert apart(picture, alone) <= 1, one
+        assert not one.deterministic or picture.png() == alone.png()
 
 
 ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -129,35 +126,22 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"guided_steps": (0, 1, 2, 3, 4, 5)}),
     ({"guidance_interval": (0, 0.5)}, {"guided_steps": (2, 0, 1)}),
     ({"guidance_interval": (0.2, 0.9)}, {"guided_steps": (1, 2, 3, 4)}),
+    ({"guidance_scale": 1.0}, {"guidance_scale": 1.0, "guidance_interval": (0.2, 0.5)}),
 ]
 
 
 @pytest.mark.quick(1, 3)
 @pytest.mark.parametrize(
     ("backend", "cached"),
-    [("torch", None), ("kernels", None), ("kernels", DeepCache(interval=3)), ("graphs", DeepCache(interval=3))],
+    [("torch", None), ("kernels", None), ("kernels", DeepCache(interval=3)), ("layers", DeepCache(interval=3))],
 )
 def test_schedules_of_the_same_steps_are_alike_bit_for_bit(
     backend: str, cached: DeepCache | None, kernels: ctypes.CDLL
 ) -> None:
     runner = runner_of(backend, kernels)
     for options in ALIKE:
-        one, other = (levels(solo(runner, wanted(deepcache=cached, **given))) for given in options)
-        assert np.array_equal(one, other), options
-
-
-def test_listed_steps_are_guided_and_the_others_are_not(kernels: ctypes.CDLL) -> None:
-    """Euler has no memory: from the latents of a run without guidance, one guided step alone leads elsewhere."""
-    runner = runner_of("kernels", kernels)
-    found = [levels(solo(runner, wanted(guided_steps=(step,)))) for step in range(6)]
-    found.append(levels(solo(runner, wanted(guidance_scale=1.0))))
-    assert all(not np.array_equal(a, b) for k, a in enumerate(found) for b in found[:k])
-
-
-def test_without_guidance_it_changes_nothing(kernels: ctypes.CDLL) -> None:
-    runner = runner_of("kernels", kernels)
-    plain, one = (solo(runner, wanted(guidance_scale=1.0, guidance_interval=i)) for i in (None, (0.2, 0.5)))
-    assert np.array_equal(levels(plain), levels(one))
+        one, other = (solo(runner, wanted(deepcache=cached, **given)) for given in options)
+        assert apart(one, other) == 0, options
 
 
 def test_steps_without_it_are_those_of_the_positive_prompt(kernels: ctypes.CDLL) -> None:
@@ -178,45 +162,38 @@ def test_steps_without_it_are_those_of_the_positive_prompt(kernels: ctypes.CDLL)
     assert [torch.equal(a, b) for a, b in zip(late, never, strict=True)] == [True] * 4 + [False] * 3
 
 
-def test_rows_memory_and_estimates_follow_the_steps(kernels: ctypes.CDLL) -> None:
-    """Two rows until it ends, then one; what the second one held is given back, to the byte."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (  # the second step is deep though the schedule says shallow: no features of its new row exist
+            {"steps": 4, "guidance_interval": (0.25, 0.75), "deepcache": DeepCache(interval=3)},
+            [("deep", 1, 2), ("deep", 2, 2), ("shallow", 2, 2), ("deep", 1, 1), ("vae", 1, 1)],
+        ),
+        (  # a step at which guidance begins again is deep
+            {"steps": 7, "guided_steps": (0, 2, 3, 5), "deepcache": DeepCache(interval=50)},
+            [
+                ("deep", 2, 2), ("shallow", 1, 2), ("deep", 2, 2), ("shallow", 2, 2), ("shallow", 1, 2), ("deep", 2, 2),
+                ("shallow", 1, 1), ("vae", 1, 1),
+            ],
+        ),
+    ],
+    ids=["interval", "list"],
+)  # fmt: skip
+def test_rows_and_memory_follow_the_steps(
+    options: dict[str, Any], expected: list[tuple[str, int, int]], kernels: ctypes.CDLL
+) -> None:
+    """The second row's memory is held until its last step, and given back to the byte."""
     runner = runner_of("kernels", kernels)
-    crank, one = Crank(runner), wanted(steps=4, guidance_interval=(0.25, 0.75), deepcache=DeepCache(interval=3))
+    crank, one, memory = Crank(runner), wanted(**options), runner.holdings.memory
     request = crank.submit("one", one)
     crank.turn()
+    size_bytes = runner.holdings.size_bytes
+    sizes = {size_bytes(replace(one, guidance_scale=scale)): rows for rows, scale in ((1, 1.0), (2, 6.0))}
     seen = []
     while not request.state.final:
-        work = request.work
-        seen.append((request.phase, runner.rows(request), runner.holdings.memory.taken))
-        held = [work.x, *(tensor for kept in work.conditionings.values() for tensor in kept.tensors.values())]
-        if work.rows == 1 and work.step == 3:
-            held += [work.trajectory.x, work.trajectory.x0, *work.features]
-            assert runner.holdings.memory.taken == sum(tensor.nbytes for tensor in held)
+        seen.append((request.phase, runner.rows(request), sizes[memory.taken]))
         crank.turn()
-    whole, one_row = (runner.holdings.size_bytes(replace(one, guidance_scale=scale)) for scale in (6.0, 1.0))
-    # The second step is deep though the schedule says shallow: no features of its new row exist.
-    assert seen == [
-        ("deep", 1, whole), ("deep", 2, whole), ("shallow", 2, whole), ("deep", 1, one_row), ("vae", 1, one_row),
-    ]  # fmt: skip
-    assert runner.holdings.memory.taken == 0
-
-
-def test_rows_widen_and_narrow_as_often_as_the_list_says(kernels: ctypes.CDLL) -> None:
-    """The second row's memory is held until its last step; a step at which guidance begins again is deep."""
-    runner = runner_of("kernels", kernels)
-    crank, one = Crank(runner), wanted(steps=7, guided_steps=(0, 2, 3, 5), deepcache=DeepCache(interval=50))
-    request = crank.submit("one", one)
-    crank.turn()
-    seen = []
-    while not request.state.final:
-        seen.append((request.phase, runner.rows(request), runner.holdings.memory.taken))
-        crank.turn()
-    whole, one_row = (runner.holdings.size_bytes(replace(one, guidance_scale=scale)) for scale in (6.0, 1.0))
-    assert seen == [
-        ("deep", 2, whole), ("shallow", 1, whole), ("deep", 2, whole), ("shallow", 2, whole), ("shallow", 1, whole),
-        ("deep", 2, whole), ("shallow", 1, one_row), ("vae", 1, one_row),
-    ]  # fmt: skip
-    assert runner.holdings.memory.taken == 0
+    assert seen == expected and memory.taken == 0
 
 
 def test_others_take_the_rows_that_it_leaves(kernels: ctypes.CDLL) -> None:
@@ -230,21 +207,12 @@ def test_others_take_the_rows_that_it_leaves(kernels: ctypes.CDLL) -> None:
     assert sum(phase == "deep" for phase, _ in runner.rides) <= 31, "27 if every row were filled"
 
 
-@pytest.mark.parametrize(
-    ("interval", "message"),
-    [((0, 0.1), "contains none of 6 steps"), ((0.5, 0.5), "must end after it begins"), ((0, 1.5), ""), ("half", "two")],
-)
-def test_what_is_no_interval_is_refused_by_name(interval: Any, message: str, kernels: ctypes.CDLL) -> None:
-    with pytest.raises(Invalid, match=f"^guidance_interval: .*{message}"):
-        runner_of("torch", kernels).check(Request("bad", "image", wanted(guidance_interval=interval)))
+def test_an_interval_without_a_step_is_refused_by_name(kernels: ctypes.CDLL) -> None:
+    with pytest.raises(Invalid, match=r"^guidance_interval: .*contains none of 6 steps"):
+        runner_of("torch", kernels).check(Request("bad", "image", wanted(guidance_interval=(0, 0.1))))
 
 
 def test_outputs_without_guidance_are_as_they_come() -> None:
-    output = torch.randn(5, 4, 2, 2)
-    table: Any = None
-    x = torch.zeros(1, 4, 2, 2)
-    riders = [
-        denoise.DenoisingState(table, 0, x, x, denoise.Conditioning({"text": torch.zeros(1, 3, 2)}, 5.0))
-        for _ in range(4)
-    ]
-    assert torch.equal(denoise.guide(output, riders), output[:4])
+    output, x = torch.randn(5, 4, 2, 2), torch.zeros(1, 4, 2, 2)
+    rider = denoise.DenoisingState(TABLE, 0, x, x, denoise.Conditioning({"text": torch.zeros(1, 3, 2)}, 5.0))
+    assert torch.equal(denoise.guide(output, [rider] * 4), output[:4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,6 @@ def default(config: dict[str, Any], names: tuple[str, ...] = SCHEDULERS) -> tupl
     return name, scheduler.config, scheduler.reason
 
 
-def read(name: str, config: dict[str, Any]) -> Any:
-    """Build the sampler's own class from a config."""
-    cls = SAMPLERS[name].load()
-    return cls.from_config(config)
-
-
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_every_class_of_diffusers_is_drawn_or_refused_by_name(class_name: str) -> None:
     config = BASE | {"_class_name": class_name}
@@ -90,7 +85,9 @@ def test_the_noise_schedule_is_the_authors(class_name: str, changed: dict[str, A
         return
     name, result, _ = default(config)
     expected = original.alphas_cumprod.double()
-    assert torch.allclose(read(name, result).alphas_cumprod.double()[:-1], expected[:-1], rtol=1e-5, atol=0)
+    assert torch.allclose(
+        SAMPLERS[name].load().from_config(result).alphas_cumprod.double()[:-1], expected[:-1], rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("spacing", [None, "leading", "trailing", "linspace"])
@@ -141,12 +138,8 @@ def test_settings_without_a_table_become_the_nearest_and_are_named(
     "class_name", ["UniPCMultistepScheduler", "DEISMultistepScheduler", "DPMSolverMultistepScheduler"]
 )
 def test_a_solver_of_flows_is_for_models_of_flows(class_name: str) -> None:
-    config = {
-        "_class_name": class_name,
-        "use_flow_sigmas": True,
-        "prediction_type": "flow_prediction",
-        "flow_shift": 3.0,
-    }
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+    config = {"_class_name": class_name, **flow}
     name, result, reason = default(config, FLOW_SCHEDULERS)
     assert name == "flow-euler" and class_name in reason
     own = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
@@ -188,22 +181,26 @@ def test_each_offered_sampler_draws_from_each_saved_config(class_name: str, sour
         assert sigmas.table(result, name, 20).coefficients.isfinite().all()
 
 
-@pytest.mark.parametrize("variance", ["fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"])
-@pytest.mark.parametrize("class_name", ["DDPMScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler"])
-def test_the_variance_of_ddpm_is_of_no_other_sampler(class_name: str, variance: str) -> None:
-    _, result, reason = default(BASE | {"_class_name": class_name, "variance_type": variance})
-    assert "variance" not in reason
-    assert "dpm++2m" in samplers.offered(result, SCHEDULERS)
-    sigmas.table(result, "dpm++2m", 20)
-
-
-@pytest.mark.parametrize("class_name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "TCDScheduler"])
-@pytest.mark.parametrize("settings", [{"solver_order": 3}, {"algorithm_type": "dpmsolver"}])
-def test_a_solvers_settings_in_another_classs_config_are_for_the_solver(
-    class_name: str, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("class_name", "settings"),
+    [
+        *itertools.product(
+            ("DDPMScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler"),
+            ({"variance_type": "fixed_small"}, {"variance_type": "fixed_large_log"}),
+        ),
+        *itertools.product(
+            ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "TCDScheduler"),
+            ({"solver_order": 3}, {"algorithm_type": "dpmsolver"}),
+        ),
+    ],
+)
+def test_settings_of_another_class_are_not_this_ones(class_name: str, settings: dict[str, Any]) -> None:
+    """DDPM's variance is of no other sampler, and a solver's settings are for the solver."""
     name, result, reason = default(BASE | {"_class_name": class_name} | settings)
-    assert SAMPLERS[name].class_name == class_name and reason == ""
+    own = class_name != "DDPMScheduler"
+    assert "variance" not in reason and (reason == "") is own
+    assert not own or SAMPLERS[name].class_name == class_name
+    assert "dpm++2m" in samplers.offered(result, SCHEDULERS)
     sigmas.table(result, "dpm++2m", 20)
 
 
@@ -236,18 +233,12 @@ def test_flow_classes_keep_their_shift_beside_a_solvers_settings(class_name: str
 def test_defaults_of_a_class_that_cannot_be_imported_are_its_own() -> None:
     """Read from its source, which needs no torchsde."""
     path = Path(inspect.getfile(diffusers.schedulers)).with_name("scheduling_dpmsolver_sde.py")
-    (cls,) = (
-        node
-        for node in ast.parse(path.read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == "DPMSolverSDEScheduler"
-    )
-    (init,) = (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    names = [argument.arg for argument in init.args.args[1:]]
-    defaults = {name: ast.literal_eval(value) for name, value in zip(names, init.args.defaults, strict=True)}
+    functions = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef))
+    init = [node.args for node in functions if node.name == "__init__"][-1]
+    defaults = zip([argument.arg for argument in init.args[1:]], map(ast.literal_eval, init.defaults), strict=True)
     result = nearest({"_class_name": "DPMSolverSDEScheduler"}, SCHEDULERS).config
-    for name, value in defaults.items():
-        if value is not None and name != "noise_sampler_seed":
-            assert result[name] == value, name
+    for name, value in defaults:
+        assert value is None or name == "noise_sampler_seed" or result[name] == value, name
 
 
 @pytest.mark.parametrize("class_name", ["DDIMScheduler", "DDIMParallelScheduler"])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from contract.errors import Invalid
 from contract.schedule import NoiseSchedule
-from pipeline.sampling import samplers, sigmas
-from tests.pipeline.sampling.test_sigmas import SDXL, SHAPE, model, unit_noise
+from pipeline.sampling import sigmas
+from tests.pipeline.sampling.test_sigmas import SHAPE, model, unit_noise
 
 TURBO: dict[str, Any] = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
@@ -125,13 +125,3 @@ def test_sigmas_are_shares_of_noise() -> None:
     torch.testing.assert_close(found.timesteps, (1000 - scheduler.timesteps) / 1000)
     with pytest.raises(Invalid, match=r"sigmas\.0: must be at most 1"):
         sigmas.table(TURBO, "flow-euler", 3, schedule=NoiseSchedule(sigmas=(14.6, 3.8, 0.9)))
-
-
-def test_a_sampler_is_only_taken_from_those_that_are_offered() -> None:
-    assert samplers.default_name(TURBO, samplers.FLOW_SCHEDULERS) == "flow-euler"
-    for config, offered, known in (
-        (TURBO, samplers.SCHEDULERS, "supported: EulerDiscreteScheduler, .*LCMScheduler, TCDScheduler$"),
-        (SDXL, samplers.FLOW_SCHEDULERS, "supported: FlowMatchEulerDiscreteScheduler$"),
-    ):
-        with pytest.raises(ValueError, match=known):
-            samplers.default_name(config, offered)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from contract.image import ImageParameters
-from pipeline.checkpoints.load import ImageModel
 from pipeline.families.sdxl.conditioning import CLIPPair
 from pipeline.text.encode import Embedding, Encoder
 from tests.pipeline.worlds import model, stock
@@ -31,28 +29,13 @@ PROMPTS = [
 class Watched(CLIPPair):
     """Notes which prompts went through the encoders together."""
 
-    def __init__(self, model: ImageModel) -> None:
-        super().__init__(model)
+    def __init__(self) -> None:
+        super().__init__(model("plain"))
         self.batches: list[list[str]] = []
 
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
         self.batches.append(list(prompts))
         return super().plain(prompts)
-
-
-class Counting(Encoder):
-    def __init__(self, model: ImageModel, capacity: int = 256) -> None:
-        self.watched = Watched(model)
-        super().__init__(self.watched, capacity)
-
-    @property
-    def batches(self) -> list[list[str]]:
-        return self.watched.batches
-
-
-@pytest.fixture(scope="module")
-def plain() -> ImageModel:
-    return model("plain")
 
 
 @pytest.mark.parametrize("shape", ["plain", "two-resnets", "many-heads"])
@@ -76,61 +59,51 @@ def test_an_absent_negative_prompt_is_that_of_diffusers() -> None:
 
 
 @pytest.mark.parametrize("bucket", [2, 4])
-def test_in_a_bucket_bits_do_not_depend_on_companions(plain: ImageModel, bucket: int) -> None:
-    solo = {prompt: Encoder(CLIPPair(plain)).encode([prompt], bucket)[0] for prompt in PROMPTS}
+def test_in_a_bucket_bits_do_not_depend_on_companions(bucket: int) -> None:
+    clip = CLIPPair(model("plain"))
+    alone = {prompt: Encoder(clip).encode([prompt], bucket)[0] for prompt in PROMPTS}
     for order in (PROMPTS, PROMPTS[::-1], PROMPTS[3:] + PROMPTS[:3]):
-        for prompt, embedding in zip(order, Encoder(CLIPPair(plain)).encode(order, bucket), strict=True):
-            assert torch.equal(embedding.hidden, solo[prompt].hidden)
-            assert torch.equal(embedding.pooled, solo[prompt].pooled)
+        for prompt, found in zip(order, Encoder(clip).encode(order, bucket), strict=True):
+            assert torch.equal(found.hidden, alone[prompt].hidden) and torch.equal(found.pooled, alone[prompt].pooled)
 
 
-def test_buckets_are_full_and_remembered_apart(plain: ImageModel) -> None:
-    encoder = Counting(plain)
-    encoder.encode(["a", "b", "c"], bucket=2)
-    assert encoder.batches == [["a", "b"], ["c", ""]]
-    encoder.encode(["a", "c"], bucket=2)
-    assert len(encoder.batches) == 2
+def test_buckets_are_full_and_remembered_apart() -> None:
+    clip = Watched()
+    encoder = Encoder(clip)
+    for _ in range(2):
+        encoder.encode(["a", "b", "c"], bucket=2)
+        assert clip.batches == [["a", "b"], ["c", ""]]
     encoder.encode(["a", "c"])
-    assert encoder.batches[2:] == [["a", "c"]]
+    assert clip.batches[2:] == [["a", "c"]]
 
 
-def test_what_is_remembered_is_not_encoded_again(plain: ImageModel) -> None:
-    encoder = Counting(plain)
+def test_what_is_remembered_is_not_encoded_again() -> None:
+    clip = Watched()
+    encoder = Encoder(clip)
     first = encoder.encode(["a", "b", "a"])
-    assert first[0] is first[2] and encoder.batches == [["a", "b"]]
-    assert (encoder.misses, encoder.hits) == (2, 1)
+    assert first[0] is first[2] and (encoder.misses, encoder.hits) == (2, 1)
     assert encoder.encode(["b", "c"])[0] is first[1]
-    assert encoder.batches == [["a", "b"], ["c"]]
-    assert (encoder.misses, encoder.hits) == (3, 2)
+    assert clip.batches == [["a", "b"], ["c"]] and (encoder.misses, encoder.hits) == (3, 2)
     assert encoder.encode([]) == []
 
 
-def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said(plain: ImageModel) -> None:
-    encoder = Counting(plain, capacity=3)
-    encoder.encode(["a", "b", "c"])
-    encoder.encode(["a"])
-    encoder.encode(["d"])
+def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said() -> None:
+    encoder = Encoder(Watched(), 3)
+    for asked in (["a", "b", "c"], ["a"], ["d"]):
+        encoder.encode(asked)
     assert [key[0] for key in encoder._cache] == ["c", "a", "d"]
-    many = [str(i) for i in range(8)]
-    assert len(encoder.encode(many)) == 8  # more at once than are kept
-    assert [key[0] for key in encoder._cache] == many[-3:]
-    encoder.encode([str(i) for i in range(6)])  # some known, some gone
-    assert len(encoder._cache) == 3
-
-
-def test_a_known_prompt_survives_newcomers_in_its_own_batch(plain: ImageModel) -> None:
-    encoder = Counting(plain, capacity=2)
     (first,) = encoder.encode(["a"])
-    assert encoder.encode(["b", "c", "d", "a"])[3] is first
+    many = [str(number) for number in range(8)]  # more at once than are kept
+    assert encoder.encode([*many, "a"])[-1] is first, "a known prompt survives newcomers in its own batch"
+    encoder.encode(many)
+    assert [key[0] for key in encoder._cache] == many[-3:]
 
 
-def test_what_is_remembered_does_not_keep_its_batch_alive(plain: ImageModel) -> None:
-    encoder = Encoder(CLIPPair(plain), capacity=1)
-    found = encoder.encode([f"prompt {i}" for i in range(16)])
-    kept = found[-1]
-    for tensor in (kept.hidden, kept.pooled):
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    gone: Any = weakref.ref(found[0].hidden)
+def test_what_is_remembered_does_not_keep_its_batch_alive() -> None:
+    encoder = Encoder(CLIPPair(model("plain")), capacity=1)
+    found = encoder.encode([f"prompt {number}" for number in range(16)])
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in (found[-1].hidden, found[-1].pooled))
+    gone = weakref.ref(found[0].hidden)
     del found
     gc.collect()
     assert gone() is None

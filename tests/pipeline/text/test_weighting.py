@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +27,7 @@ from pipeline.families.sdxl.conditioning import CLIPPair, embed
 from pipeline.families.sdxl.parts import text_encoders, tokenizers
 from pipeline.runner import ImageRunner
 from pipeline.text.encode import Encoder, MarkedPrompt
-from tests.pipeline.worlds import Crank, levels, model, solo
+from tests.pipeline.worlds import apart, model, solo
 
 Parts = Sequence[tuple[str, float]]
 FOX = ImageParameters("a (red)1.4 fox-- in snow", 7, 32, 32, steps=3, prompt_weighting=True)
@@ -126,22 +128,9 @@ def test_what_computes_may_use_its_memory_again() -> None:
         assert torch.equal(one.hidden, expected.hidden) and torch.equal(one.pooled, expected.pooled)
 
 
-def test_what_is_remembered_is_told_apart_by_weights() -> None:
-    encoder = Encoder(CLIPPair(model("plain")))
-    first = encoder.encode([read("a (red)1.3 fox"), "a red fox", read("a (red)1.2 fox"), read("a red+ fox")])
-    assert encoder.misses == 4
-    again = encoder.encode([read("a (red)1.30 fox"), "a red fox", read("(a (red)1.2 fox)1"), read("a (red)1.1 fox")])
-    assert all(one is other for one, other in zip(first, again, strict=True)) and encoder.misses == 4
-    assert first[3].hidden.untyped_storage().nbytes() == first[3].hidden.nbytes
-
-
 @pytest.fixture
 def runner() -> ImageRunner:
     return ImageRunner(TorchBackend(model("plain")))
-
-
-def bits(picture: Any) -> bytes:
-    return Image.Image.tobytes(picture.image)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -152,59 +141,38 @@ def test_a_plain_prompt_is_drawn_alike_with_weighting_on(
     plain = replace(FOX, prompt="a red fox, half-baked", negative_prompt=negative, deterministic=deterministic)
     off = solo(runner, replace(plain, prompt_weighting=False))
     on = solo(ImageRunner(TorchBackend(model("plain"))), plain)
-    assert bits(on) == bits(off) and on.fingerprint == off.fingerprint
+    assert apart(on, off) == 0 and on.fingerprint == off.fingerprint
 
 
 def test_weights_are_ordinary_text_until_they_are_asked_for(runner: ImageRunner) -> None:
     off = solo(runner, replace(FOX, prompt="a (red fox)", prompt_weighting=False))
-    assert bits(off) != bits(solo(runner, replace(FOX, prompt="a (red fox)")))
-    assert bits(solo(runner, replace(FOX, prompt=r"a \(red fox\)"))) == bits(off)
+    assert apart(off, solo(runner, replace(FOX, prompt="a (red fox)"))) > 0
+    assert apart(off, solo(runner, replace(FOX, prompt=r"a \(red fox\)"))) == 0
     marks = "a cat, (x).blend(1) and ((very))"
     assert solo(runner, replace(FOX, prompt=marks, prompt_weighting=False)).image.size == (32, 32)
 
 
 @pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
 def test_weights_change_the_picture_and_are_in_its_file(runner: ImageRunner, field: str) -> None:
-    given = {"prompt": "a fox", "negative_prompt": "fog"}
+    given = replace(FOX, prompt="a fox", negative_prompt="fog")
     drawn = [
-        solo(runner, replace(FOX, **{**given, field: text}))  # type: ignore[arg-type]
+        solo(runner, replace(given, **{field: text}))  # type: ignore[arg-type]
         for text in ("a red fog", "a (red)1.5 fog", "a (red)0.5 fog")
     ]
-    assert len({bits(picture) for picture in drawn}) == 3
-    told = Image.open(io.BytesIO(drawn[1].png())).text  # type: ignore[attr-defined]
-    assert json.loads(told["diptych"])["prompt_weighting"] is True
-    assert json.loads(told["diptych"])[field] == "a (red)1.5 fog"
+    assert all(apart(one, other) for one, other in itertools.combinations(drawn, 2))
+    told = json.loads(Image.open(io.BytesIO(drawn[1].png())).text["diptych"])  # type: ignore[attr-defined]
+    assert told["prompt_weighting"] is True and told[field] == "a (red)1.5 fog"
     assert "prompt_weighting" not in replace(FOX, prompt_weighting=False).to_dict()
-
-
-def test_same_seed_same_picture_in_any_company(runner: ImageRunner) -> None:
-    alone = {
-        one: solo(ImageRunner(TorchBackend(model("plain"))), replace(FOX, deterministic=one)) for one in (False, True)
-    }
-    crank = Crank(runner)
-    for number in range(4):
-        prompt = "a (b)0.4 c" if number % 2 else "x"
-        crank.submit(f"c{number}", replace(FOX, prompt=prompt, seed=number, deterministic=True))
-    crank.submit("deterministic", replace(FOX, deterministic=True))
-    crank.submit("other", replace(FOX, deterministic=False))
-    found = crank.pictures()
-    assert found["deterministic"].png() == alone[True].png()
-    assert np.abs(levels(found["other"]) - levels(alone[False])).max() <= 1
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"prompt": "(a).blend(1)"}, "prompt: .blend() is not offered"),
-        ({"prompt": "(a)99"}, "prompt: a weight is more than 10"),
-        ({"prompt": "( )1.3"}, "prompt: must not be empty"),
         ({"negative_prompt": "(a, b).and()"}, "negative_prompt: .and() is not offered"),
-        ({"prompt_weighting": 1}, "prompt_weighting: must be true or false"),
-        ({"prompt_weighting": None}, "prompt_weighting: must be true or false"),
         ({"prompt_weighting": "comfy"}, "prompt_weighting: must be true or false, or one of compel, a1111"),
     ],
 )
 def test_what_is_wrong_is_refused_by_its_name(runner: ImageRunner, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid, match=f"^{re.escape(said)}"):
         runner.check(Request("r", "image", replace(FOX, **fields)))
-    assert str(caught.value).startswith(said)

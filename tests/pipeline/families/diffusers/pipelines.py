@@ -41,23 +41,18 @@ def tokenizer(length: int = 512) -> Any:
 
 
 def clip(kind: type, width: int = 32) -> Any:
-    return kind(
-        transformers.CLIPTextConfig(
-            hidden_size=width,
-            intermediate_size=37,
-            num_attention_heads=4,
-            num_hidden_layers=2,
-            projection_dim=width,
-            vocab_size=_VOCABULARY,
-            bos_token_id=3,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
+    config = transformers.CLIPTextConfig(
+        hidden_size=width, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2, projection_dim=width,
+        vocab_size=_VOCABULARY, bos_token_id=3, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return kind(config)
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        d_model=32, d_ff=37, d_kv=8, num_heads=4, num_layers=2, vocab_size=_VOCABULARY, pad_token_id=0
     )
-
-
-def t5(kind: type = transformers.T5EncoderModel, config: type = transformers.T5Config) -> Any:
-    return kind(config(d_model=32, d_ff=37, d_kv=8, num_heads=4, num_layers=2, vocab_size=_VOCABULARY, pad_token_id=0))
+    return transformers.T5EncoderModel(config)
 
 
 def gemma(width: int = 8) -> Any:
@@ -91,42 +86,24 @@ def flux(kind: type = diffusers.FluxPipeline) -> Any:
     )  # fmt: skip
 
 
-def flux_kontext() -> Any:
-    return flux(diffusers.FluxKontextPipeline)
-
-
 def flux2_klein() -> Any:
     transformer = diffusers.Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
-    )
-    encoder = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            intermediate_size=8,
-            hidden_size=8,
-            num_hidden_layers=28,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=4,
-            vocab_size=_VOCABULARY,
-            max_position_embeddings=512,
-        )
-    )
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+    )  # fmt: skip
+    config = transformers.Qwen3Config(
+        intermediate_size=8, hidden_size=8, num_hidden_layers=28, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=4, vocab_size=_VOCABULARY, max_position_embeddings=512,
+    )  # fmt: skip
     decoder = diffusers.AutoencoderKLFlux2(
         sample_size=32, down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
         block_out_channels=(4,), layers_per_block=1, latent_channels=1, norm_num_groups=1, use_quant_conv=False,
         use_post_quant_conv=False,
     )  # fmt: skip
     return diffusers.Flux2KleinPipeline(
-        scheduler=flow(), vae=decoder, text_encoder=encoder, tokenizer=tokenizer(), transformer=transformer
-    )
+        scheduler=flow(), vae=decoder, text_encoder=transformers.Qwen3ForCausalLM(config), tokenizer=tokenizer(),
+        transformer=transformer,
+    )  # fmt: skip
 
 
 def qwen_encoder() -> Any:
@@ -273,42 +250,6 @@ def hunyuan_dit() -> Any:
     )  # fmt: skip
 
 
-def cogview4() -> Any:
-    transformer = diffusers.CogView4Transformer2DModel(
-        patch_size=2, in_channels=4, num_layers=2, attention_head_dim=4, num_attention_heads=4, out_channels=4,
-        text_embed_dim=32, time_embed_dim=8, condition_dim=4, sample_size=8,
-    )  # fmt: skip
-    encoder = transformers.GlmModel(
-        transformers.GlmConfig(
-            hidden_size=32,
-            intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            head_dim=8,
-            num_key_value_heads=2,
-            vocab_size=_VOCABULARY,
-            pad_token_id=0,
-        )
-    )
-    dynamic = {"base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256, "use_dynamic_shifting": True}
-    return diffusers.CogView4Pipeline(
-        scheduler=flow(**dynamic, time_shift_type="linear"), vae=vae(4, (8, 8, 8, 8)), text_encoder=encoder,
-        tokenizer=tokenizer(1024), transformer=transformer,
-    )  # fmt: skip
-
-
-def aura_flow() -> Any:
-    transformer = diffusers.AuraFlowTransformer2DModel(
-        sample_size=32, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
-        attention_head_dim=8, num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32,
-        out_channels=4, pos_embed_max_size=4096,
-    )  # fmt: skip
-    return diffusers.AuraFlowPipeline(
-        scheduler=flow(), vae=vae(4, (8, 8, 8, 8)), tokenizer=tokenizer(), transformer=transformer,
-        text_encoder=t5(transformers.UMT5EncoderModel, transformers.UMT5Config),
-    )  # fmt: skip
-
-
 def chroma() -> Any:
     transformer = diffusers.ChromaTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -321,28 +262,14 @@ def chroma() -> Any:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
-    builder.__name__: builder
-    for builder in (
-        flux,
-        flux_kontext,
-        flux2_klein,
-        qwen_image,
-        stable_diffusion_3,
-        pixart_sigma,
-        sana,
-        lumina2,
-        hunyuan_dit,
-        hunyuan_image,
-        cogview4,
-        aura_flow,
-        chroma,
-    )
-}
+    "flux": flux, "flux_kontext": partial(flux, diffusers.FluxKontextPipeline), "flux2_klein": flux2_klein,
+    "qwen_image": qwen_image, "stable_diffusion_3": stable_diffusion_3, "pixart_sigma": pixart_sigma, "sana": sana,
+    "lumina2": lumina2, "hunyuan_dit": hunyuan_dit, "hunyuan_image": hunyuan_image, "chroma": chroma,
+}  # fmt: skip
 EDITORS: dict[str, Callable[[], Any]] = {
-    builder.__name__: builder for builder in (qwen_image_edit_plus, hunyuan_image_refiner)
-}
+    "qwen_image_edit_plus": qwen_image_edit_plus, "hunyuan_image_refiner": hunyuan_image_refiner,
+}  # fmt: skip
 """Those that draw from a picture alone."""
-NEEDS_TORCHVISION = (qwen_image_edit_plus.__name__,)
 
 
 def save(name: str, folder: Path) -> Path:

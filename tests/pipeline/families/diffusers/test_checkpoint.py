@@ -13,10 +13,23 @@ import torch
 from pipeline.checkpoints.folder import ModelError
 from pipeline.families import diffusers
 from pipeline.families.diffusers import checkpoint
+from tests.pipeline.damage import edit
 from tests.pipeline.families.diffusers.conftest import Folders
 from tests.pipeline.families.diffusers.pipelines import cached
 
 MODELS = Path(__file__).parents[4] / "models"
+
+
+def copied(folder: Path, where: Path, **index: object) -> Path:
+    """A copy of a pipeline whose index says this."""
+    copy = Path(shutil.copytree(folder, where / "copy"))
+    edit("model_index.json", **index)(copy)
+    return copy
+
+
+def refused(folder: Path, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        checkpoint.load(str(folder), precision="fp32", device="cpu")
 
 
 def test_pipelines_without_a_native_family_are_found(folders: Folders, tmp_path: Path) -> None:
@@ -65,15 +78,12 @@ def test_a_missing_package_is_named(folders: Folders) -> None:
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_a_package_that_a_part_needs_is_named(folders: Folders, tmp_path: Path) -> None:
-    folder = shutil.copytree(folders("qwen_image"), tmp_path / "edit")
-    index = json.loads((folder / "model_index.json").read_text())
-    index |= {"_class_name": "QwenImageEditPlusPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
-    (folder / "model_index.json").write_text(json.dumps(index))
+    processor = ["transformers", "Qwen2VLProcessor"]
+    folder = copied(folders("qwen_image"), tmp_path, _class_name="QwenImageEditPlusPipeline", processor=processor)
     shutil.copytree(folder / "tokenizer", folder / "processor")
     pictures = {"image_processor_type": "Qwen2VLImageProcessor"}
     (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(pictures))
-    with pytest.raises(ModelError, match=r"needs the package torchvision: .* in the release for torch 2\."):
-        checkpoint.load(str(folder), precision="fp32", device="cpu")
+    refused(folder, r"needs the package torchvision: .* in the release for torch 2\.")
 
 
 def test_an_id_of_the_hub_is_read_from_its_cache(
@@ -83,8 +93,10 @@ def test_an_id_of_the_hub_is_read_from_its_cache(
     kept = cached(folders("lumina2"), "tests/lumina", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert diffusers.find("tests/lumina") == kept
-    model = checkpoint.load("tests/lumina", precision="fp32", device="cpu")
-    assert model.digest == checkpoint.load(str(folders("lumina2")), precision="fp32", device="cpu").digest
+    one, other = (
+        checkpoint.load(name, precision="fp32", device="cpu") for name in ("tests/lumina", str(folders("lumina2")))
+    )
+    assert one.digest == other.digest
     with pytest.raises(ModelError, match="its cache does not hold it"):
         diffusers.find("tests/another")
     (kept / "vae" / "diffusion_pytorch_model.safetensors").unlink()
@@ -93,44 +105,41 @@ def test_an_id_of_the_hub_is_read_from_its_cache(
 
 
 def test_a_class_that_changes_shared_networks_is_refused(folders: Folders, tmp_path: Path) -> None:
-    folder = shutil.copytree(folders("pixart_sigma"), tmp_path / "pag")
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "PixArtSigmaPAGPipeline"}))
-    with pytest.raises(ModelError, match="PixArtSigmaPAGPipeline, which changes its networks during a call"):
-        checkpoint.load(str(folder), precision="fp32", device="cpu")
+    folder = copied(folders("pixart_sigma"), tmp_path, _class_name="PixArtSigmaPAGPipeline")
+    refused(folder, "PixArtSigmaPAGPipeline, which changes its networks during a call")
 
 
 def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Path) -> None:
-    damaged = shutil.copytree(folders("lumina2"), tmp_path / "damaged")
-    (damaged / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no tensors")
-    pickled = shutil.copytree(folders("lumina2"), tmp_path / "pickled")
-    (pickled / "vae" / "diffusion_pytorch_model.safetensors").rename(pickled / "vae" / "diffusion_pytorch_model.bin")
-    for folder in (damaged, pickled):
-        with pytest.raises(ModelError, match="does not load"):
-            checkpoint.load(str(folder), precision="fp32", device="cpu")
+    folder = copied(folders("lumina2"), tmp_path)
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(b"no tensors")
+    refused(folder, "does not load")
+    weights.write_bytes(whole)
+    weights.rename(weights.with_suffix(".bin"))
+    refused(folder, "does not load")
 
 
 @pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
 def test_a_package_that_a_class_needs_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "KolorsPipeline"}))
-    with pytest.raises(ModelError, match="a KolorsPipeline needs packages: pip install sentencepiece"):
-        checkpoint.load(str(tmp_path), precision="fp32", device="cpu")
+    refused(tmp_path, "a KolorsPipeline needs packages: pip install sentencepiece")
 
 
-@pytest.mark.parametrize("entry", ["a part", "the pipeline", "by name of no pipeline"])
-def test_code_that_comes_with_a_folder_never_runs(entry: str, folders: Folders, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(folders("lumina2"), tmp_path / "model"))
-    index = json.loads((folder / "model_index.json").read_text())
-    if entry == "a part":
-        file, index["vae"] = folder / "vae" / "mine.py", ["mine", "Mine"]
-    elif entry == "the pipeline":
-        file, index["_class_name"] = folder / "mine.py", ["mine", "Mine"]
-    else:  # diffusers looks for a file of its argument's name, which is None
-        file = folder / "None.py"
-    (folder / "model_index.json").write_text(json.dumps(index))
-    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
-    with pytest.raises(ModelError, match=r"custom code in \w+\.py|is no pipeline of diffusers"):
-        checkpoint.load(str(folder), precision="fp32", device="cpu")
+@pytest.mark.parametrize(
+    ("file", "index"),
+    [
+        ("vae/mine.py", {"vae": ["mine", "Mine"]}),
+        ("mine.py", {"_class_name": ["mine", "Mine"]}),
+        ("None.py", {}),  # diffusers looks for a file of its argument's name, which is None
+    ],
+)
+def test_code_that_comes_with_a_folder_never_runs(
+    file: str, index: dict[str, object], folders: Folders, tmp_path: Path
+) -> None:
+    folder = copied(folders("lumina2"), tmp_path, **index)
+    (folder / file).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
+    refused(folder, r"custom code in \w+\.py|is no pipeline of diffusers")
     assert not (tmp_path / "ran").exists()
 
 

@@ -26,7 +26,7 @@ from core.batching.request import Outcome, Request
 from pipeline.families.diffusers.loop import _CallThread
 from pipeline.families.diffusers.runner import DiffusersRunner
 from tests.pipeline.families.diffusers.conftest import Folders, Runners
-from tests.pipeline.families.diffusers.pipelines import BUILDERS
+from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS
 
 # Of diffusers about itself, and about its own use of numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -47,6 +47,15 @@ def admitted(runner: DiffusersRunner, id: str, parameters: ImageParameters) -> R
     runner.check(request)
     assert runner.admit(request) is None
     return request
+
+
+def begun(runners: Runners, name: str, done: int = 0, **fields: Any) -> tuple[DiffusersRunner, Request]:
+    """A request of this pipeline that was admitted and has done so many steps."""
+    runner = runners(name)
+    request = admitted(runner, "begun", parameters_of(runner, name, **fields))
+    for _ in range(done):
+        step(runner, request)
+    return runner, request
 
 
 def step(runner: DiffusersRunner, request: Request) -> Outcome:
@@ -136,27 +145,29 @@ def picture(size: tuple[int, int], seed: int) -> Image.Image:
 def test_an_edit_runs_the_pipeline_of_its_kind(
     name: str, kind: type, strength: float, folders: Folders, runners: Runners
 ) -> None:
-    runner = runners(name)
-    parameters = parameters_of(runner, name, steps=10)
+    parameters = parameters_of(runners(name), name)
     source = picture(parameters.size, 1)
-    parameters = replace(parameters, edit=Edit(source.tobytes(), strength=strength))
-    request = admitted(runner, "edit", parameters)
+    runner, request = begun(runners, name, steps=10, edit=Edit(source.tobytes(), strength=strength))
     expected = called(
-        folders(name), parameters, kind, image=source, strength=strength, guidance_scale=parameters.guidance_scale
-    )
+        folders(name), request.parameters, kind, image=source, strength=strength,
+        guidance_scale=parameters.guidance_scale,
+    )  # fmt: skip
     assert finish(runner, request).tobytes() == expected.tobytes()
 
 
 @pytest.mark.long
-def test_a_class_that_edits_alone_needs_a_picture(folders: Folders, runners: Runners) -> None:
+@pytest.mark.parametrize("name", EDITORS)
+def test_a_class_that_edits_alone_needs_a_picture(name: str, folders: Folders, runners: Runners) -> None:
     """And draws from it as the library's own call does."""
-    runner = runners("hunyuan_image_refiner")
-    parameters = parameters_of(runner, "hunyuan_image_refiner")
+    if name == "qwen_image_edit_plus":
+        pytest.importorskip("torchvision")
+    runner = runners(name)
+    parameters = parameters_of(runner, name)
     with pytest.raises(Invalid, match="only edits"):
         runner.check(Request("text", "image", parameters))
     source = picture(parameters.size, 1)
     edited = replace(parameters, edit=Edit(source.tobytes(), strength=1.0))
-    expected = called(folders("hunyuan_image_refiner"), parameters, image=source)
+    expected = called(folders(name), parameters, image=source)
     assert finish(runner, admitted(runner, "edit", edited)).tobytes() == expected.tobytes()
 
 
@@ -164,18 +175,16 @@ def test_pixels_outside_a_mask_are_kept(folders: Folders, runners: Runners) -> N
     """The pipeline reads all or nothing of it; its edge is of both."""
     runner = runners("flux")
     parameters = parameters_of(runner, "flux", steps=4)
-    source = picture(parameters.size, 1)
+    source, half = picture(parameters.size, 1), parameters.width // 2
     mask = Image.new("L", parameters.size, 0)
-    mask.paste(255, (0, 0, parameters.width // 2, parameters.height))
+    mask.paste(255, (0, 0, half, parameters.height))
     edged = mask.copy()
-    edged.paste(100, (parameters.width // 2, 0, parameters.width // 2 + 3, parameters.height))
+    edged.paste(100, (half, 0, half + 3, parameters.height))
     edit = Edit(source.tobytes(), edged.tobytes(), 1.0)
-    request = admitted(runner, "mask", replace(parameters, edit=edit))
-    drawn = finish(runner, request)
-    guidance = parameters.guidance_scale
+    drawn = finish(runner, admitted(runner, "mask", replace(parameters, edit=edit)))
     expected = called(
         folders("flux"), parameters, diffusers.FluxInpaintPipeline, image=source, mask_image=mask, strength=1.0,
-        guidance_scale=guidance,
+        guidance_scale=parameters.guidance_scale,
     )  # fmt: skip
     shares = edged.point(lambda value: min(2 * value, 255))
     assert drawn.tobytes() == Image.composite(expected, source, shares).tobytes()
@@ -183,53 +192,45 @@ def test_pixels_outside_a_mask_are_kept(folders: Folders, runners: Runners) -> N
 
 def test_an_edit_may_have_several_pictures(folders: Folders, runners: Runners) -> None:
     runner = runners("flux2_klein")
-    parameters = replace(parameters_of(runner, "flux2_klein"), width=64, height=64)
-    source, other = picture(parameters.size, 1), picture((80, 64), 2)
+    source, other = picture((64, 64), 1), picture((80, 64), 2)
     second = ImagePrompt(model="reference", image=other.tobytes(), width=80, height=64)
-    edited = replace(parameters, edit=Edit(source.tobytes(), strength=1.0), image_prompts=(second,))
+    edit, plain = Edit(source.tobytes(), strength=1.0), parameters_of(runner, "flux2_klein")
+    edited = replace(plain, edit=edit, image_prompts=(second,), width=64, height=64)
     drawn = finish(runner, admitted(runner, "several", edited))
-    assert drawn.tobytes() == called(folders("flux2_klein"), parameters, image=[source, other]).tobytes()
+    assert drawn.tobytes() == called(folders("flux2_klein"), edited, image=[source, other]).tobytes()
 
 
 @pytest.mark.long
 def test_options_are_the_pipelines_own_arguments(folders: Folders, runners: Runners) -> None:
-    runner = runners("qwen_image")
-    plain = parameters_of(runner, "qwen_image", negative_prompt="blurry")
-    changed = replace(plain, pipeline_options={"true_cfg_scale": 1.5, "max_sequence_length": 64})
-    drawn = [finish(runner, admitted(runner, "options", item)) for item in (plain, changed)]
-    assert drawn[1].tobytes() == called(folders("qwen_image"), changed, negative_prompt="blurry").tobytes()
-    assert drawn[0].tobytes() != drawn[1].tobytes()
+    options = {"true_cfg_scale": 1.5, "max_sequence_length": 64}
+    plain, changed = (
+        begun(runners, "qwen_image", negative_prompt="blurry", pipeline_options=given) for given in (None, options)
+    )
+    drawn, expected = finish(*changed), called(folders("qwen_image"), changed[1].parameters, negative_prompt="blurry")
+    assert drawn.tobytes() == expected.tobytes() != finish(*plain).tobytes()
 
 
 def test_a_step_that_failed_is_repeated_from_the_beginning(
     folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("lumina2")
-    parameters = parameters_of(runner, "lumina2")
-    request = admitted(runner, "failing", parameters)
-    step(runner, request)
-    step(runner, request)
-    with monkeypatch.context() as patch:
+    runner, request = begun(runners, "lumina2", 2)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(runner, request)
-    assert finish(runner, request).tobytes() == called(folders("lumina2"), parameters).tobytes()
+        step(runner, request)
+    assert finish(runner, request).tobytes() == called(folders("lumina2"), request.parameters).tobytes()
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
     again: bool, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("lumina2")
-    inputs: list[weakref.ref[torch.Tensor]] = []
+    inputs = list[weakref.ref[torch.Tensor]]()
 
     def fail(self: Any, timestep: torch.Tensor, **_: Any) -> None:
         inputs.append(weakref.ref(timestep))
         raise ZeroDivisionError
 
-    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
-    step(runner, request)
-    step(runner, request)
+    runner, request = begun(runners, "lumina2", 2)
     latents = weakref.ref(request.work.position.latents)
     gc.collect()
     gc.disable()
@@ -240,11 +241,9 @@ def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
         assert [tensor() for tensor in inputs] == [None]
         if again:
             step(runner, request)  # gives up the call that failed
-        else:
-            runner.release(request)
+            assert latents() is None
+        runner.release(request)
         assert latents() is None
-        if again:
-            runner.release(request)
     finally:
         gc.enable()
     assert error.traceback
@@ -253,53 +252,40 @@ def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
 def test_networks_are_moved_off_the_gpu_when_a_call_ends_early(
     runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, calls = runners("lumina2"), list[str]()
-    monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
-    cancelled = admitted(runner, "cancelled", parameters_of(runner, "lumina2"))
-    step(runner, cancelled)
-    step(runner, cancelled)
-    assert calls == []
-    runner.release(cancelled)
-    assert calls == ["moved"]
-    failing = admitted(runner, "failing", parameters_of(runner, "lumina2"))
-    step(runner, failing)
-    monkeypatch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step(runner, failing)
-    assert calls == ["moved"] * 2
-    runner.release(failing)
-    assert calls == ["moved"] * 2
-
-
-def test_an_offloaded_call_is_cancelled_on_the_lane(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks take long to move: the engine's thread goes on meanwhile, and the next iteration waits."""
+    """Cancelled or failed. An offloaded call is cancelled on the lane: networks take long to move, the engine's thread
+    goes on meanwhile, and the next iteration waits.
+    """
     runner, calls, blocked = runners("lumina2"), list[str](), threading.Event()
     monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
+    runner.release(begun(runners, "lumina2", 1)[1])
+    assert calls == ["moved"]
+    _, failing = begun(runners, "lumina2", 1)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
+        step(runner, failing)
+    runner.release(failing)
+    assert calls == ["moved"] * 2
     monkeypatch.setattr(runner.model, "offload", "model")
-    cancelled = admitted(runner, "cancelled", parameters_of(runner, "lumina2"))
-    step(runner, cancelled)
+    _, offloaded = begun(runners, "lumina2", 1)
     runner._lane.start(blocked.wait, lambda _: {})
-    runner.release(cancelled)
-    assert calls == [] and runner.held() == 0
+    runner.release(offloaded)
+    assert calls == ["moved"] * 2 and runner.held() == 0
     blocked.set()
     runner._lane.call(lambda: None)
-    assert calls == ["moved"]
+    assert calls == ["moved"] * 3
 
 
 @pytest.mark.parametrize("result", [Image.new("RGB", (8, 8)), [Image.new("RGB", (64, 64))]])
 def test_a_picture_of_another_size_fails_its_request(
     result: object, folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("flux")
-    parameters = parameters_of(runner, "flux")
-    request = admitted(runner, "size", parameters)
-    with monkeypatch.context() as patch:
+    runner, request = begun(runners, "flux")
+    with monkeypatch.context() as patch, pytest.raises(Invalid) as error:
         patch.setattr(type(runner.model.base.image_processor), "postprocess", lambda *_, **__: [result])
-        with pytest.raises(Invalid) as error:
-            while not step(runner, request).finished:
-                pass
+        while not step(runner, request).finished:
+            pass
     assert error.value.field == "size"
-    assert finish(runner, request).tobytes() == called(folders("flux"), parameters).tobytes()
+    assert finish(runner, request).tobytes() == called(folders("flux"), request.parameters).tobytes()
 
 
 def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
@@ -334,18 +320,11 @@ def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
     [
         ("flux", "pipeline_options", {"pipeline_options": {"cfg": 1.0}}),
         ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": "much"}}),
-        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": True}}),
-        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": 1e300}}),
         ("sana", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": 200_000}}),
-        ("cogview4", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": -1}}),
         ("lumina2", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": 0}}),
         ("flux_kontext", "pipeline_options", {"pipeline_options": {"max_area": 2**24}}),
         ("flux", "scheduler", {"scheduler": "euler"}),
         ("flux", "lora", {"lora": "pencil"}),
-        ("flux", "prompt_weighting", {"prompt_weighting": True}),
-        ("flux", "clip_skip", {"clip_skip": 1}),
-        ("flux", "vae", {"vae": "tiny"}),
-        ("flux", "sigmas", {"sigmas": (1.0, 0.5, 0.2)}),
         ("flux", "guidance_interval", {"guidance_interval": (0.0, 0.5)}),
         ("flux", "size", {"width": 1000}),
         ("flux2_klein", "negative_prompt", {"negative_prompt": "blurry"}),
@@ -370,9 +349,9 @@ def test_the_pipelines_own_checks_refuse_early(runners: Runners, monkeypatch: py
 
     runner = runners("flux")
     monkeypatch.setattr(type(runner.model.base), "check_inputs", check_inputs)
-    fields = {"pipeline_options": {"max_sequence_length": 100}}
+    wanted = parameters_of(runner, "flux", pipeline_options={"max_sequence_length": 100})
     with pytest.raises(Invalid) as error:
-        runner.check(Request("long", "image", replace(parameters_of(runner, "flux"), **fields)))
+        runner.check(Request("long", "image", wanted))
     assert error.value.field == "pipeline_options.max_sequence_length"
 
 
@@ -384,11 +363,10 @@ def test_pictures_that_a_call_refuses_are_the_requests_fault(
     field: str, size: tuple[int, int], words: str, runners: Runners
 ) -> None:
     """Of a pipeline that looks at them in its call alone, not in `check_inputs`."""
-    runner = runners("flux2_klein")
     pixels = picture(size, 1).tobytes()
     second = ImagePrompt(model="reference", image=pixels, width=size[0], height=size[1])
     fields = {"edit": Edit(pixels, strength=1.0)} if field == "image" else {"image_prompts": (second,)}
-    request = admitted(runner, "small", parameters_of(runner, "flux2_klein", **fields))
+    runner, request = begun(runners, "flux2_klein", **fields)
     with pytest.raises(Invalid, match=words) as error:
         step(runner, request)
     assert error.value.field == field
@@ -398,12 +376,10 @@ def test_pictures_that_a_call_refuses_are_the_requests_fault(
 def test_an_error_of_other_libraries_is_no_fault_of_the_request(
     runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runners("lumina2")
-    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
-
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("no memory for the image")
 
+    runner, request = begun(runners, "lumina2")
     monkeypatch.setattr(type(runner.model.modules["text_encoder"]), "forward", fail)
     with pytest.raises(ValueError) as error:
         step(runner, request)
@@ -411,13 +387,12 @@ def test_an_error_of_other_libraries_is_no_fault_of_the_request(
     runner.release(request)
 
 
-def test_previews_follow_maps_of_latents(runners: Runners) -> None:
-    for name, expected in (("stable_diffusion_3", 2), ("flux", 0)):
-        runner = runners(name)
-        request = admitted(runner, "previews", parameters_of(runner, name, preview_every=1))
-        outcomes = [step(runner, request)]
-        while not outcomes[-1].finished:
-            outcomes.append(step(runner, request))
-        runner.release(request)
-        previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
-        assert len(previews) == expected and all(preview.shape[2] == 3 for preview in previews)
+@pytest.mark.parametrize(("name", "expected"), [("stable_diffusion_3", 2), ("flux", 0)])
+def test_previews_follow_maps_of_latents(name: str, expected: int, runners: Runners) -> None:
+    runner, request = begun(runners, name, preview_every=1)
+    outcomes = [step(runner, request)]
+    while not outcomes[-1].finished:
+        outcomes.append(step(runner, request))
+    runner.release(request)
+    previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
+    assert len(previews) == expected and all(preview.shape[2] == 3 for preview in previews)

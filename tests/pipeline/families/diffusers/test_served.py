@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,8 @@ from pipeline.checkpoints.folder import ModelError
 from tests.core.quant.stage import warm
 from tests.deployment.served import Served, wait_until
 from tests.pipeline.families.diffusers.conftest import Folders
-from tests.pipeline.families.diffusers.pipelines import BUILDERS, EDITORS, NEEDS_TORCHVISION, cached
-from tests.pipeline.families.diffusers.test_runner import UNBINNED, called, picture
+from tests.pipeline.families.diffusers.pipelines import cached
+from tests.pipeline.families.diffusers.test_runner import called, picture
 from workers.build import build
 from workers.cards import image_card
 
@@ -82,39 +80,31 @@ def test_settings_of_native_families_are_refused(folders: Folders, tmp_path: Pat
 
 
 HUB_ID = "tests/flux-of-the-hub"
-SERVED = [*BUILDERS, *EDITORS, HUB_ID]
-MEGAPIXEL = ("flux_kontext",)  # reads an edit's source at a megapixel, whatever the result's size: minutes on a CPU
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def service(
-    request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """All pipelines that are tested, in one service without a network: one by an id of the hub, from its cache."""
+def service(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two pipelines in one service without a network: one by an id of the hub, from its cache."""
     root = tmp_path_factory.mktemp("served")
     cached(folders("flux"), HUB_ID, root / "hub")
-    tested = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [name for name in SERVED if name in tested and (name not in NEEDS_TORCHVISION or find_spec("torchvision"))]
-    models = ",".join(name if name == HUB_ID else str(folders(name)) for name in names)
     service = Served(
-        root, "--models", models, "--precision", "fp32", model=None,
+        root, "--models", f"{HUB_ID},{folders('flux2_klein')}", "--precision", "fp32", model=None,
         variables={"HF_HUB_CACHE": str(root / "hub"), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     try:
         service.ready()
-        wait_until(lambda: len(service.json("/v1/models")["data"]) == len(names), f"all models of {service!r}")
+        wait_until(lambda: len(service.json("/v1/models")["data"]) == 2, f"both models of {service!r}")
         yield service
     finally:
         service.close()
 
 
-def drawn(answer: dict[str, Any]) -> Image.Image:
-    """The picture of an answer, which says by which loop it was drawn."""
+def drawn(answer: dict[str, Any]) -> bytes:
+    """The pixels of an answer, which says by which loop they were drawn."""
     with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
-        image.load()
         assert '"loop": "diffusers"' in image.text["fingerprint"]  # type: ignore[attr-defined]
-        return image
+        return image.tobytes()
 
 
 def data_url(image: Image.Image) -> str:
@@ -125,40 +115,29 @@ def data_url(image: Image.Image) -> str:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", SERVED)
-def test_pipelines_are_served_over_http(name: str, service: Served, folders: Folders) -> None:
+@pytest.mark.parametrize(
+    ("name", "builder", "kind", "strength"),
+    [
+        (HUB_ID.rpartition("/")[2], "flux", diffusers.FluxImg2ImgPipeline, {"strength": 0.7}),
+        ("flux2_klein", "flux2_klein", diffusers.Flux2KleinPipeline, {}),
+    ],
+)
+def test_pipelines_are_served_over_http(
+    name: str, builder: str, kind: type, strength: dict[str, float], service: Served, folders: Folders
+) -> None:
     """Pictures and edits are diffusers' own, byte for byte, and a call is cancelled in its middle."""
-    if name in NEEDS_TORCHVISION and find_spec("torchvision") is None:
-        pytest.skip("needs torchvision")
-    folder, model = (folders("flux"), HUB_ID) if name == HUB_ID else (folders(name), name)
-    models = {entry["id"]: entry["diptych"] for entry in service.json("/v1/models")["data"]}
-    card = models[card_name := model.rpartition("/")[2]]
+    card = {entry["id"]: entry["diptych"] for entry in service.json("/v1/models")["data"]}[name]
     assert card["loop"] == "diffusers"
-    side = 64 if name == "flux2_klein" else card["size_range"]["shortest"]  # it refuses smaller sources
-    guidance = card["defaults"]["guidance_scale"]
-    parameters = ImageParameters("a red fox", 7, side, side, steps=STEPS, guidance_scale=guidance)
-    body = {"model": card_name, "prompt": "a red fox", "size": f"{side}x{side}", "steps": STEPS, "seed": 7}
-    if name in UNBINNED:
-        parameters = replace(parameters, pipeline_options={"use_resolution_binning": False})
-        body["pipeline_options"] = {"use_resolution_binning": False}
+    guidance, folder = card["defaults"]["guidance_scale"], folders(builder)
+    parameters = ImageParameters("a red fox", 7, 64, 64, steps=STEPS, guidance_scale=guidance)
+    source = picture(parameters.size, 1)
+    body = {"model": name, "prompt": "a red fox", "size": "64x64", "steps": STEPS, "seed": 7}
     as_png = {"response_format": "b64_json", "output_format": "png"}
-    if "text" in card["sources"]:
-        image = drawn(service.json("/v1/images/generations", body | as_png))
-        assert image.tobytes() == called(folder, parameters).tobytes()
-    if "image" in card["sources"] and name not in MEGAPIXEL:
-        source = picture((side, side), 1)
-        strength = {"strength": 0.7} if "strength" in card["fields"] else {}
-        guided = {"guidance_scale": guidance} if "guidance_scale" in card["fields"] else {}  # classes' defaults differ
-        edit = body | {"images": [{"image_url": data_url(source)}]} | strength
-        base = diffusers.DiffusionPipeline.from_pretrained(str(folder), local_files_only=True)
-        try:
-            kind = type(diffusers.AutoPipelineForImage2Image.from_pipe(base))
-        except ValueError:  # diffusers has no table of the class
-            kind = type(base)
-        expected = called(folder, parameters, kind, image=source, **strength, **guided)
-        assert drawn(service.json("/v1/images/edits", edit | as_png)).tobytes() == expected.tobytes()
-        body = edit | {"type": "edit"}
-    job = service.json("/v1/jobs", {"type": "image", **body, "steps": 1000 if "steps" in card["fields"] else STEPS})
+    assert drawn(service.json("/v1/images/generations", body | as_png)) == called(folder, parameters).tobytes()
+    body |= {"images": [{"image_url": data_url(source)}], **strength}
+    expected = called(folder, parameters, kind, image=source, guidance_scale=guidance, **strength)
+    assert drawn(service.json("/v1/images/edits", body | as_png)) == expected.tobytes()
+    job = service.json("/v1/jobs", {**body, "type": "edit", "steps": 1000})
     state = lambda: service.json(f"/v1/jobs/{job['id']}")  # noqa: E731
     wait_until(lambda: (state().get("progress") or {}).get("steps_done", 0) >= 1, "a step")
     assert service.json(f"/v1/jobs/{job['id']}/cancel", {})["status"] == "cancelled"
