@@ -5,10 +5,7 @@ from __future__ import annotations
 import fcntl
 import http.server
 import re
-import shutil
 import socket
-import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +19,7 @@ from pipeline.checkpoints import download as module
 from pipeline.checkpoints.download import DownloadOptions, download
 from pipeline.checkpoints.folder import ModelError
 from tests.http_server import Handler, LocalServer
+from tests.https_server import SecureServer, make_certificate
 
 MIB = 1 << 20
 
@@ -245,7 +243,7 @@ def test_no_other_server_leads_to_this_machine(
 def test_an_encrypted_server_leads_to_no_unencrypted_one(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.redirect = "http://models.example/x"
+    site.redirect = "http://pictures.example/x"
     with encrypted(site, tmp_path, monkeypatch) as url:
         with pytest.raises(ModelError, match="must begin with https://"):
             download(url, tmp_path / "store", options(attempts=1))
@@ -255,17 +253,8 @@ def test_an_encrypted_server_leads_to_no_unencrypted_one(
 
 @contextmanager
 def encrypted(site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of the site at models.example, over TLS with a certificate that this process trusts."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl to make a certificate")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    made = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-            "-subj", "/CN=models.example", "-addext", "subjectAltName=DNS:models.example", "-keyout", str(key),
-            "-out", str(certificate)]  # fmt: skip
-    subprocess.run(made, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    """The address of the site at pictures.example, over TLS with a certificate that this process trusts."""
+    certificate = make_certificate(folder)
 
     class Page(Handler):
         def respond(self) -> None:
@@ -274,13 +263,12 @@ def encrypted(site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     resolve = socket.getaddrinfo
 
     def here(host: str, *given: Any, **named: Any) -> Any:
-        return resolve("127.0.0.1" if host == "models.example" else host, *given, **named)
+        return resolve("127.0.0.1" if host == "pictures.example" else host, *given, **named)
 
-    with monkeypatch.context() as patch, LocalServer(Page) as server:
-        server._server.socket = context.wrap_socket(server._server.socket, server_side=True)
+    with monkeypatch.context() as patch, SecureServer(Page, certificate) as server:
         patch.setattr(socket, "getaddrinfo", here)
-        patch.setenv("SSL_CERT_FILE", str(certificate))
-        yield f"https://models.example:{server._server.server_port}/moved/x"
+        patch.setenv("SSL_CERT_FILE", str(certificate.file))
+        yield f"https://pictures.example:{server.port}/moved/x"
 
 
 @pytest.mark.parametrize(
