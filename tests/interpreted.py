@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -59,26 +60,41 @@ def _compile_launches() -> None:
     backend = make_backend(target)
     compiled = set[tuple[Any, ...]]()
     functions: dict[Any, JITFunction[Any]] = {}
+    scopes: dict[int, dict[str, Any]] = {}
     launch = interpreter.InterpretedFunction.run
+    alone = threading.Lock()  # the interpreter replaces Triton's language meanwhile: ranks in threads take turns
 
-    @contextmanager
-    def compilable() -> Iterator[None]:
-        """Modules have their device functions as the compiler takes them."""
-        replaced = []
-        for name, module in list(sys.modules.items()):
-            if name.startswith(("core.kernels.cuda", "triton.language", "tests.")):
-                for key, value in list(vars(module).items()):
-                    if isinstance(value, interpreter.InterpretedFunction):
-                        replaced.append((module, key, value))
-                        setattr(module, key, functions.setdefault(value, JITFunction(value.fn)))
-        try:
-            yield
-        finally:
-            for module, key, value in replaced:
-                setattr(module, key, value)
+    def compilable(value: Any) -> Any:
+        """A function, or a module with its functions, as the compiler takes it; what stands in modules stays."""
+        if isinstance(value, interpreter.InterpretedFunction):
+            if value not in functions:
+                function = value.fn
+                copy = FunctionType(
+                    function.__code__, within(vars(sys.modules[function.__module__])), function.__name__
+                )
+                functools.update_wrapper(copy, function)
+                copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+                functions[value] = JITFunction(copy)
+            return functions[value]
+        if isinstance(value, ModuleType) and value.__name__.startswith("triton.language"):
+            copied = ModuleType(value.__name__)
+            copied.__dict__.update(within(vars(value)))
+            return copied
+        return value
 
-    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        result = launch(self, *arguments, grid=grid, warmup=warmup, **options)
+    def within(values: dict[str, Any]) -> dict[str, Any]:
+        if id(values) not in scopes:
+            scope: dict[str, Any] = {}
+            scopes[id(values)] = scope
+            scope.update((key, compilable(inner)) for key, inner in values.items())
+        return scopes[id(values)]
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        with alone:
+            launch(self, *arguments, grid=grid, warmup=warmup, **options)
+            compile_once(self, arguments, options)
+
+    def compile_once(self: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         named = inspect.signature(self.fn).bind(*arguments, **{k: v for k, v in options.items() if k in self.arg_names})
         named.apply_defaults()
         constants = {
@@ -96,11 +112,9 @@ def _compile_launches() -> None:
             context = ir.context()
             ir.load_dialects(context)
             backend.load_dialects(context)
-            with compilable():
-                source = ASTSource(functions[self], signature, constants, {})
-                codegen = backend.get_codegen_implementation(parsed)
-                source.make_ir(target, parsed, codegen, backend.get_module_map(), context)
-        return result
+            source = ASTSource(compilable(self), signature, constants, {})
+            codegen = backend.get_codegen_implementation(parsed)
+            source.make_ir(target, parsed, codegen, backend.get_module_map(), context)
 
     interpreter.InterpretedFunction.run = run
 

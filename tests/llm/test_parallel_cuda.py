@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -22,20 +20,6 @@ from tests.llm.test_cuda import fused, model_of
 
 pytestmark = pytest.mark.skipif(CUDA, reason="ranks are threads of one process, on a CPU")
 STEPS = [([5, 6, 8], [0, 1, 0], [0, 0, 1]), ([-1], [2], [0])]
-
-
-@pytest.fixture(autouse=True)
-def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter replaces Triton's language while a kernel runs."""
-    from triton.runtime import interpreter
-
-    lock, run = threading.RLock(), interpreter.GridExecutor.__call__
-
-    def locked(self: Any, *arguments: Any, **options: Any) -> Any:
-        with lock:
-            return run(self, *arguments, **options)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", locked)
 
 
 def batch(step: tuple[list[int], list[int], list[int]], *, logits: bool = True) -> TokenBatch:
