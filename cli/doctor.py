@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from core.kernels.device import DeviceInfo
 
 _LITTLE_DISK = 2 * 2**30
-_OLDEST_REDIS = (6, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +210,16 @@ def _disk(settings: Settings) -> Iterator[Finding]:
 def _redis(settings: Settings) -> Iterator[Finding]:
     from core.jobs.connection import StoreError
     from core.jobs.registry import Registry
-    from deployment.redis import RedisError, address_in, executable
+    from deployment.redis import address_in
+    from deployment.redis_programs import OLDEST, RedisError, choose
 
-    url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
+    folder = settings.data_dir.expanduser() / "redis"
+    url = settings.redis_url or address_in(folder)
     if not url:
         try:
-            yield Finding("well", "redis", f"{executable()}, which `diptych serve` starts")
+            program = choose(folder)
+            alone = ": for this machine alone, and updated with Diptych, not with the system" if program.bundled else ""
+            yield Finding("well", "redis", f"{program}, which `diptych serve` starts{alone}")
         except RedisError as error:
             yield Finding("ill", "redis", str(error))
         return
@@ -224,8 +227,8 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     try:
         condition = registry.condition()
         version = tuple(int(part) for part in condition["version"].split(".")[:2])
-        text = f"{condition['version']}, {condition['used']} used of {condition['most']}"
-        yield Finding("well" if version >= _OLDEST_REDIS else "ill", "redis", text)
+        text = f"{condition['server']}, {condition['used']} used of {condition['most']}"
+        yield Finding("well" if version >= OLDEST else "ill", "redis", text)
         if condition["policy"] != "noeviction":
             yield Finding(
                 "ill",

