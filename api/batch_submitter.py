@@ -11,6 +11,7 @@ from api.batch_line_handler import BatchLineHandler, refusal
 from api.batch_lines import RawLine
 from api.batches import queue_of
 from api.errors import ApiError
+from api.rate_limits import too_large
 from api.service import Service
 from core.artifacts import ArtifactError
 from core.jobs.batches import BatchRecord
@@ -82,10 +83,12 @@ class BatchSubmitter:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
             limits = self._service.limits(batch.owner)
+            costs = limits.job_costs(draft.model, tokens=draft.tokens)
+            if excess := [cost for cost in costs if cost.cost > cost.limit]:
+                return too_large(excess[0])
             job = self._service.store.create(
-                draft, self._service.queue.message(draft.envelope), limits.job_costs(draft.model, tokens=draft.tokens),
-                limits.of_batches(draft.model),
-            )  # fmt: skip
+                draft, self._service.queue.message(draft.envelope), costs, limits.of_batches(draft.model)
+            )
         except ApiError as error:
             if error.code == "fetch_overloaded":  # each try fetches the pictures again
                 raise

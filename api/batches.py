@@ -17,7 +17,7 @@ from api import batch_lines, body, files, schemas
 from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
-from api.rate_limits import charge, enforce_rate_limit
+from api.rate_limits import charge, enforce_rate_limit, refund
 from api.routers import new_router
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS, EMBEDDINGS
@@ -26,6 +26,7 @@ from contract.strict import StrictModel
 from contract.text import Metadata
 from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
+from core.jobs.connection import StoreFull
 from core.jobs.files import KeyRequired
 
 router = new_router("batches")
@@ -63,8 +64,8 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     if file.purpose != "batch":
         raise invalid_field("input_file_id", "must be a file with the purpose batch")
     checked, pictures = await service.parsing.run(caller.id, _checked, service, caller, file.key, fields.endpoint)
-    if not checked.errors:
-        await charge(request, service, caller.limits.picture_costs(pictures))
+    costs = [] if checked.errors else caller.limits.picture_costs(pictures)
+    await charge(request, service, costs, "input_file_id")
     try:
         batch = await service.call(
             service.batches.add, caller.id, fields.endpoint, file, checked.lines, service.links(request).base,
@@ -72,6 +73,9 @@ async def create(request: Request, service: Given, caller: By) -> Response:
         )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
+    except StoreFull:
+        await refund(request, service, costs)
+        raise
     return JSONResponse(_object(batch))
 
 
@@ -118,11 +122,13 @@ def _checked(
 
 
 def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
-    """The images by the models that serve the given names; under "" those whose model is not known."""
+    """The images by the models that serve the given names, also of those that no worker announces yet; under "" those
+    for which any model will do.
+    """
     seen, counts = service.cards.seen_by(caller.id), Counter[str]()
     for name, n in pictures.items():
         card = seen.model(name, ImageCard)
-        counts["" if card is None else card.name] += n
+        counts[(seen.served_name(name) or "") if card is None else card.name] += n
     return counts
 
 

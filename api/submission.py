@@ -33,7 +33,7 @@ from contract.image_request import ImageRequest
 from contract.picture_input import PictureInput
 from contract.text import TextJob
 from core import logs, traces
-from core.jobs.connection import StoreDown
+from core.jobs.connection import StoreDown, StoreFull
 from core.jobs.creation import JobCreation, OwnerLimits
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
@@ -108,10 +108,12 @@ async def submit(
         await _check_deadline(service, draft, card)
     try:
         job, standing = await create(service, draft, request, [] if pictured else costs, keyless=not caller.id)
-    except ApiError:
+    except (ApiError, StoreFull):
         if pictured:
             await refund(request, service, costs)
         raise
+    if pictured and standing is None:  # an equal request, which came at the same time, has created it
+        await refund(request, service, costs)
     return _same(job, caller, digest), standing
 
 
