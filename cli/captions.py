@@ -68,7 +68,7 @@ def add(commands: Commands) -> None:
         "--subjects",
         type=Path,
         metavar="FILE",
-        help="what captions are about, in turn: one a line, or a .tsv or .csv with a column caption, prompt or name",
+        help="what captions are about in turn: one a line, or a .tsv, .csv, .json, .jsonl with caption, prompt or name",
     )
     captions.add_argument("--template", type=Path, metavar="FILE", help="what the model is asked; see below")
     captions.add_argument("--temperature", type=float, metavar="T", help="0.7 of emoji-lm, 1 of others by default")
@@ -149,7 +149,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
         rows = prompts.read(path, columns=captions.COLUMNS, names=captions.IDS)
     except captions.PromptsError as error:
         raise UsageError(f"--subjects: {error}") from error
-    if path.suffix.lower() != ".csv":  # whose cells may hold line ends
+    if path.suffix.lower() not in prompts.DELIMITERS:  # whose cells may hold line ends
         for before, after in pairwise(rows):
             if after.row > before.row + 1:
                 raise UsageError(f"--subjects: {path}: row {before.row + 1} is empty")

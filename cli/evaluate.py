@@ -95,7 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a .tsv or .csv with columns id and caption (or file and name)"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a .tsv, .csv, .json, .jsonl with id and caption (or file and name)",
     )
     parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="the run's folder")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N captions")

@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
         dest="file",
         type=Path,
         metavar="FILE",
-        help="more prompts: one a line, or a .tsv/.csv with a column prompt or caption (and id: names the files)",
+        help="more prompts: one a line, or a .tsv, .csv, .json, .jsonl with prompt or caption (and id: names files)",
     )
     generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of FILE")
     add_out(generate)
