@@ -71,7 +71,7 @@ def _fleet(result: Result, beside: Result, engine: Result) -> Rows:
             single = {"one": figures.get("single_s"), "engine": alone["single_s"]}
             share = figures["images_s"] / int(count) / alone["images_s"]
             if share > _FASTEST_SHARE:
-                raise ValueError(f"{label}: {count} GPUs reach {share:.1%} of so many engines; measure the engine again")
+                raise ValueError(f"{label}: {count} GPUs reach {share:.1%} of so many engines; measure it again")
             yield {
                 **figures, **figures["cpu_s_an_image"], "plan": label, "gpus": int(count), "share": share,
                 "alone": cell("{one:.3f} s; {engine:.3f} s", single),
