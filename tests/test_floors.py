@@ -34,7 +34,8 @@ LAYERS = (
     ("unet_opt",),
     ("llm", "pipeline"),
     ("api", "deployment", "workers"),
-    ("benchmarks", "evaluation"),
+    ("evaluation",),
+    ("benchmarks",),
     ("cli", "training"),  # the front door, and what no wheel has
     ("diptych",),  # the name that all of it is installed under
     ("integrations",),  # what other programs load, beside a Diptych of another version or without one
