@@ -15,7 +15,7 @@ COMPOSE := $(shell command -v docker-compose || echo docker compose)
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help clients costs coverage docs rooms pins sbom wheel audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
+.PHONY: help clients costs coverage docs rooms pins sbom wheel audit results figures serve test test-long test-all test-stores test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -24,11 +24,22 @@ help:  ## lists these commands
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
 	$(BIN)/diptych serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: .venv/.installed  ## all tests, on all cores; ARGS="-k floors -x" is passed to pytest
+test: .venv/.installed  ## the quick tests, on all cores; ARGS="-k floors -x" is passed to pytest
 	$(BIN)/pytest $(SPREAD) $(ARGS)
 
 test-long: .venv/.installed  ## the tests marked `long`, which `make test` leaves out: further cases, and what takes minutes to hours; ARGS="tests/pipeline"
 	$(BIN)/pytest -m long $(SPREAD) $(ARGS)
+
+# What .ci/run installs of Debian's packages; as root, after it has asked.
+APT := g++ chromium nginx-light redis-server openssl
+test-all: .venv/.nvrtc $(TOOLS)/.installed  ## all tests that this machine can run, the long ones too; asks whether to install what they need (APT)
+	@command -v apt-get > /dev/null && printf 'apt-get install $(APT)? [y/N] ' && read answer && test "$$answer" = y && \
+	    $(if $(filter 0,$(shell id -u)),,sudo) apt-get install -y --no-install-recommends $(APT) || true
+	$(BIN)/pytest -m "" $(SPREAD) $(ARGS)
+	$(MAKE) test-stores
+
+test-stores: .venv/.installed  ## the store's tests on each kind of Redis and Valkey of this machine; ARGS="tests/core/jobs/test_store.py"
+	$(BIN)/python -m tests.stores $(ARGS)
 
 clients: .venv/.installed build/clients/.installed  ## the tests of clients from PyPI and npm, which it installs in build/clients; ARGS="-k langchain"
 	$(BIN)/pytest -m long tests/clients $(ARGS)
@@ -122,6 +133,10 @@ docs: .venv/.docs  ## builds the docs site with the API reference in build/site;
 
 .venv/.docs: .venv/.installed
 	$(PYTHON) install.py .venv --set docs
+	touch $@
+
+.venv/.nvrtc: .venv/.installed
+	$(PYTHON) install.py .venv --set nvrtc
 	touch $@
 
 # Generates a Redis password once.

@@ -215,19 +215,22 @@ def _redis(settings: Settings) -> Iterator[Finding]:
 
     folder = settings.data_dir.expanduser() / "redis"
     url = settings.redis_url or address_in(folder)
-    if not url:
+    program = None
+    if not settings.redis_url:
         try:
             program = choose(folder)
-            alone = ": for this machine alone, and updated with Diptych, not with the system" if program.bundled else ""
-            yield Finding("well", "redis", f"{program}, which `diptych serve` starts{alone}")
         except RedisError as error:
             yield Finding("ill", "redis", str(error))
+            return
+    origin = "; bundled: for this machine alone, updated with Diptych" if program and program.bundled else ""
+    if not url:
+        yield Finding("well", "redis", f"{program}, which `diptych serve` starts{origin}")
         return
     registry = Registry(url)
     try:
         condition = registry.condition()
         version = tuple(int(part) for part in condition["version"].split(".")[:2])
-        text = f"{condition['server']}, {condition['used']} used of {condition['most']}"
+        text = f"{condition['server']}, {condition['used']} used of {condition['most']}{origin}"
         yield Finding("well" if version >= OLDEST else "ill", "redis", text)
         if condition["policy"] != "noeviction":
             yield Finding(

@@ -234,7 +234,8 @@ def test_pins_are_what_the_project_asks_for():
     project = tomllib.loads((install.ROOT / "pyproject.toml").read_text("utf-8"))
     extras = project["project"]["optional-dependencies"]
     groups = [project["project"]["dependencies"], project["build-system"]["requires"], *extras.values()]
-    for wanted in [Requirement(line) for group in (*groups, project["dependency-groups"]["tools"]) for line in group]:
+    groups += project["dependency-groups"].values()
+    for wanted in [Requirement(line) for group in groups for line in group]:
         pinned = Requirement(KNOWN[install.normal(wanted.name)].requirement.partition(" \\\n")[0])
         (version,) = pinned.specifier
         assert wanted.specifier.contains(version.version, prereleases=True), wanted
