@@ -73,7 +73,7 @@ class BatchLineHandler:
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
-        pictures = await service.call(references.Resolver(service, owner).uploads, fields)
+        pictures = await service.call(owner, references.Resolver(service, owner).uploads, fields)
 
         def draft_for(pictures: PictureUploads) -> JobDraft[Any]:
             return admission.image_draft(fields, card, pictures, _PRIORITY)
@@ -110,7 +110,7 @@ class BatchLineHandler:
             "response": response or None,
             "error": result.get("error"),
         }
-        return InlineDocument(self._service, entry)
+        return InlineDocument(self._service, batch.owner, entry)
 
     def _put_inside(self, response: Result, keys: list[str | None]) -> None:
         """Replace links by images; where one is gone by now the link stays."""

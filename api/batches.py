@@ -68,8 +68,8 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     await charge(request, service, costs, "input_file_id")
     try:
         batch = await service.call(
-            service.batches.add, caller.id, fields.endpoint, file, checked.lines, service.links(request).base,
-            fields.metadata, checked.errors, keyless=not caller.id,
+            caller.id, service.batches.add, caller.id, fields.endpoint, file, checked.lines,
+            service.links(request).base, fields.metadata, checked.errors, keyless=not caller.id,
         )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
@@ -85,10 +85,14 @@ async def batches(request: Request, service: Given, caller: By) -> Response:
     await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
     owner = None if caller.may("admin") else caller.id
-    listed = await service.call(service.batches.batches, owner, after=after, limit=limit)
-    if listed is None:
-        raise missing()
-    return JSONResponse(page([_object(batch) for batch in listed.items], more=listed.more))
+
+    def listed() -> Response:
+        batches = service.batches.batches(owner, after=after, limit=limit)
+        if batches is None:
+            raise missing()
+        return JSONResponse(page([_object(batch) for batch in batches.items], more=batches.more))
+
+    return await service.call(caller.id, listed)
 
 
 @router.get("/v1/batches/{id}", summary="Look at a batch", operation_id="look_v1_batches__id__get")
@@ -101,7 +105,7 @@ async def cancel(id: str, service: Given, caller: By) -> Response:
     """Cancel a batch: its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
     batch = await _find(service, id, caller)
     if batch.status == "in_progress":
-        await service.call(service.batches.turn, batch, "cancelling")
+        await service.call(caller.id, service.batches.turn, batch, "cancelling")
     return JSONResponse(_object(await _find(service, id, caller)))
 
 
@@ -134,7 +138,7 @@ def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, in
 
 async def _find(service: Service, id: str, caller: Caller) -> BatchRecord:
     is_valid = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
-    batch = await service.call(service.batches.batch, id) if is_valid else None
+    batch = await service.call(caller.id, service.batches.batch, id) if is_valid else None
     if batch is None or not (batch.owner == caller.id or "admin" in caller.scopes):
         raise ApiError(404, "There is no such batch, or it has expired.", param="id", code="batch_not_found")
     return batch

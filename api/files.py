@@ -109,17 +109,16 @@ async def files(request: Request, service: Given, caller: By) -> Response:
         raise invalid_field("purpose", f"must be one of {', '.join(_LISTED)}")
     if order not in ("asc", "desc"):
         raise invalid_field("order", "must be asc or desc")
-    listed = await service.call(
-        service.files.files,
-        caller.id,
-        purpose=purpose,
-        oldest=order == "asc",
-        after=after,
-        limit=min(limit, _MOST_LISTED),
-    )
-    if listed is None:
-        raise missing()
-    return JSONResponse(page([_object(file) for file in listed.items], more=listed.more))
+
+    def listed() -> Response:
+        page_of_files = service.files.files(
+            caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=min(limit, _MOST_LISTED)
+        )
+        if page_of_files is None:
+            raise missing()
+        return JSONResponse(page([_object(file) for file in page_of_files.items], more=page_of_files.more))
+
+    return await service.call(caller.id, listed)
 
 
 @router.get("/v1/files/{id}", summary="Look at a file", operation_id="look_v1_files__id__get")
@@ -138,7 +137,8 @@ async def content(id: str, request: Request, service: Given, caller: By) -> Resp
     caller.check("files")
     file = await find(service, id, caller)
     try:
-        return await stored_bytes.respond(service, request, file.key, {"X-Content-Type-Options": "nosniff"}, file.size)
+        headers = {"X-Content-Type-Options": "nosniff"}
+        return await stored_bytes.respond(service, caller.id, request, file.key, headers, file.size)
     except NoArtifact:
         raise gone("id") from None
 
@@ -147,13 +147,13 @@ async def content(id: str, request: Request, service: Given, caller: By) -> Resp
 async def delete(id: str, service: Given, caller: By) -> Response:
     caller.check("files")
     file = await find(service, id, caller)
-    await service.call(service.files.forget, file)
+    await service.call(caller.id, service.files.forget, file)
     return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
 
 async def find(service: Service, id: str, caller: Caller, param: str = "id") -> File:
     """Return the file as `get` does, for this caller, without blocking."""
-    return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
+    return await service.call(caller.id, get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
 def get(service: Service, id: str, owner: str, *, admin: bool = False, param: str = "id") -> File:

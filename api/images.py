@@ -65,7 +65,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageRequ
         source = streaming.stream_images(service, job, kind, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=stays)
-    return await inline_images.respond(service, generated(ended, links))
+    return await inline_images.respond(service, job.owner, generated(ended, links))
 
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:

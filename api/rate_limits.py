@@ -58,14 +58,15 @@ async def charge_refusals(request: Request, service: Service, caller: Caller) ->
 async def charge(request: Request, service: Service, costs: Sequence[RateLimitCost], field: str | None = None) -> None:
     """Charge all of these costs, or none. Raises `ApiError` as `apply_rate_limits`."""
     if costs:
-        apply_rate_limits(request, costs, await service.call(service.rates.take, *costs), field)
+        states = await service.call(costs[0].tenant, service.rates.take, *costs)
+        apply_rate_limits(request, costs, states, field)
 
 
 async def refund(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
     """Take back what these cost, but requests, where their job was refused after the charge."""
     refunds = [cost for cost in costs if cost.unit != "requests"]
     if refunds:
-        await service.call(service.rates.refund, *refunds)
+        await service.call(refunds[0].tenant, service.rates.refund, *refunds)
     for name in [name for name in HEADERS if not name.endswith("-requests")]:
         request.scope["state"][_STATE].pop(name, None)
 

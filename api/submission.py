@@ -91,7 +91,7 @@ async def submit(
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
-    existing = None if id is None else await service.call(service.store.get, id)
+    existing = None if id is None else await service.call(caller.id, service.store.lists.summary, id)
     if existing is not None:
         return _same(existing, caller, digest), None
     if refusal is not None:
@@ -168,7 +168,7 @@ async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) 
     """Raise `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
-        backlog = await service.call(service.store.backlog, draft.modality)
+        backlog = await service.call(draft.owner, service.store.backlog, draft.modality)
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
 
 
@@ -260,7 +260,7 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
         if identity not in keys:
             data = await decode()
             keep = lambda key: service.store.upkeep.keep(key, _INPUT_S, hold=True)  # noqa: E731
-            keys[identity] = await service.stored(lambda: service.artifacts.put_kept(data, "image/png", keep))
+            keys[identity] = await service.stored(tenant, lambda: service.artifacts.put_kept(data, "image/png", keep))
         return keys[identity]
 
     async def fitted(upload: Upload, size: Size) -> str:

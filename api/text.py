@@ -119,7 +119,7 @@ async def _answer(
 async def _forget(service: Service, job: Job) -> None:
     """Erase a job whose result was delivered: embeddings are megabytes in Redis, and nobody asks for them again."""
     with suppress(StoreError):  # then it is kept as long as any job
-        await service.call(service.store.erase, job.id, job.incarnation)
+        await service.call(job.owner, service.store.erase, job.id, job.incarnation)
 
 
 async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenerator[bytes]:

@@ -30,7 +30,7 @@ def _models(seen: RegistrySnapshot) -> list[ImageCard]:
 
 async def _model(service: Service, owner: str) -> ImageCard | None:
     """The model that the caller's options name."""
-    stored = await service.call(service.sdapi.options, owner)
+    stored = await service.call(owner, service.sdapi.options, owner)
     seen = service.cards.seen_by(owner)
     return find_model(seen, stored.get("sd_model_checkpoint")) or find_model(seen, None)
 

@@ -16,6 +16,12 @@ from core.jobs.unreadable import UnreadableRecord, check_version
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 Webhook = dict[str, Any]
 _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
+FIELDS = (
+    "v", "modality", "model", "state", "parameters", "priority", "created", "deadline", "started", "ended", "attempt",
+    "lost", "worker", "progress", "result", "error", "suspect", "work_ms", "owner", "digest", "webhook", "inputs",
+    "incarnation", "followed",
+)  # fmt: skip
+"""The fields of the hash `job:{id}` that `Job.of` reads."""
 
 
 class JobState(StrEnum):
@@ -177,7 +183,7 @@ class Job:
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
-        """Parse the fields of the hash `job:{id}`. Raises `UnreadableRecord`."""
+        """Parse the `FIELDS` of the hash `job:{id}`. Raises `UnreadableRecord`."""
         owner = fields.get("owner", "")
         try:
             check_version("record", id, fields.get("v"))
@@ -311,6 +317,15 @@ class QueuePosition:
 
     ahead: int
     backlog: QueueBacklog
+
+
+@dataclass(frozen=True, slots=True)
+class JobIds:
+    """The ids of a page of jobs, as `JobPage` has these."""
+
+    ids: list[str]
+    after: str
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from core.jobs.batches import LIVE, BatchRecord, BatchStore
-from core.jobs.record import Job, JobState
+from core.jobs.record import JobState
 from core.jobs.store import JobStore
 
 _PAGE = 100
@@ -34,17 +34,18 @@ def cancel_all(store: JobStore, batches: BatchStore, owner: str) -> TenantUsage:
     for batch in _batches(batches, owner):
         ended += batch.status != "cancelling" and batches.turn(batch, "cancelling")
     jobs = 0
-    for job in _jobs(store, owner):
-        now = store.cancel(job.id)
+    for id in _jobs(store, owner):
+        now = store.cancel(id)
         jobs += now is not None and now.state is JobState.CANCELLED
     return TenantUsage(jobs, ended)
 
 
-def _jobs(store: JobStore, owner: str) -> Iterator[Job]:
+def _jobs(store: JobStore, owner: str) -> Iterator[str]:
+    """The ids of an owner's live jobs."""
     for state in (JobState.QUEUED, JobState.RUNNING):
         after = ""
-        while (page := store.page(owner, state=state, after=after, limit=_PAGE)) is not None:
-            yield from page.jobs
+        while (page := store.lists.ids(owner, state=state, after=after, limit=_PAGE)) is not None:
+            yield from page.ids
             after = page.after
             if not page.more or not after:
                 break

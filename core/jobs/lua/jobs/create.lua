@@ -3,7 +3,7 @@
 --
 -- It is one script, so that no record is left without a message and no rejected job is charged. If the id is taken, the
 -- caller checks whether the existing job is the same.
--- include: shared/transitions shared/positions shared/charge
+-- include: shared/transitions shared/positions shared/charge shared/summary
 -- KEYS: none
 -- ARGV: 2 one JSON array of strings (a command of thirty arguments is slower to encode than the script is to run): id,
 --   modality, model, parameters, priority, level, deadline in ms from now or '', work_ms, max_queued, owner, digest,
@@ -14,7 +14,7 @@
 --   (see may_send); charges of five arguments each
 -- Answer: numbers separated by spaces: the outcome, how many charges were evaluated, the state of each (5 numbers), and
 --   1, created: created, deadline or 0, sequence, jobs ahead of it, queued, their ms, running, their ms
---   0, it existed: nothing more, but the record's fields as a second value
+--   0, it existed: nothing more, but the record's summary as a second value
 --   -1, the queue is full, -2, the last of these charges exceeds its limit, -3, the owner has too many waiting jobs,
 --   -4, the owner may create no more jobs, or keys are required by now, -5, the id was withdrawn, -6, the owner has too
 --   many live jobs of the model, or -7, in the queue: nothing more
@@ -63,7 +63,7 @@ local within, told = charge(A, 26, tonumber(A[19]), code < 1)
 if not within then code = -2 end
 local answer = code .. ' ' .. #told .. ' ' .. table.concat(told, ' ')
 if code < 0 then return answer end
-if code == 0 then return {answer, redis.call('HGETALL', key)} end
+if code == 0 then return {answer, summary(key)} end
 
 local at = now()
 -- Leftovers of an earlier job with this id do not belong to this one.
