@@ -61,6 +61,22 @@ def image_draft(
     )
 
 
+def offered_draft(
+    fields: ImageRequest,
+    card: ImageCard,
+    now: RegistrySnapshot,
+    pictures: PictureUploads = NO_PICTURES,
+    priority: int = PRIORITY,
+) -> ImageDraft:
+    """Build the job as `image_draft` does, for a caller that sees the models of `now`. Raises `ApiError` (400) also for
+    an expansion, and for a cascade's draft, that these do not offer.
+    """
+    check_expansion(fields, now.expands(card.name))
+    draft = image_draft(fields, card, pictures, priority)
+    check_cascade(draft.request, now)
+    return draft
+
+
 def _masked(source: Upload, card: ImageCard) -> bool:
     """Whether the request is checked as one with a mask. Of a model without masks a source that may have transparent
     pixels counts as one that has none until that is known: most have none.

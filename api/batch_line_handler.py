@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from api import admission, body, references, schemas, submission, text_drafts
+from api.admission import ImageDraft
 from api.batch_inputs import BatchInputs
 from api.batch_lines import BatchLine
 from api.batches import EDITS, KEEP_S, queue_of
@@ -62,24 +64,25 @@ class BatchLineHandler:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
         given = {name: value for name, value in line["body"].items() if name != "stream"}
         fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
-        seen, card = self._service.cards.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
-        admission.check_expansion(fields, seen.expands(card.name))
-        if not references.any_named(fields):
-            draft = admission.image_draft(fields, card, priority=_PRIORITY)
-            admission.check_cascade(draft.request, seen)
-            return draft
-        return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
+        card, service = self._card(batch, fields.model, ImageCard), self._service
+        if references.any_named(fields):
+            return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
+        draft = admission.offered_draft(fields, card, service.cards.seen_by(batch.owner), priority=_PRIORITY)
+        if draft.deadline_s is not None:
+            admission.check_deadline(draft, card, service.store.backlog("image"), service.cards.now.ready("image"))
+        return draft
 
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(owner, references.Resolver(service, owner).uploads, fields)
 
-        def draft_for(pictures: PictureUploads) -> JobDraft[Any]:
-            return admission.image_draft(fields, card, pictures, _PRIORITY)
+        def draft_for(pictures: PictureUploads) -> ImageDraft:
+            return admission.offered_draft(fields, card, service.cards.seen_by(owner), pictures, _PRIORITY)
 
         draft_for(pictures)  # refused before anything is loaded
-        return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
+        check = partial(submission.check_deadline, service, card=card)
+        return await submission.with_inputs(service, owner, draft_for, pictures, _counted, check)
 
     def _card(self, batch: BatchRecord, name: str | None, kind: type[C]) -> C:
         seen = self._service.cards.seen_by(batch.owner)
@@ -123,8 +126,8 @@ class BatchLineHandler:
                 del image["url"]
 
 
-async def _nothing(*_: object) -> None:
-    """Lines have no deadline, and were counted when their batch was created."""
+async def _counted() -> None:
+    """Do nothing: a line's images were charged when its batch was created."""
 
 
 def refusal(error: ApiError, id: str | None) -> Result:

@@ -122,14 +122,16 @@ def _checked(
         checked = batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
     except NoArtifact:
         raise files.gone("input_file_id") from None
-    return checked, _by_model(service, caller, checked.pictures) if queue_of(endpoint) == "image" else {}
+    return checked, by_model(service, caller.id, endpoint, checked.pictures)
 
 
-def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
-    """The images by the models that serve the given names, also of those that no worker announces yet; under "" those
-    for which any model will do.
+def by_model(service: Service, owner: str, endpoint: str, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
+    """The images of lines by the models that serve the given names, also of those that no worker announces yet; under
+    "" those for which any model will do. None of texts.
     """
-    seen, counts = service.cards.seen_by(caller.id), Counter[str]()
+    seen, counts = service.cards.seen_by(owner), Counter[str]()
+    if queue_of(endpoint) != "image":
+        return counts
     for name, n in pictures.items():
         card = seen.model(name, ImageCard)
         counts[(seen.served_name(name) or "") if card is None else card.name] += n

@@ -102,10 +102,10 @@ async def submit(
     costs = caller.limits.job_costs(draft.model, draft.request.n)
     if pictured:
         count = partial(charge, request, service, costs)
-        check = partial(_check_deadline, service, card=card)
+        check = partial(check_deadline, service, card=card)
         draft = await with_inputs(service, caller.id, partial(draft_for, card=card), pictures, count, check)
     else:
-        await _check_deadline(service, draft, card)
+        await check_deadline(service, draft, card)
     try:
         job, standing = await create(service, draft, request, [] if pictured else costs, keyless=not caller.id)
     except (ApiError, StoreFull):
@@ -121,10 +121,7 @@ def _draft(
     service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    now = service.cards.seen_by(caller.id)
-    admission.check_expansion(fields, now.expands(card.name))
-    draft = admission.image_draft(fields, card, pictures)
-    admission.check_cascade(draft.request, now)
+    draft = admission.offered_draft(fields, card, service.cards.seen_by(caller.id), pictures)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
 
 
@@ -164,7 +161,7 @@ async def served(service: Service, name: str | None, kind: type[C], owner: str) 
     raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
 
 
-async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
+async def check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
     """Raise `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
