@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cli.arguments import (
     FOLDERS,
+    CommandFailed,
     Commands,
     UsageError,
     add_command,
@@ -44,6 +45,7 @@ from cli.request import (
 )
 from contract.control import DEPTH, Control
 from contract.image_prompt import ImagePrompt
+from core.failures import NotFinite
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -256,7 +258,9 @@ def read_controls(options: argparse.Namespace, size: tuple[int, int]) -> list[tu
 def prepared(
     controls: Sequence[Control], images: Sequence[Image], size: tuple[int, int], depth: DepthEstimator | None
 ) -> tuple[Control, ...]:
-    """The controls with their pictures at this size, as their networks read them. Raises `UsageError`."""
+    """The controls with their pictures at this size, as their networks read them. Raises `UsageError`, and
+    `CommandFailed` for a depth model that returns NaN.
+    """
     from core.pictures import fitted
     from workers.sources import prepare
 
@@ -265,7 +269,10 @@ def prepared(
     completed = []
     for control, image in zip(controls, images, strict=True):
         pixels = fitted(image, size, cast("Fit", control.fit or "crop")).tobytes()
-        completed.append(replace(control, image=prepare(control, pixels, size, depth)))
+        try:
+            completed.append(replace(control, image=prepare(control, pixels, size, depth)))
+        except NotFinite as error:
+            raise CommandFailed(f"--control-preprocessor: {error}") from error
     return tuple(completed)
 
 

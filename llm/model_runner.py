@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import Invalid
+from core.failures import NotFinite
 from core.kernels.kv_cache import PAGE, TokenBatch
 from llm.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
 from llm.constrain import GrammarMatcher
@@ -255,9 +256,9 @@ class ModelRunner:
             else:
                 part.error = self._nan()
 
-    def _nan(self) -> FloatingPointError:
+    def _nan(self) -> NotFinite:
         model = self.execution.model
-        return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+        return NotFinite(f"{model.name} in {model.precision}")
 
     # -- before it serves ------------------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ class ControlExtension(Extension[ControlFolder]):
     field, model_field, card_field = FIELD, f"{FIELD}.model", Control.OFFER
     unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
     supported, waits = "controls", True
+    networks = "control network"
     steps: ControlSteps
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
@@ -164,6 +165,15 @@ class ControlExtension(Extension[ControlFolder]):
         if not lease.controls.any:
             with invalid(self.model_field), torch.inference_mode():
                 lease.controls = self._controls(lease, request, state, hidden)
+
+    def prepared(self, lease: ControlLease) -> Iterable[torch.Tensor]:
+        networks, adapters = lease.controls
+        hints = [condition.hint for network in networks for condition, _ in network.pictures]
+        texts = [text for network in networks for whole in network.texts.values() for text in whole.tensors.values()]
+        return [*hints, *texts, *(part for adapter in adapters for part in adapter.features)]
+
+    def finite_steps(self, lease: ControlLease) -> torch.Tensor | None:
+        return lease.finite
 
     def _controls(
         self, lease: ControlLease, request: ImageParameters, state: ImageState, hidden: torch.Tensor

@@ -113,6 +113,7 @@ class Extension(Generic[F]):
     printed_as: ClassVar[str] = ""  # the fingerprint's key of its files' digests; "": `field`
     waits: ClassVar[bool] = False  # whether `acquire` may have to wait for room for files
     finishes: ClassVar[bool] = False  # whether decoded pictures go through `finish`
+    networks: ClassVar[str] = ""  # what its networks are called in errors
 
     steps: Steps | None = None  # None: it does not change the denoiser's steps
     backend: ImageBackend | None = None  # takes the steps of its requests; None: the main one
@@ -163,6 +164,14 @@ class Extension(Generic[F]):
         """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already. On the
         lane; may be repeated. Raises `Invalid`.
         """
+
+    def prepared(self, lease: Any) -> Iterable[torch.Tensor]:
+        """Return what its networks made in `prepare`, on one device."""
+        return ()
+
+    def finite_steps(self, lease: Any) -> torch.Tensor | None:
+        """Return bool []: whether all that its networks made in the request's steps is finite; None: they made none."""
+        return None
 
     def finish(self, request: ImageParameters, lease: Any, pixels: torch.Tensor) -> Finish:
         """Return what remains of a picture [H, W, 3] in levels, on the CPU."""

@@ -104,6 +104,7 @@ class ImagePromptExtension(Extension[ImagePromptFolder]):
     field, model_field, card_field = FIELD, f"{FIELD}.model", ImagePrompt.OFFER
     unconfigured = "no folder of IP-Adapters is configured (DIPTYCH_IP_ADAPTER_DIR)"
     supported, waits = "image_prompts", True
+    networks = "IP-Adapter, or its encoder,"
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ImagePromptFolder | None = None) -> None:
         super().__init__(model, backend, folder)
@@ -152,6 +153,9 @@ class ImagePromptExtension(Extension[ImagePromptFolder]):
             with invalid(self.model_field), torch.inference_mode():
                 lease.prompts = tuple(self._prepared(lease, prompt, state) for prompt in self._prompts(request))
             self.release(lease)
+
+    def prepared(self, lease: ImagePromptLease) -> Iterable[Tensor]:
+        return [keys for prompt in lease.prompts for keys in prompt.keys.values()]
 
     def _prepared(self, lease: ImagePromptLease, prompt: ImagePrompt, state: ImageState) -> RequestImagePrompt:
         """Compute keys and values: of two rows the first reads a picture of nothing, as in diffusers."""

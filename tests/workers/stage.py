@@ -29,9 +29,10 @@ see `picture`. Words in a prompt, for both modalities, make things happen at its
     HANG        the iteration never ends: a device that hangs
     FAIL        the iteration raises an ordinary error
     MEMORY      the iteration runs out of memory
+    OVERFLOW    a network returns NaN
     STEP=0.5    its own iterations take so many seconds instead of --step
 
-KILL, HANG, FAIL and MEMORY may be given a number of attempts: KILL=1 kills at the job's first attempt only.
+KILL, HANG, FAIL, MEMORY and OVERFLOW may be given a number of attempts: KILL=1 kills at the job's first attempt only.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet, OutOfMemory
 from core.batching.slots import Slots
 from core.config import Settings
+from core.failures import NotFinite
 from core.jobs.broker import Envelope
 from core.threads import UninterruptibleThread
 from workers import boot
@@ -203,7 +205,7 @@ def _own(prompt: str, word: str, otherwise: float) -> float:
 
 def _happen(request: Request) -> None:
     attempt = int(request.id.split("/")[1])
-    for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY)\b", request.parameters.prompt):
+    for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY|OVERFLOW)\b", request.parameters.prompt):
         if attempt > _own(request.parameters.prompt, word, 1e9):
             continue
         if word == "KILL":
@@ -212,6 +214,8 @@ def _happen(request: Request) -> None:
             threading.Event().wait()
         elif word == "FAIL":
             raise RuntimeError("the prompt wanted it")
+        elif word == "OVERFLOW":
+            raise NotFinite("the fp16 VAE of x")
         else:
             raise OutOfMemory("the prompt wanted it")
 
