@@ -14,7 +14,7 @@ from contract import loras, pipeline_call
 from contract.bounds import MAX_SEED
 from contract.control import CANNY
 from contract.errors import Invalid
-from contract.offered import list_offered
+from contract.offered import check_offered, list_offered
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
@@ -100,7 +100,8 @@ class ImageOffer(ImageLimits):
     it reads, and `sources` the kinds of request that it draws, of that module; None: all. `options` are what
     `pipeline_options` may have: by name the `type`, and `default`, `minimum` and `maximum` if there are; None: only
     the form is checked. `checker` is what the service does to pictures that its checker flags (`contract.content`);
-    "": there is none; None: not checked.
+    "": there is none; None: not checked. `refusals` say of fields with names of files, such as `loras`, why it takes
+    none, as where its worker has no folder of them; None: not announced.
     """
 
     sizes: Collection[Size]
@@ -126,6 +127,11 @@ class ImageOffer(ImageLimits):
     sources: Collection[str] | None = None
     options: Mapping[str, Mapping[str, Any]] | None = None
     checker: str | None = None
+    refusals: Mapping[str, str] | None = None
+
+    def refusal(self, kind: str) -> str | None:
+        """Return why it takes no files of a kind, by the offer's field of their names; "": it does; None: unknown."""
+        return None if self.refusals is None else self.refusals.get(kind, "")
 
     def draws_from(self, kind: str) -> bool:
         """Return whether the model draws requests of this kind, of those of `contract.pipeline_call`."""
@@ -175,11 +181,10 @@ class ImageOffer(ImageLimits):
             raise Invalid("lora", "must name one, or be empty")
         if not named or self.loras is None:
             return
-        if not self.loras:
-            raise Invalid("lora", "is not offered by this model: its worker has no DIPTYCH_LORA_DIR")
         for lora in named:
-            if lora.name not in self.loras:
+            if self.loras and lora.name not in self.loras:
                 raise Invalid("lora", f"there is no LoRA {lora.name}; {list_offered(self.loras)}")
+            check_offered("lora", lora.name, self.loras, self.refusal("loras"))
 
     def check_size(self, width: int, height: int) -> None:
         """Raise `Invalid` for a size that the model does not offer."""
@@ -327,8 +332,8 @@ class ImageCard(_Card):
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
     offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`, `image_prompts`, `cascades`, `fields`,
-    `sources`, `options` and `checker`. `loop`: "diffusers" for a model that runs by diffusers' own loop, "" for one of
-    a native family.
+    `sources`, `options`, `checker` and `refusals`. `loop`: "diffusers" for a model that runs by diffusers' own loop, ""
+    for one of a native family.
     """
 
     modality: Literal["image"] = "image"
@@ -361,6 +366,7 @@ class ImageCard(_Card):
     options: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     loop: StrictStr = ""
     checker: StrictStr = ""
+    refusals: dict[StrictStr, StrictStr] | None = None
 
     @property
     def offer(self) -> ImageOffer:

@@ -35,9 +35,11 @@ class Upscale(Nested):
         scale = factor if self.scale is None else self.scale
         return max(1, round(width * scale)), max(1, round(height * scale))
 
-    def check(self, offered: Collection[str] | None) -> None:
-        """Raise `Invalid` for a network that is not offered; None: only the syntax is checked."""
-        check_offered(f"{FIELD}.model", self.model, offered)
+    def check(self, offered: Collection[str] | None, reason: str | None = None) -> None:
+        """Raise `Invalid` for a network that is not offered; None: only the syntax is checked. `reason`: as in
+        `check_offered`.
+        """
+        check_offered(f"{FIELD}.model", self.model, offered, reason)
 
     def check_factor(self, width: int, height: int, factor: int) -> None:
         """Raise `Invalid` for a scale beyond the network's factor, and for an image that would become too large."""

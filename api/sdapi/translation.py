@@ -198,7 +198,7 @@ def _add_sampling(result: Translation, body: Generation, card: ImageCard) -> Non
 
 def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:
     """The hires fix as far as it is offered: the finished picture is enlarged, and not drawn again."""
-    offered = ", ".join(offer.upscalers or ()) or "none: its worker has no DIPTYCH_UPSCALERS_DIR"
+    offered = ", ".join(offer.upscalers or ()) or offer.refusal("upscalers") or "none"
     name = body.hr_upscaler or ""
     if name not in (offer.upscalers or ()):
         raise invalid_field("upscale.model", f"the hires fix needs an upscaler that the model has; it has {offered}")

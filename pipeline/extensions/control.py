@@ -111,7 +111,7 @@ class ControlFolder(AssetFolder[Branch]):
 
 class ControlExtension(Extension[ControlFolder]):
     field, model_field, card_field = FIELD, f"{FIELD}.model", Control.OFFER
-    unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
+    unconfigured = "no folder of control networks is configured (--control-dir, or DIPTYCH_CONTROL_DIR)"
     supported, waits = "controls", True
     networks = "control network"
     steps: ControlSteps

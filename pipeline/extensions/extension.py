@@ -142,8 +142,8 @@ class Extension(Generic[F]):
         """Return what `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises
         `Invalid`.
         """
-        if (reason := self._refusal()) is not None:
-            raise Invalid(self.field, reason)
+        if self.refusal:
+            raise Invalid(self.field, self.refusal)
         with invalid(self.model_field or self.field):
             return self._check_files(request)
 
@@ -186,12 +186,13 @@ class Extension(Generic[F]):
         """Return what has the `name` and `digest` of each file of a lease."""
         return lease.files  # type: ignore[no-any-return]
 
-    def _refusal(self) -> str | None:
-        """Return why it is not offered; None if it is."""
+    @property
+    def refusal(self) -> str:
+        """Why it is not offered; "" if it is."""
         family = self.model.family
         if self.supported and not getattr(family, self.supported):
             return f"is not supported by {family.label}"
-        return self.unconfigured if self.folder is None else None
+        return self.unconfigured if self.folder is None else ""
 
     def _check_files(self, request: ImageParameters) -> Any:
         """`check` where it is offered. Raises `ModelError` too."""

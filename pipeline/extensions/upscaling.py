@@ -143,7 +143,7 @@ class UpscaleExtension(Extension[UpscalerFolder]):
     """Upscalers, whose leases are the networks themselves, which requests keep from their check on."""
 
     field, card_field, printed_as = FIELD, "upscalers", "upscaler"
-    unconfigured = "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)"
+    unconfigured = "no folder of upscalers is configured (--upscalers-dir, or DIPTYCH_UPSCALERS_DIR)"
     finishes = True
 
     @classmethod

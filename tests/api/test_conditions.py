@@ -318,10 +318,11 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
 
 
 def test_a_model_without_any_says_so(settings: Settings) -> None:
-    with opened(settings, replace(CARD, precision="int8")) as (api, worker):
+    card = replace(CARD, precision="int8", refusals={"loras": "no LoRA folder is configured"})
+    with opened(settings, card) as (api, worker):
         for field, value, param, said in (
-            ("lora", "ink", "lora", "its worker has no DIPTYCH_LORA_DIR"),
-            ("upscale", {"model": "x4"}, "upscale.model", "it has none"),
+            ("lora", "ink", "lora", "lora: no LoRA folder is configured"),
+            ("upscale", {"model": "x4"}, "upscale.model", "there is no x4; its worker's folder of them is empty"),
             ("refiner", {"model": "xl-refiner"}, "refiner.model", "it has none"),
         ):
             form = {"prompt": "a hat", field: value if isinstance(value, str) else json.dumps(value)}

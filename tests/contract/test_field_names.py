@@ -167,14 +167,8 @@ def test_drawn_seeds_are_numbers_that_every_client_holds(n: int) -> None:
 
 def test_unknown_fields_are_left_out_with_a_warning_where_that_is_said() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a", "id": 1}], "id": 2}
-    fields = {
-        "messages": [message, message, {**message, "ID": 3}],
-        "n": 2,
-        "zoom": 4,
-        "an odd name": 5,
-        "stream": True,
-        "stream_options": {"odd too": 1},
-    }
+    fields = {"messages": [message, message, {**message, "ID": 3}], "n": 2, "zoom": 4, "an odd name": 5}
+    fields |= {"stream": True, "stream_options": {"odd too": 1}}
     read = schemas.read(ChatFields, fields, ignore_unknown=True)
     assert len(read.messages) == 3 and read.n == 2
     names = {"messages.content.id", "messages.id", "messages.ID", "zoom", "stream_options"}

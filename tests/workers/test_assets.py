@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from contract.card import ImageCard, read_card, to_data
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
+from contract.image_request import ImageRequest
 from core.artifacts import NoArtifact
 from core.batching.request import Request
 from core.config import Settings
@@ -47,6 +48,10 @@ ASKED: dict[str, Any] = {
     "refiner": {"model": "refiner"},
 }  # fmt: skip
 PICTURED = ("control", "image_prompts")
+SENT = {field: value for field, value in ASKED.items() if field not in (*PICTURED, "refiner")} | {
+    field: [{"model": ASKED[field][0]["model"]}] for field in PICTURED
+}
+"""The same in a body, whose pictures are elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +142,18 @@ def test_without_folders_none_is_offered(place: Path) -> None:
         ):  # fmt: skip
             with pytest.raises(Invalid, match=said):
                 works.images.check(Request("x", "image", requests(**{field: ASKED[field]})[0]))
+            with pytest.raises(Invalid, match=said):
+                ImageRequest(prompt="a", **{field: SENT[field]}).complete(card.offer)
+
+
+def test_an_empty_folder_is_another_reason_than_none(place: Path, tmp_path: Path) -> None:
+    folders = {name: str(tmp_path) for name in FOLDERS if name != "refiner"}
+    with build(settings(place, **folders)) as works:
+        card = read_card(to_data(image_card(works.images)))
+        assert card.refusals == {} and card.loras == card.upscalers == ()
+        for field, value in SENT.items():
+            with pytest.raises(Invalid, match="its worker's folder of them is empty"):
+                ImageRequest(prompt="a", **{field: value}).complete(card.offer)
 
 
 @pytest.mark.parametrize(

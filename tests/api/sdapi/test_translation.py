@@ -144,7 +144,8 @@ def test_the_hires_fix_enlarges() -> None:
     for upscaler in ("Latent", "R-ESRGAN 4x+", "None", None):
         field, message = refused(enable_hr=True, hr_upscaler=upscaler)
         assert field == "hr_upscaler" and "nearest4" in message
-    assert "DIPTYCH_UPSCALERS_DIR" in refused(card=replace(CARD, upscalers=()), enable_hr=True)[1]
+    without = replace(CARD, upscalers=(), refusals={"upscalers": "no folder of upscalers"})
+    assert "no folder of upscalers" in refused(card=without, enable_hr=True)[1]
     shape = {"width": 128, "height": 128, "hr_resize_x": 256, "hr_resize_y": 128}
     assert refused(enable_hr=True, hr_upscaler="nearest4", **shape)[0] == "hr_resize_x"
 
