@@ -153,12 +153,16 @@ class IterationBuilder:
             with self._run_ahead.iteration(expected_s, observe_new):
                 encoded = conditioner([request.parameters for request in requests], states, bucket)
                 refined = self._refined_conditions(requests, bucket)
-                for request, state, own in zip(requests, states, encoded, strict=True):
+                ends = []
+                for request, state, own, second in zip(requests, states, encoded, refined, strict=True):
+                    ends.append(self._encoders_ends(state, own, second))
                     for field in state.extensions:
-                        self._extensions[field].prepare(request.parameters, state, own.hidden)
+                        kind = self._extensions[field]
+                        if outputs := list(kind.prepare(request.parameters, state, own.hidden)):
+                            end = NetworkEnd(f"the {kind.networks}", all_finite(outputs), kind.model_field or field)
+                            ends[-1].append(end)
                     if state.x is None:  # a retry must not draw again
                         state.x, state.kept = self._prepare_latents(request.parameters, state)
-                ends = [self._encoders_ends(*parts) for parts in zip(states, encoded, refined, strict=True)]
                 new = conditioner.encoder.misses > before
             return list(map(_Encoded, encoded, refined, ends))
 
@@ -344,17 +348,13 @@ class IterationBuilder:
     def _encoders_ends(
         self, state: ImageState, own: ConditionedRequest, refined: denoise.Conditioning | None
     ) -> list[NetworkEnd]:
-        """Return the ends of the text encoders of a request, and of the networks of its extensions beside them."""
+        """Return the ends of the text encoders of a request."""
         adapted = next((field for field in state.extensions if self._extensions[field].conditioner is not None), "")
         tensors = [own.hidden, *own.conditioning.tensors.values()]
         ends = [NetworkEnd(network_name("text encoders", self._model), all_finite(tensors), adapted)]
         if refined is not None:
             encoders = network_name("text encoders", self._backends[REFINER].model)
             ends.append(NetworkEnd(encoders, all_finite(refined.tensors.values())))
-        for field, lease in state.extensions.items():
-            kind = self._extensions[field]
-            if prepared := list(kind.prepared(lease)):
-                ends.append(NetworkEnd(f"the {kind.networks}", all_finite(prepared), kind.model_field or field))
         return ends
 
     def _step_ends(self, state: ImageState) -> list[NetworkEnd]:

@@ -160,13 +160,11 @@ class ControlExtension(Extension[ControlFolder]):
         networks = self._files.cache.take([*dict.fromkeys(c.model for c in request.control)], wait=wait)
         return None if networks is None else ControlLease(networks)
 
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
         lease: ControlLease = state.extensions[self.field]
         if not lease.controls.any:
             with invalid(self.model_field), torch.inference_mode():
                 lease.controls = self._controls(lease, request, state, hidden)
-
-    def prepared(self, lease: ControlLease) -> Iterable[torch.Tensor]:
         networks, adapters = lease.controls
         hints = [condition.hint for network in networks for condition, _ in network.pictures]
         texts = [text for network in networks for whole in network.texts.values() for text in whole.tensors.values()]

@@ -160,13 +160,10 @@ class Extension(Generic[F]):
         if self.waits:
             self._files.cache.give(lease.files, keep=keep)
 
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
-        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already. On the
-        lane; may be repeated. Raises `Invalid`.
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already, and
+        return what its networks made, on one device. On the lane; may be repeated. Raises `Invalid`.
         """
-
-    def prepared(self, lease: Any) -> Iterable[torch.Tensor]:
-        """Return what its networks made in `prepare`, on one device."""
         return ()
 
     def finite_steps(self, lease: Any) -> torch.Tensor | None:

@@ -148,14 +148,12 @@ class ImagePromptExtension(Extension[ImagePromptFolder]):
         super().release(lease, keep=keep)
         lease.files = []
 
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: Tensor) -> None:
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: Tensor) -> Iterable[Tensor]:
         lease: ImagePromptLease = state.extensions[self.field]
         if not lease.prompts:
             with invalid(self.model_field), torch.inference_mode():
                 lease.prompts = tuple(self._prepared(lease, prompt, state) for prompt in self._prompts(request))
             self.release(lease)
-
-    def prepared(self, lease: ImagePromptLease) -> Iterable[Tensor]:
         return [keys for prompt in lease.prompts for keys in prompt.keys.values()]
 
     def _prepared(self, lease: ImagePromptLease, prompt: ImagePrompt, state: ImageState) -> RequestImagePrompt:
