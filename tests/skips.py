@@ -15,7 +15,7 @@ MOST = 12  # lines; the rest is counted
 NEEDS = (
     ("NVRTC", r"NVRTC", "`make .venv/.nvrtc`, a download of 90 MB"),
     ("a GPU", r"GPU|CUDA|Hopper|on a CPU", "`make test-gpu` on a machine with one"),
-    ("helm", r"\bhelm\b", "helm 3 on the PATH"),
+    ("helm", r"\bhelm\b", "`make build/helm/.installed`"),
     ("Chromium", r"Chromium", "`apt install chromium`"),
     ("a C++ compiler", r"\bg\+\+|C\+\+|C compiler", "`apt install g++`"),
     ("nginx", r"nginx", "`apt install nginx-light`"),
