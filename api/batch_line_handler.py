@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from api import admission, body, references, schemas, submission, text_drafts
+from api.admission import ImageDraft
 from api.batch_inputs import BatchInputs
 from api.batch_lines import BatchLine
 from api.batches import EDITS, KEEP_S, queue_of
@@ -17,7 +19,7 @@ from api.images import generated
 from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
-from api.uploads import PictureUploads
+from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
 from core.artifacts import ArtifactError
@@ -63,21 +65,23 @@ class BatchLineHandler:
         given = {name: value for name, value in line["body"].items() if name != "stream"}
         fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
         seen, card = self._service.cards.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
-        admission.check_expansion(fields, seen.expands(card.name))
-        if not references.any_named(fields):
-            draft = admission.image_draft(fields, card, priority=_PRIORITY)
-            admission.check_cascade(draft.request, seen)
-            return draft
-        return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
-    async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
+        def draft_for(pictures: PictureUploads = NO_PICTURES) -> ImageDraft:
+            draft = admission.image_draft(fields, card, pictures, _PRIORITY)
+            return admission.with_expansion(draft, seen, may_write=seen.may(batch.owner, "text"))
+
+        if references.any_named(fields):
+            return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, draft_for))
+        draft = draft_for()
+        admission.check_cascade(draft.request, seen)
+        return draft
+
+    async def _with_pictures(
+        self, owner: str, fields: ImageRequest, draft_for: Callable[[PictureUploads], ImageDraft]
+    ) -> JobDraft[Any]:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(owner, references.Resolver(service, owner).uploads, fields)
-
-        def draft_for(pictures: PictureUploads) -> JobDraft[Any]:
-            return admission.image_draft(fields, card, pictures, _PRIORITY)
-
         draft_for(pictures)  # refused before anything is loaded
         return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
 

@@ -83,7 +83,8 @@ class BatchSubmitter:
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
             limits = self._service.limits(batch.owner)
             job = self._service.store.create(
-                draft, self._service.queue.message(draft.envelope), limits.job_costs(draft.model, tokens=draft.tokens),
+                draft, self._service.queue.message(draft.envelope),
+                limits.job_costs(draft.model, tokens=draft.tokens, text_model=draft.text_model),
                 limits.of_batches(draft.model),
             )  # fmt: skip
         except ApiError as error:
