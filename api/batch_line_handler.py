@@ -19,7 +19,7 @@ from api.images import generated
 from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
-from api.uploads import PictureUploads
+from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
 from core.artifacts import ArtifactError
@@ -67,19 +67,23 @@ class BatchLineHandler:
         card, service = self._card(batch, fields.model, ImageCard), self._service
         if references.any_named(fields):
             return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
-        draft = admission.offered_draft(fields, card, service.cards.seen_by(batch.owner), priority=_PRIORITY)
+        draft = self._offered(batch.owner, fields, card)
         if draft.deadline_s is not None:
             admission.check_deadline(draft, card, service.store.backlog("image"), service.cards.now.ready("image"))
         return draft
+
+    def _offered(
+        self, owner: str, fields: ImageRequest, card: ImageCard, pictures: PictureUploads = NO_PICTURES
+    ) -> ImageDraft:
+        seen = self._service.cards.seen_by(owner)
+        may_write = seen.may(owner, "text")
+        return admission.offered_draft(fields, card, seen, pictures, _PRIORITY, may_write=may_write)
 
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(owner, references.Resolver(service, owner).uploads, fields)
-
-        def draft_for(pictures: PictureUploads) -> ImageDraft:
-            return admission.offered_draft(fields, card, service.cards.seen_by(owner), pictures, _PRIORITY)
-
+        draft_for = partial(self._offered, owner, fields, card)
         draft_for(pictures)  # refused before anything is loaded
         check = partial(submission.check_deadline, service, card=card)
         return await submission.with_inputs(service, owner, draft_for, pictures, _counted, check)

@@ -83,7 +83,7 @@ class BatchSubmitter:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
             limits = self._service.limits(batch.owner)
-            costs = limits.job_costs(draft.model, tokens=draft.tokens)
+            costs = limits.job_costs(draft.model, tokens=draft.tokens, text_model=draft.text_model)
             if excess := [cost for cost in costs if cost.cost > cost.limit]:
                 return too_large(excess[0])
             job = self._service.store.create(

@@ -83,6 +83,11 @@ class RegistrySnapshot:
             hidden=tuple(model for model in self.models if model.name not in allowed),
         )
 
+    def may(self, owner: str, scope: str) -> bool:
+        """Return whether an owner's key, of a batch for example, has a scope; who has no key has all of them."""
+        key = self.keys.get(owner)
+        return not owner or (key is not None and not {scope, "admin"}.isdisjoint(key.scopes))
+
     def clock(self) -> float:
         """Redis's time in seconds since the epoch, which all API processes share."""
         return time.time() + self.ahead_s
@@ -146,16 +151,18 @@ class RegistrySnapshot:
                 return first.name
         return name
 
-    def expands(self, name: str) -> bool:
-        """Return whether all workers of this image model expand prompts: by their first text model, if it answers and
-        is not hidden. Without a worker, whether any text model may.
+    def expander(self, name: str) -> TextCard | None:
+        """The text model that expands prompts for this image model: the first of each of its workers, if it answers and
+        is not hidden. Without a worker, any text model. None: not all workers expand prompts.
         """
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
         if not drawing:
-            return any(isinstance(model, TextCard) and model.limits.generates for model in self.models)
+            texts = [model for model in self.models if isinstance(model, TextCard) and model.limits.generates]
+            return texts[0] if texts else None
         hidden = {model.name for model in self.hidden}
-        texts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
-        return all(text is not None and text.limits.generates and text.name not in hidden for text in texts)
+        firsts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
+        usable = [text for text in firsts if text is not None and text.limits.generates and text.name not in hidden]
+        return usable[0] if len(usable) == len(drawing) else None
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""

@@ -86,7 +86,7 @@ async def submit(
     requests = [] if charged else caller.limits.request_costs()
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        costs = requests + caller.limits.job_costs(draft.model, draft.request.n)
+        costs = requests + caller.limits.job_costs(draft.model, draft.request.n, draft.tokens, draft.text_model)
         job, standing = await create(service, draft, request, costs, keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
@@ -99,7 +99,7 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard, caller.id)
         draft = draft_for(pictures, card)
-    costs = caller.limits.job_costs(draft.model, draft.request.n)
+    costs = caller.limits.job_costs(draft.model, draft.request.n, draft.tokens, draft.text_model)
     if pictured:
         count = partial(charge, request, service, costs)
         check = partial(check_deadline, service, card=card)
@@ -121,7 +121,8 @@ def _draft(
     service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    draft = admission.offered_draft(fields, card, service.cards.seen_by(caller.id), pictures)
+    seen, may_write = service.cards.seen_by(caller.id), caller.may("text")
+    draft = admission.offered_draft(fields, card, seen, pictures, may_write=may_write)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
 
 
@@ -137,14 +138,18 @@ def _attempt(
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
-    pictures = ImageJob.read(job.parameters).n if job.modality == "image" else 0
-    card = service.cards.seen_by(caller.id).model(job.model, TextCard) if job.modality == "text" else None
-    tokens = 0 if card is None else math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
+    seen, pictures, tokens, text_model = service.cards.seen_by(caller.id), 0, 0, ""
+    if job.modality == "image":
+        request_again = ImageJob.read(job.parameters)
+        pictures = request_again.n
+        tokens, text_model = admission.expansion(request_again, job.model, seen, may_write=caller.may("text"))
+    elif (card := seen.model(job.model, TextCard)) is not None:
+        tokens = math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
     draft = JobDraft(
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
-    costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens)
+    costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens, text_model)
     return (await create(service, draft, request, costs, keyless=not caller.id))[0]
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SYNTAXES = (COMPEL, A1111)
 MAX_CLIP_SKIP = 31
+EXPANSION_TOKENS = 96  # of an expanded prompt: the length SDXL reads of one, with some margin
 FIELDS = ("prompt_weighting", "prompt_2", "negative_prompt_2", "clip_skip")
 """What only some families of models read."""
 

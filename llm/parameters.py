@@ -141,7 +141,7 @@ def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> 
     check_whole("max_tokens", parameters.max_tokens, 0, MAX_SEED)
     if len(parameters.prompt) + parameters.max_tokens > context:
         field, words = "prompt", f"{len(parameters.prompt)} tokens"
-        if not parameters.embed:
+        if len(parameters.prompt) + 1 <= context:  # fewer tokens to come would do
             field, words = "max_tokens", f"{words} of prompt and {short(parameters.max_tokens)} to come"
         raise Invalid(field, f"{words} are more than the model's context of {context}", CONTEXT_LENGTH)
 

@@ -131,12 +131,13 @@ class TextJobHandler:
             values.update(temperature=0.0, answers=job.n)
         bias = _bias(job.logit_bias or {})
         grammar = self._tool_grammar(job)
+        rooms = [self._room(prompt, job) for prompt in prompts]
         if job.scores_prompts:
             _check_prompt_logprobs(job, sum(map(len, prompts)))
         return [
             TextParameters(
                 prompt=prompt,
-                max_tokens=self._room(prompt, job) if job.max_tokens is None else job.max_tokens,
+                max_tokens=room if job.max_tokens is None else job.max_tokens,
                 seed=None if job.seed is None else next_seed(job.seed, k),
                 stop=tuple(job.stop or ()),
                 logit_bias=bias,
@@ -146,7 +147,7 @@ class TextJobHandler:
                 continues=job.messages is None,
                 **values,
             )
-            for prompt in prompts
+            for prompt, room in zip(prompts, rooms, strict=True)
             for k in range(1 if job.beams else job.n)
         ]
 
@@ -245,14 +246,15 @@ class TextJobHandler:
         return {"text": echoed + text.text, "logprobs": entries}
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
+        """How many tokens may come after a prompt. Raises `Invalid`, naming its field, if there is no room for one."""
         room = self._most_tokens - len(prompt)
         if job.beams:  # each with pages of its own, and two to come
             from llm.pages import PAGE
 
             pages = (self._offer.cache_tokens - len(prompt)) // PAGE // job.beams
             room = min(room, (pages - 2) * PAGE)
-        if room < 1:
-            field = "prompt" if job.messages is None else "messages"
+        if room < (0 if job.max_tokens == 0 else 1):
+            field = "prompt" if job.messages is None else MESSAGES
             words = f"{len(prompt)} tokens are more than the model's context of {self._context}"
             raise Invalid(field, words, CONTEXT_LENGTH)
         return room

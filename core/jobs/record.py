@@ -88,7 +88,7 @@ class JobDraft(Generic[R]):
     artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
     without them, and False reports none until `JobStore.follow`. `tokens` are those that it counts as against rate
-    limits, and are not stored. Raises ValueError, naming the field.
+    limits, of `text_model` if that is not its own model; neither is stored. Raises ValueError, naming the field.
     """
 
     id: str
@@ -107,6 +107,7 @@ class JobDraft(Generic[R]):
     followed: bool | None = None
     keep_s: float = 0.0
     tokens: int = 0
+    text_model: str = ""
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.id):

@@ -272,6 +272,14 @@ CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
         "messages",
         "context_length_exceeded",
     ),
+    *(
+        (
+            {**more, "messages": [{"role": "user", "content": "word " * 200}], "seed": None},
+            "messages",
+            "context_length_exceeded",
+        )
+        for more in ({"max_tokens": 1}, {"max_tokens": 1, "n": 2}, {**BEAMS, "max_tokens": 1})
+    ),
     ({"temperature": "1"}, "temperature", "invalid_type"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", None),
     ({"functions": [{"name": "a"}]}, "functions", "unsupported_parameter"),
@@ -285,7 +293,12 @@ CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
     *(({"prompt": prompt}, "prompt", None) for prompt in (["a", 5], [], [[1, 2], ["a"]], [9999])),
-    ({"prompt": "word " * 200}, None, "context_length_exceeded"),
+    *(
+        ({"prompt": prompt, **more}, "prompt", "context_length_exceeded")
+        for prompt in ("word " * 200, [[5], [5] * 512])
+        for more in ({}, {"max_tokens": 1}, {"echo": True, "logprobs": 1, "max_tokens": 1})
+    ),
+    ({"prompt": [5] * 500, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
     ({"prompt": ["a"] * 20}, "n", None),
     ({"prompt": [[5] * 500] * 16, "echo": True, "logprobs": 20, "max_tokens": 0}, "echo", None),
     ({"prompt": [5, 6], "echo": True}, "echo", None),
@@ -305,6 +318,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     *((CHAT, {**ASK, name: value}, name, None) for name, value in FIELDS),
     *((CHAT, {**ASK, **fields}, param, code) for fields, param, code in CHATS),
     *((COMPLETE, {"prompt": "a", **fields}, param, code) for fields, param, code in COMPLETIONS),
+    ("/v1/responses", {"input": "word " * 200, "max_output_tokens": 16}, "input", "context_length_exceeded"),
 ]
 
 

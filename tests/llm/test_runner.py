@@ -258,6 +258,7 @@ def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
         ({"prompt": (1, 262)}, "prompt: token ids must be between 0 and 261"),
         ({"prompt": [1]}, "prompt: must be a tuple"),
         ({"prompt": (1,) * 500}, "max_tokens: 500 tokens of prompt and 20 to come are more than the model's context"),
+        ({"prompt": (1,) * 512, "max_tokens": 1}, "prompt: 512 tokens are more than the model's context"),
         ({"max_tokens": -1}, "max_tokens: must be between"),
         ({"max_tokens": True}, "max_tokens: must be a whole number"),
         ({"temperature": -0.1}, "temperature: must be between 0 and 2, not -0.1"),
