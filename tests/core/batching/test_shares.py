@@ -268,6 +268,19 @@ def test_leaving_and_coming_back_mints_no_credit() -> None:
     assert visitor_s <= device.charged["stays", False] - before["stays", False] + _BURST_S + 1.0
 
 
+@pytest.mark.parametrize("comers", [1, 2, 7])
+def test_the_credit_of_all_who_come_back_together_is_one_burst(comers: int) -> None:
+    """Whoever comes first has all of it, and what each has used others may have."""
+    drive, _ = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
+    drive.crowd("s", 24, only_steps(100_000), tenant="stays")
+    drive.run(until=10.0)
+    device = drive.scheduler._admission.shares._devices["image"]
+    for k in range(comers):
+        drive.add(f"c{k}", only_steps(300), tenant=f"comer {k}")
+    credits = [max(0.0, device.virtual[0] - device.charged[f"comer {k}", False]) for k in range(comers)]
+    assert credits[0] > _BURST_S / 2 and sum(credits) <= _BURST_S + 1e-9
+
+
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("comers", [1, 20])
 def test_many_who_come_back_together_cost_others_one_burst(comers: int) -> None:

@@ -69,6 +69,23 @@ def test_a_linear_layer_is_that_of_64_bits_and_near_the_one_it_replaces(
     assert ((made(x).double() - wanted).abs() <= 0.51 * rounding + 1e-6 * add.abs()).all()
 
 
+@pytest.mark.parametrize("depth", [1, 1040, 1041, 2080, 2500])
+def test_sums_of_levels_are_of_no_more_inputs_than_floats_hold(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many as fp32 holds exactly at the largest levels, and so in any order: no more, and no fewer."""
+    linear, depths = F.linear, list[int]()
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        depths.append(x.shape[-1])
+        return linear(x, weight)
+
+    monkeypatch.setattr(F, "linear", counted)
+    levels, weight = (torch.full((rows, depth), LEVELS, dtype=torch.int8) for rows in (2, 3))
+    sums = product(levels, weight)
+    most = next(count for count in range(2000, 0, -1) if count * LEVELS**2 <= 2**24)
+    assert depths == [most] * (depth // most) + [depth % most] * (depth % most > 0)
+    assert torch.equal(sums, torch.full((2, 3), float(torch.tensor(depth * LEVELS**2).float())))
+
+
 @few
 @given(...)
 def test_a_convolution_is_that_of_64_bits(
