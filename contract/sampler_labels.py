@@ -56,7 +56,11 @@ SCHEDULES: Mapping[str, tuple[str, str | None]] = {
     "simple": ("Simple", "trailing"),
 }  # fmt: skip
 """AUTOMATIC1111's noise schedules by name: the label, and the `schedule_type`."""
-CURVE_LABELS = {curve: label for label, curve in SCHEDULES.values() if curve in CURVES}
+SCHEDULE_LABELS: Mapping[str, str] = {
+    "linspace": "Normal", "leading": "DDIM", "trailing": "SGM Uniform",
+    **{curve: label for label, curve in SCHEDULES.values() if curve in CURVES},
+}  # fmt: skip
+"""What a schedule type is called in a picture's parameters."""
 SCHEDULE_TYPES: Mapping[str, tuple[str, ...]] = {
     "euler": TYPES, "dpm++2m": TYPES, "dpm++2m-sde": TYPES, "euler-ancestral": SPACINGS, "flow-euler": CURVES,
 }  # fmt: skip
@@ -85,8 +89,9 @@ def label(scheduler: str) -> str:
 def read(name: str, offered: Collection[str]) -> Sampling | None:
     """Return what a name is for a model that has these samplers; None for a name that is unknown."""
     key = name.strip().lower()
-    if key in offered:
-        return Sampling(key)
+    own = next((scheduler for scheduler in offered if scheduler.lower() == key), None)
+    if own is not None:
+        return Sampling(own)
     suffix = _SUFFIX.fullmatch(_KARRAS.get(key, key))
     key, curve = (key, None) if suffix is None else (suffix["sampler"], _CURVES.get(suffix["curve"], suffix["curve"]))
     known = _LABELS.get(key)

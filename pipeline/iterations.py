@@ -28,7 +28,7 @@ from pipeline.memory_ledger import MemoryLedger
 from pipeline.pixels import edit, tiling, vae
 from pipeline.pixels.picture import Picture
 from pipeline.request_state import ImageState, NarrowedState
-from pipeline.sampling import denoise
+from pipeline.sampling import denoise, samplers
 from pipeline.sampling.kept_features import gather, keep
 from pipeline.text.conditioning import ConditionedRequest, Conditioner
 from pipeline.text.encode import MarkedPrompt
@@ -458,4 +458,6 @@ class IterationBuilder:
                 "model": second.model.name, "weights": second.model.digest, "precision": second.model.precision,
                 "executable": executable,
             }  # fmt: skip
-        return Picture(image, request.parameters, printed, tuple(state.warnings), state.sampler)
+        parameters = request.parameters
+        own_type = samplers.schedule_type(self._model.scheduler_config, state.sampler, parameters.schedule)
+        return Picture(image, parameters, printed, tuple(state.warnings), state.sampler, own_type)

@@ -65,6 +65,7 @@ class Generation(SdapiBody):
     sampler_index: Name = Field(default=None, description="the older name of sampler_name")
     scheduler: Name = None
     denoising_strength: Number = None
+    eta: Number = Field(default=None, description="of TCD: how much noise each step adds")
     refiner_checkpoint: Name = None
     refiner_switch_at: Number = None
     override_settings: Object = Field(default=None, description="options of this request")
@@ -136,7 +137,7 @@ _QUIET = frozenset((
 ))  # fmt: skip
 # Fields that are not offered, and the values with which they do nothing in the web UI either.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "styles": ([],), "subseed_strength": (0,), "restore_faces": (False,), "tiling": (False,), "eta": (0, 1),
+    "styles": ([],), "subseed_strength": (0,), "restore_faces": (False,), "tiling": (False,),
     "s_churn": (0,), "s_tmax": (0,), "s_tmin": (0,), "s_noise": (1,), "s_min_uncond": (0,), "ddim_discretize": (),
     "initial_noise_multiplier": (1,), "firstphase_width": (0,), "firstphase_height": (0,), "enable_hr": (False,),
     "disable_extra_networks": (False,), "gfpgan_visibility": (0,), "codeformer_visibility": (0,),

@@ -19,10 +19,10 @@ from api.sdapi import controlnet, names, requests
 from api.sdapi.controlnet import Source
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
 from api.uploads import MaskConvention, PictureSource
-from contract import loras
+from contract import a1111, loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer
-from contract.markup import A1111
+from contract.markup import A1111, MarkupError
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
 MASK_BLUR = 4.0  # mask_blur_x and mask_blur_y of img2img by default
@@ -120,13 +120,31 @@ def _add_prompts(result: Translation, body: Generation, card: ImageCard) -> None
     negative, ignored = _without_networks(body.negative_prompt or "", [])
     if ignored:
         result.warnings.append("negative_prompt: its LoRAs are not read")
+    given = bool(negative.strip())  # to the web UI an empty one is none
+    weighting = card.prompt_fields is None or "prompt_weighting" in card.prompt_fields
+    if not weighting:
+        prompt, negative = (_unmarked(text, result.warnings) for text in (prompt, negative))
     result.fields["prompt"] = prompt
     if named:
         result.fields["lora"] = ",".join(f"{name}:{scale}" for name, scale in named.items())
-    if negative.strip():  # to the web UI an empty one is none
+    if given:
         result.fields["negative_prompt"] = negative
-    if card.prompt_fields is None or "prompt_weighting" in card.prompt_fields:
+    if weighting:
         result.fields["prompt_weighting"] = A1111
+
+
+def _unmarked(text: str, warnings: list[str]) -> str:
+    """The text without the web UI's escapes and weights, for a model that reads no weights; unchanged if it is not in
+    that syntax.
+    """
+    try:
+        read = a1111.read(text)
+    except MarkupError:
+        return text
+    if isinstance(read, str):
+        return read
+    warnings.append("prompt: weights are not read by this model")
+    return read.text
 
 
 def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, str]]:
@@ -194,6 +212,10 @@ def _add_sampling(result: Translation, body: Generation, card: ImageCard) -> Non
     fields, warnings = names.sampling(card, body.sampler_name or body.sampler_index, body.scheduler)
     result.fields |= fields
     result.warnings += warnings
+    if (fields.get("scheduler") or card.default_scheduler) == "tcd" and body.eta is not None:
+        result.fields["eta"] = body.eta
+    elif body.eta not in (None, 0, 1):
+        result.warnings.append("eta: is not read")
 
 
 def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Picture:
     """The result of an image request. `warnings` are for people, e.g. of a truncated prompt.
 
-    `sampler` is the name of the one that ran.
+    `sampler` is the name of the one that ran, `schedule_type` as for `infotext`.
     """
 
     image: Image
@@ -34,11 +34,12 @@ class Picture:
     fingerprint: dict[str, Any]
     warnings: tuple[str, ...] = field(default=())
     sampler: str = ""
+    schedule_type: str | None = None
 
     @property
     def infotext(self) -> str:
         """Return its parameters as AUTOMATIC1111's web UI writes them."""
-        return infotext(self.parameters, self.sampler, self.fingerprint)
+        return infotext(self.parameters, self.sampler, self.fingerprint, self.schedule_type)
 
     @property
     def source_type(self) -> str:
