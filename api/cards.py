@@ -119,7 +119,7 @@ class RegistrySnapshot:
         names or placeholders do.
         """
         models = {model.name: model for model in self.models if isinstance(model, kind)}
-        return models.get(name) or models.get(self.names.aliases.get(name, ""))
+        return models.get(name) or models.get(self.names.aliases.get(name) or self._alike(name) or "")
 
     def named(self, name: str) -> ModelCard | None:
         """The model of any kind that is served under this name."""
@@ -133,8 +133,8 @@ class RegistrySnapshot:
         return served if served != card.name and _adapter(card, served) else None
 
     def served_name(self, name: str | None) -> str | None:
-        """Return the name of the model that is served under this name; other names are returned as they are. None: the
-        name stands for any model.
+        """Return the name of the model that is served under this name, by its letters in any case if no other is alike;
+        other names are returned as they are. None: the name stands for any model.
         """
         if name is None or any(model.name == name for model in self.models):
             return name
@@ -149,7 +149,12 @@ class RegistrySnapshot:
             first = self.model(None, ImageCard) if self.names.openai == "on" else known[0] if len(known) == 1 else None
             if first is not None:
                 return first.name
-        return name
+        return self._alike(name) or name
+
+    def _alike(self, name: str) -> str | None:
+        """Return the only model whose name has these letters in another case."""
+        names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
+        return names[0] if len(names) == 1 else None
 
     def expander(self, name: str) -> TextCard | None:
         """The text model that expands prompts for this image model: the first of each of its workers, if it answers and

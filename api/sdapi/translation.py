@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from api.body import plain
 from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.references import NONE_GIVEN, GivenPictures
 from api.sdapi import controlnet, names, requests
@@ -30,6 +31,9 @@ PREVIEW_EVERY = 10  # steps, as show_progress_every_n_steps by default
 _SEEDS = 2**32  # random ones are below this, as in the web UI
 
 _NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
+_COMMENT = re.compile(r"(?:(?:\A|\n)#|#)[^\n]*(?:\n|\Z)")
+_AND = re.compile(r"\bAND\b")
+_WEIGHT = re.compile(r":\s*([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}))\s*\Z")  # of a whole prompt
 _FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 _NONE = ("", "none", "automatic")
 
@@ -42,6 +46,13 @@ PLACES = {
     "refiner": "refiner_checkpoint", "clip_skip": "override_settings.CLIP_stop_at_last_layers",
     "vae": "override_settings.sd_vae", "output_format": "override_settings.samples_format",
     **dict.fromkeys(("control", "image_prompts", "control_image", "image_prompt"), _UNIT),
+    **{
+        f"{field}.{ours}": f"{_UNIT}.{name}" for field in ("control", "image_prompts")
+        for ours, name in (
+            ("strength", "weight"), ("start", "guidance_start"), ("end", "guidance_end"),
+            ("low_threshold", "threshold_a"), ("high_threshold", "threshold_b"),
+        )
+    },
 }  # fmt: skip
 """Where a client finds a field of the service, where it has another name."""
 
@@ -116,8 +127,12 @@ def translate(body: Generation, options: OptionsBody, card: ImageCard, source: S
 
 
 def _add_prompts(result: Translation, body: Generation, card: ImageCard) -> None:
-    prompt, named = _without_networks(body.prompt or "", result.warnings)
-    negative, ignored = _without_networks(body.negative_prompt or "", [])
+    prompt, negative = body.prompt or "", body.negative_prompt or ""
+    if result.options.enable_prompt_comments is not False:
+        prompt, negative = (_COMMENT.sub("\n", text).strip() if "#" in text else text for text in (prompt, negative))
+    prompt, named = _without_networks(prompt, result.warnings)
+    prompt = _joined(prompt, result.warnings)
+    negative, ignored = _without_networks(negative, [])
     if ignored:
         result.warnings.append("negative_prompt: its LoRAs are not read")
     given = bool(negative.strip())  # to the web UI an empty one is none
@@ -147,6 +162,19 @@ def _unmarked(text: str, warnings: list[str]) -> str:
     return read.text
 
 
+def _joined(text: str, warnings: list[str]) -> str:
+    """The text in place of prompts that the web UI joins by AND, each drawn by itself with its weight; those whose
+    weight is below 0 are left out.
+    """
+    parts = [(part, _WEIGHT.search(part)) for part in _AND.split(text)]
+    if len(parts) == 1 and parts[0][1] is None:
+        return text
+    words = "AND and the weight of a whole prompt, such as :0.5, are not offered; one prompt of the texts is drawn"
+    warnings.append(f"prompt: {words}")
+    kept = (_WEIGHT.sub("", part).strip() for part, weight in parts if weight is None or not weight[1].startswith("-"))
+    return ", ".join(filter(None, kept))
+
+
 def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, str]]:
     """The text without its LoRAs, and their scales by name. Raises `ApiError`."""
     named: dict[str, str] = {}
@@ -155,21 +183,41 @@ def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, st
         name, arguments = match[2].strip(), [part.strip() for part in match[3].split(":")[1:]]
         if (reason := loras.name_error(name)) is not None:
             raise invalid_field("lora", f"a name {reason}")
-        scales = [part.partition("=")[2] if part.startswith(("te=", "unet=")) else part for part in arguments]
-        if len({*scales}) > 1:
-            warnings.append(f"prompt: {name} has one weight here, of text encoder and UNet: the first")
+        scale = _scale(name, arguments, warnings)
         if name in named:
             raise invalid_field("lora", f"{name}: is named twice")
-        named[name] = scales[0] if scales and scales[0] else "1"
+        named[name] = scale
         return ""
 
     bare = _NETWORK.sub(take, text)
     return (bare.strip() if named else text), named
 
 
+def _scale(name: str, arguments: list[str], warnings: list[str]) -> str:
+    """The weight of a LoRA by the arguments of its tag, as the web UI reads them: the text encoder's, which is the
+    UNet's too unless that has its own. The UNet's is the one that counts here.
+    """
+    positional = [part for part in arguments if "=" not in part]
+    pairs = (part.partition("=") for part in arguments if "=" in part)
+    named = {key.strip().lower(): value.strip() for key, _, value in pairs}
+    text = named.pop("te", "") or next(iter(positional), "") or "1"
+    unet = named.pop("unet", "") or "".join(positional[1:2]) or text
+    if unet != text:
+        warnings.append(f"prompt: {name} has one weight here, of text encoder and UNet: the UNet's")
+    if len(positional) > 2:
+        named["dyn"] = positional[2]
+    if named:
+        keys = ", ".join(filter(plain, named)) or "an argument"
+        warnings.append(f"prompt: {name}: {keys} is not offered; all of the LoRA has its weight")
+    return unet
+
+
 def _add_numbers(result: Translation, body: Generation, offer: ImageOffer) -> None:
     fields = result.fields
     fields["n"] = (body.batch_size or 1) * (body.n_iter or 1)
+    if fields["n"] > offer.max_images:
+        words = f"batch_size times n_iter is {fields['n']}, and at most {offer.max_images} pictures are one request"
+        raise invalid_field("n", words)
     fields["seed"] = body.seed if body.seed not in (None, -1) else secrets.randbelow(min(_SEEDS, offer.max_seed + 1))
     fields |= {
         name: value for name, value in {"steps": body.steps, "guidance_scale": body.cfg_scale}.items()

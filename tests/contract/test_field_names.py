@@ -216,3 +216,17 @@ def test_a_curve_that_is_given_goes_before_that_of_a_name() -> None:
 def test_a_sampler_that_the_model_does_not_have_is_refused(name: str) -> None:
     with pytest.raises(Invalid, match="must be one of dpm"):
         read(sampler_name=name).complete(replace(OFFER, schedulers=("dpm++2m",)))
+
+
+def test_what_is_near_a_sampler_is_suggested() -> None:
+    with pytest.raises(Invalid, match="; the nearest is dpm"):
+        read(scheduler="uni_pc").complete(replace(OFFER, schedulers=("euler", "dpm++2m")))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("euler_ancestral", "euler-ancestral"), ("dpmpp_2m", "dpm++2m"), ("dpmpp_2m_sde_gpu", "dpm++2m-sde")],
+)
+def test_comfyuis_names_of_samplers_are_known(name: str, expected: str) -> None:
+    offer = replace(OFFER, schedulers=("euler-ancestral", "dpm++2m", "dpm++2m-sde"))
+    assert read(scheduler=name).complete(offer).picture.scheduler == expected
