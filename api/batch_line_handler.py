@@ -22,7 +22,7 @@ from api.service import Service
 from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
-from core.artifacts import ArtifactError
+from core.artifacts import ArtifactError, fetch_result
 from core.jobs.batches import BatchRecord
 from core.jobs.record import Job, JobDraft, JobState
 
@@ -96,12 +96,13 @@ class BatchLineHandler:
         return card
 
     def answer(self, batch: BatchRecord, job: Job) -> Result:
-        """The endpoint's response for an ended job; images as links, with their keys."""
+        """The endpoint's response for an ended job; images as links, with their keys. Raises `ArtifactError`."""
         if job.state is not JobState.SUCCEEDED:
             return refusal(job_error(job), job.id)
         result: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
-            return {**result, "body": text_drafts.answer(batch.endpoint, job, job.result or {})}
+            made = fetch_result(job.result, self._service.artifacts.get)
+            return {**result, "body": text_drafts.answer(batch.endpoint, job, made)}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
         return {**result, "body": generated(job, links), "keys": [image.get("key") for image in results(job)]}

@@ -45,7 +45,10 @@ class BatchSubmitter:
         `StoreError`, `ArtifactError`, and `ApiError` where the next line's pictures cannot be fetched for now.
         """
         queue = queue_of(batch.endpoint)
-        if room <= 0 or self._service.store.backlog(queue).queued >= self._service.settings.max_queued:
+        service = self._service
+        if room <= 0 or service.cards.now.memory.nearly_full:
+            return 0
+        if service.store.backlog(queue).queued >= service.settings.max_queued:
             return 0
         begun = 0
         raws = self._raws(batch)

@@ -17,7 +17,7 @@ from api import batch_lines, body, files, schemas
 from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
-from api.rate_limits import charge, enforce_rate_limit, refund
+from api.rate_limits import charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.routers import new_router
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS, EMBEDDINGS
@@ -27,7 +27,7 @@ from contract.text import Metadata
 from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
 from core.jobs.connection import StoreFull
-from core.jobs.files import KeyRequired
+from core.jobs.files import KeyRequired, ShareFull
 
 router = new_router("batches")
 
@@ -70,12 +70,15 @@ async def create(request: Request, service: Given, caller: By) -> Response:
         batch = await service.call(
             caller.id, service.batches.add, caller.id, fields.endpoint, file, checked.lines,
             service.links(request).base, fields.metadata, checked.errors, keyless=not caller.id,
+            stored=stored_limit(service, caller.id),
         )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
-    except StoreFull:
+    except (ShareFull, StoreFull) as error:
         await refund(request, service, costs)
-        raise
+        if isinstance(error, StoreFull):
+            raise
+        raise store_share_full() from None
     return JSONResponse(_object(batch))
 
 

@@ -21,6 +21,7 @@ from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.keyring import ApiKey, Keyring
+from core.jobs.memory import StoreMemory
 from core.jobs.record import QueueBacklog
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -66,6 +67,7 @@ class RegistrySnapshot:
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
     names: ModelNames = ModelNames()
     only_live: str = ""  # the model that was the only live image model when there was one last
+    memory: StoreMemory = field(default_factory=StoreMemory)
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
@@ -338,5 +340,6 @@ class CardCache:
         live = [model.name for model in models if isinstance(model, ImageCard) and model.live]
         only_live = live[0] if len(live) == 1 else self.now.only_live
         return RegistrySnapshot(
-            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live
-        )
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live,
+            self._store.upkeep.memory(),
+        )  # fmt: skip

@@ -22,7 +22,7 @@ from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.predictions.objects import FORM
-from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund
+from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
@@ -187,7 +187,7 @@ async def create(
     Costs of requests, which are the first, count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
-    limits = service.limits(draft.owner).of_jobs(draft.model)
+    limits = replace(service.limits(draft.owner).of_jobs(draft.model), stored=stored_limit(service, draft.owner))
     always = sum(cost.unit == "requests" for cost in costs)
     creation = await service.submissions.make(
         draft, service.queue.message(draft.envelope), costs, always, limits, keyless=keyless
@@ -195,6 +195,8 @@ async def create(
     apply_rate_limits(request, costs, creation.charges)
     if creation.barred:
         raise key_required() if keyless else unknown_key()
+    if creation.stored:
+        raise store_share_full()
     if creation.job is None:
         raise _no_room(service, draft, creation, limits)
     return creation.job, creation.standing

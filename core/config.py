@@ -332,6 +332,11 @@ class Settings(BaseSettings):
         pattern=f"^({limits.SHARE.pattern.pattern})?$",
         description="of a queue, or jobs, that one key's may be; empty: no limit",
     )
+    key_stored: str = Field(
+        default="40%",
+        pattern="^([1-9][0-9]?%|100%)?$",
+        description="of Redis's memory that the records of one key may take; empty: no limit",
+    )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
     webhook_private: bool = Field(default=False, description="let webhooks call private addresses, of this network")
