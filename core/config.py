@@ -509,8 +509,8 @@ class Settings(BaseSettings):
 
     @property
     def model_stores(self) -> list[Path]:
-        """Where added models are looked for; new ones are put into the first. Beside the models in a data folder of one's
-        own those in the usual one are found, where versions until 0.3 put them.
+        """Where added models are looked for; new ones are put into the first. Those in the usual data folder are found
+        beside another one's, since versions until 0.3 put all of them there.
         """
         if self.models_dir is not None:
             return [self.models_dir.expanduser()]
