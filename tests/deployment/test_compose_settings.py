@@ -219,17 +219,20 @@ def nodes(part: str, modules: dict[str, Module]) -> Iterator[ast.AST]:
 
 
 def behind() -> dict[str, set[str]]:
-    """The fields that each property of Settings reads."""
+    """The fields that each property of Settings reads, itself or by another property."""
     (settings,) = [
         node
         for node in ast.parse((ROOT / "core" / "config.py").read_text("utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name == "Settings"
     ]
-    return {
-        method.name: {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)} & Settings.model_fields.keys()
+    names = {
+        method.name: {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)}
         for method in settings.body
         if isinstance(method, ast.FunctionDef) and method.decorator_list
     }
+    for _ in names:
+        names = {name: read.union(*(names.get(other, set()) for other in read)) for name, read in names.items()}
+    return {name: read & Settings.model_fields.keys() for name, read in names.items()}
 
 
 @pytest.fixture(scope="module")
