@@ -66,10 +66,11 @@ test-cpu-%: .venv/.installed
 	$($*) $(BIN)/python -c "import torch; print('$*: torch takes', torch.backends.cpu.get_cpu_capability())"
 	$($*) $(BIN)/pytest $(SPREAD) $(NUMERICAL) $(ARGS)
 
-check: .venv/.installed  ## style and types; changes nothing
+check: .venv/.installed  ## style, types, and whether pages have the figures of their files; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m benchmarks.figures --check
 
 fix: .venv/.installed  ## fixes what ruff can fix
 	$(BIN)/ruff check --fix .
