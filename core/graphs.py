@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from core.kernels.cpu.library import processor_flags
 from core.threads import UninterruptibleThread, lower_priority, started
 
 log = logging.getLogger(__name__)
@@ -75,8 +74,10 @@ def _keep_in(cache: Path | None) -> None:
 
 def _processor_digest() -> str:
     """Return a digest of what code for the processor may use: what it has, and what torch was told to use of it."""
-    used = torch.backends.cpu.get_cpu_capability()
-    return f"{_OWN}{used.lower()}-{hashlib.sha256(repr(sorted(processor_flags())).encode()).hexdigest()[:12]}"
+    used, all_there = torch.backends.cpu.get_cpu_capability(), torch.cpu.get_capabilities()
+    names = sorted(name for name, there in all_there.items() if there is True)
+    digest = hashlib.sha256(repr((all_there.get("architecture"), names)).encode()).hexdigest()
+    return f"{_OWN}{used.lower()}-{digest[:12]}"
 
 
 class CompiledCache:

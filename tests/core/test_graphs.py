@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import graphs
 from core.graphs import CompiledCache, ExecutableKey, compiler
 from tests.core.present import present
 from tests.starved import no_threads
@@ -166,7 +165,7 @@ def test_code_is_kept_by_what_the_processor_has(tmp_path: Path, monkeypatch: pyt
 
     def folder(capability: str, flags: str, cache: Path | None = tmp_path / "ours") -> Path:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        monkeypatch.setattr(graphs, "processor_flags", lambda: {*flags.split()})
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**dict.fromkeys(flags.split(), True), "cores": 2})
         CompiledCache({}, compiled=True, cache=cache)
         return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 

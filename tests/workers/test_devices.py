@@ -108,7 +108,7 @@ def test_kernels_are_said_to_be_compiled_where_they_are_not_yet(
     assert first[:2] == [compiling, "loading random:tiny"] and compiling not in second
     assert compiling not in starts(tmp_path / "none", device="cpu", kernels=False)
     with monkeypatch.context() as patch:
-        patch.setattr("core.kernels.cpu.library.processor_flags", set)
+        patch.setattr("core.kernels.cpu.library._processor_flags", set)
         assert compiling not in starts(tmp_path / "old", device="cpu")
     compiler.write_bytes(b"\x7fELF, but not really")
     assert compiling not in starts(tmp_path / "without", device="cpu")

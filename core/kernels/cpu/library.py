@@ -90,7 +90,7 @@ def _check_machine() -> None:
         raise KernelsUnavailable(
             f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}"
         )
-    flags = processor_flags()
+    flags = _processor_flags()
     if "avx512_vnni" not in flags and not {"avx2", "fma"} <= flags:
         raise KernelsUnavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
 
@@ -104,8 +104,7 @@ def processor() -> str:
     return _cpuinfo("model name") or platform.machine()
 
 
-def processor_flags() -> set[str]:
-    """Return the names of the instruction sets that the processor has; empty where Linux does not say."""
+def _processor_flags() -> set[str]:
     return set(_cpuinfo("flags").split())
 
 
@@ -151,7 +150,7 @@ def _digest(compiler: list[str]) -> tuple[str, str]:
     for name in sorted(path.name for path in _HERE.iterdir() if path.suffix in (".cpp", ".h")):
         digest.update(name.encode() + (_HERE / name).read_bytes())
     version = _said([*compiler, "--version"]).strip()
-    digest.update(repr((compiler[1:], _FLAGS, version, sorted(processor_flags()))).encode())
+    digest.update(repr((compiler[1:], _FLAGS, version, sorted(_processor_flags()))).encode())
     return digest.hexdigest()[:16], version.partition("\n")[0]
 
 

@@ -23,8 +23,8 @@ GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ is installe
 @pytest.fixture(autouse=True)
 def capable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine is, it could run the kernels; there is no CXX."""
-    flags = module.processor_flags() | {"avx512_vnni"}
-    monkeypatch.setattr(module, "processor_flags", lambda: flags)
+    flags = module._processor_flags() | {"avx512_vnni"}
+    monkeypatch.setattr(module, "_processor_flags", lambda: flags)
     monkeypatch.delenv("CXX", raising=False)
 
 
@@ -60,7 +60,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_on_other_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "processor_flags", lambda: {"avx2"})  # but no fma
+    monkeypatch.setattr(module, "_processor_flags", lambda: {"avx2"})  # but no fma
     assert refused(tmp_path / "c") == "INT8 kernels need a processor with AVX-512 VNNI or AVX2"
     monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
     assert "are for x86 processors under Linux, not aarch64, linux" in refused(tmp_path / "c")
@@ -116,7 +116,7 @@ def test_cxx_may_have_arguments_and_each_setting_has_a_library_of_its_own(
         monkeypatch.setenv("CXX", command)
         assert module._compiler() == command.split()
         keys.add(module._key(module._compiler()))
-    monkeypatch.setattr(module, "processor_flags", lambda: {"avx512_vnni", "avx512_fp16"})
+    monkeypatch.setattr(module, "_processor_flags", lambda: {"avx512_vnni", "avx512_fp16"})
     keys.add(module._key(module._compiler()))
     assert len(keys) == 4
 
