@@ -12,11 +12,13 @@ from contract import pipeline_call
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, TextCard
 from contract.control import Control
+from contract.errors import Invalid
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
 from contract.image_prompt import ImagePrompt
 from contract.image_request import ImageRequest, draft_of
 from contract.model_names import is_openai_image
+from contract.text import TextJob
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
@@ -116,10 +118,22 @@ def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, re
         raise invalid_field("deadline_s", message, "deadline_hopeless")
 
 
-def check_expansion(fields: ImageRequest, expands: bool) -> None:
-    """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
-    if fields.expand_prompt and not expands:
+def check_expansion(fields: ImageRequest, now: RegistrySnapshot, name: str) -> None:
+    """Reject prompt expansion where no worker of this model offers it, or reads so long a prompt. Raises `ApiError`
+    (400).
+    """
+    if not fields.expand_prompt:
+        return
+    if not now.expands(name):
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
+    job = TextJob(messages=[{"role": "user", "content": fields.prompt or ""}])
+    for card in now.expanders(name):
+        with invalid_as_api_error():
+            try:
+                if card is not None:
+                    job.check(card.limits)
+            except Invalid as error:
+                raise error.of("expand_prompt") from error
 
 
 def check_cascade(job: ImageJob, now: RegistrySnapshot) -> None:

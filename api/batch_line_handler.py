@@ -63,7 +63,7 @@ class BatchLineHandler:
         given = {name: value for name, value in line["body"].items() if name != "stream"}
         fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
         seen, card = self._service.cards.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
-        admission.check_expansion(fields, seen.expands(card.name))
+        admission.check_expansion(fields, seen, card.name)
         if not references.any_named(fields):
             draft = admission.image_draft(fields, card, priority=_PRIORITY)
             admission.check_cascade(draft.request, seen)

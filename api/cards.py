@@ -152,12 +152,16 @@ class RegistrySnapshot:
         """Return whether all workers of this image model expand prompts: by their first text model, if it answers and
         is not hidden. Without a worker, whether any text model may.
         """
-        drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
-        if not drawing:
+        texts = self.expanders(name)
+        if not texts:
             return any(isinstance(model, TextCard) and model.limits.generates for model in self.models)
         hidden = {model.name for model in self.hidden}
-        texts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
         return all(text is not None and text.limits.generates and text.name not in hidden for text in texts)
+
+    def expanders(self, name: str) -> list[TextCard | None]:
+        """The first text model of each worker of this image model."""
+        drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
+        return [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""

@@ -122,7 +122,7 @@ def _draft(
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
     now = service.cards.seen_by(caller.id)
-    admission.check_expansion(fields, now.expands(card.name))
+    admission.check_expansion(fields, now, card.name)
     draft = admission.image_draft(fields, card, pictures)
     admission.check_cascade(draft.request, now)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)

@@ -76,6 +76,7 @@ class TextJobHandler:
             embedding_dimensions=0 if model.pooling.reason else int(model.config.hidden_size),
             generates=model.generates,
             beam_search=model.generates,
+            token_bytes=token_text.longest_token_bytes(self._tokenizer),
         )
         self._card = None if resident is None else self._card_of(runner)
 
@@ -136,7 +137,7 @@ class TextJobHandler:
         return [
             TextParameters(
                 prompt=prompt,
-                max_tokens=self._room(prompt, job) if job.max_tokens is None else job.max_tokens,
+                max_tokens=self._answer_tokens(prompt, job),
                 seed=None if job.seed is None else next_seed(job.seed, k),
                 stop=tuple(job.stop or ()),
                 logit_bias=bias,
@@ -243,6 +244,13 @@ class TextJobHandler:
             if entry["id"] in self._control_ids and k not in written:  # it is in none of the text that is read
                 entry["control"] = True
         return {"text": echoed + text.text, "logprobs": entries}
+
+    def _answer_tokens(self, prompt: tuple[int, ...], job: TextJob) -> int:
+        """The most tokens of an answer. Raises `Invalid`, naming the prompt's field, where no answer has room."""
+        if job.max_tokens == 0:
+            return 0
+        room = self._room(prompt, job)
+        return room if job.max_tokens is None else job.max_tokens
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
         room = self._most_tokens - len(prompt)

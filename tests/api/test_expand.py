@@ -116,3 +116,15 @@ def test_what_only_the_worker_can_tell_is_a_400(world: tuple[Api, Worker]) -> No
     said = Invalid("expand_prompt", "the prompt is too long", "context_length_exceeded")
     assert worker.store.leases.fail(id, worker.take(id).attempt, **said.to_dict())
     check_error(answer.result(PATIENCE_S), 400, "expand_prompt", "context_length_exceeded")
+
+
+def test_a_prompt_too_long_to_be_expanded_is_refused_before_its_record(settings: Settings) -> None:
+    short = replace(TEXT, limits=TextOffer(context=64, token_bytes=10))
+    with served(settings, (CARD, TEXT), (CARD, short)) as (api, worker):
+        for prompt, status in (("x" * 640, 400), ("x" * 630, 202)):
+            body = {"type": "image", "prompt": prompt, "expand_prompt": True}
+            answer = api.client.post("/v1/jobs", json=body)
+            if status == 400:
+                check_error(answer, 400, "expand_prompt", "context_length_exceeded")
+            assert answer.status_code == status, answer.text
+        assert len(worker.ids()) == 1
