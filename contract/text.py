@@ -7,7 +7,7 @@ since it counts tokens. null means not given.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, fiel
 from contract.bodies import InBody, declarations, with_fields_of
 from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, OBJECT, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
-from contract.errors import UNSUPPORTED, Invalid
+from contract.errors import CONTEXT_LENGTH, UNSUPPORTED, Invalid
 from contract.field_names import RANDOM
 from contract.messages import MAX_CHARACTERS, Words
 from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, at_most, field_error
@@ -167,6 +167,7 @@ class TextJob:
 
     def check(self, offer: TextOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer."""
+        self._check_length(offer)
         if self.embedding is not None:
             self._check_embeddings(offer)
             return
@@ -185,6 +186,20 @@ class TextJob:
         if self.tools and offer.tool_format not in CALLS:
             raise Invalid(TOOLS, _OTHER_CALLS if offer.tool_format else _OLDER, UNSUPPORTED)
 
+    def _check_length(self, offer: TextOffer) -> None:
+        """Refuse prompts that cannot fit, by their bytes: before a worker counts tokens, and never one that fits."""
+        room = offer.context - (self.embedding is None and self.max_tokens != 0)  # one token is to come at least
+        field = MESSAGES if self.messages is not None else "prompt" if self.embedding is None else "input"
+        least = [_least_tokens(prompt, offer.token_bytes) for prompt in self.prompts or []]
+        if self.messages is not None:
+            least.append(sum(_least_tokens(text, offer.token_bytes) for text in _user_texts(self.messages)))
+        if offer.context and max(least, default=0) > room:
+            words = f"at least {max(least)} tokens are more than the model's context of {offer.context}"
+            raise Invalid(field, words, CONTEXT_LENGTH)
+        if self.embedding is not None and sum(least) > MAX_INPUT_TOKENS:
+            words = f"at least {sum(least)} tokens are more than the {MAX_INPUT_TOKENS} of a request"
+            raise Invalid(field, words)
+
     def _check_embeddings(self, offer: TextOffer) -> None:
         width = offer.embedding_dimensions
         if not width:
@@ -202,6 +217,24 @@ class TextJob:
         if offer.tool_format == PLAIN and not self.tools_required:
             return replace(self, tools=None, warnings=[*(self.warnings or ()), _NO_TOOLS])
         return replace(self, tool_format=offer.tool_format)
+
+
+def _least_tokens(prompt: str | list[int], token_bytes: int) -> int:
+    if isinstance(prompt, list):
+        return len(prompt)
+    return -(-len(prompt.encode("utf-8", "surrogatepass")) // token_bytes) if token_bytes else 0
+
+
+def _user_texts(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts that every chat template shows, without the white space that some trim: not those of the assistant, of
+    which templates leave out thoughts.
+    """
+    for message in messages:
+        if message.get("role") == "user":
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            texts = (part.get("text") for part in parts if isinstance(part, dict))
+            yield from (text.strip() for text in texts if isinstance(text, str))
 
 
 _OLDER = "is not known to the worker that announced this model last, which is of an older version"

@@ -76,6 +76,7 @@ class TextJobHandler:
             embedding_dimensions=0 if model.pooling.reason else int(model.config.hidden_size),
             generates=model.generates,
             beam_search=model.generates,
+            token_bytes=token_text.longest_token_bytes(self._tokenizer),
         )
         self._card = None if resident is None else self._card_of(runner)
 

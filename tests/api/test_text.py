@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from api import text_drafts
 from api.errors import ApiError
 from api.text_answers import TextAnswers
+from core.artifacts import LAID, Artifacts
 from core.config import Settings
 from core.jobs.record import JobState
 from llm import tiny
@@ -200,7 +201,9 @@ def test_what_is_written_grows_with_the_answer(shared: Api, books: Worker) -> No
         answer = shared.post(CHAT, **{**large, "max_tokens": tokens, "logit_bias": {END: -100}})
         assert answer.status_code == 200 and answer.text.endswith("[DONE]\n\n")
         (id,) = books.ids() - known
-        size = len(books.redis.hget(f"diptych:job:{id}", "result"))
+        result = json.loads(books.redis.hget(f"diptych:job:{id}", "result"))
+        assert (LAID in result) == (len(answer.text) > 400_000), "what is large is no value of Redis"
+        size = len(Artifacts(shared.settings.artifacts).get(result[LAID]) if LAID in result else json.dumps(result))
         stream = books.redis.memory_usage(f"diptych:events:{id}", samples=0)
         written = books.redis.info("persistence")["aof_current_size"] - file
         assert stream < 3 * size + 65_536 and written < 6 * size + 262_144

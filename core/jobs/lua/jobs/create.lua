@@ -86,7 +86,7 @@ if A[13] ~= '' then
     redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
   end
 end
-weigh(owner, id, math.floor(slack * #ARGV[2]) - job_fields_bytes)
+if owner ~= '' then weigh(owner, id, #ARGV[2] > job_fields_bytes / 2 and excess_bytes(key) or 0) end
 local order = precisely()  -- finer resolution than `created`: lists use this order
 redis.call('ZADD', P .. 'jobs', order, owner .. '|' .. id)
 redis.call('ZADD', P .. 'jobs:' .. owner, order, owner .. '|' .. id)
