@@ -25,6 +25,7 @@ from api.events import EventStream
 from api.foreign import errors_at
 from api.images import finished, left, wait
 from api.job_follower import job_lost, not_followed
+from api.json_parts import LargeJSONResponse
 from api.rate_limits import enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
@@ -114,7 +115,9 @@ async def _answer(
         ended = await finished(service, request, job, stays=False)
         result = await _result(service, ended)
         size = text_drafts.answer_size(job, result)
-        answer = await body.run_parser(caller.id, size, lambda: JSONResponse(text_drafts.answer(endpoint, job, result)))
+        answer = await body.run_parser(
+            caller.id, size, lambda: LargeJSONResponse(text_drafts.answer(endpoint, job, result))
+        )
         if endpoint == text_drafts.EMBEDDINGS:
             answer.background = BackgroundTask(_forget, service, ended)
         return answer

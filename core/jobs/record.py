@@ -15,6 +15,7 @@ from core.jobs.unreadable import UnreadableRecord, check_version
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 Webhook = dict[str, Any]
+_LARGE = 65_536  # characters of JSON, which is parsed in about a millisecond
 _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
 FIELDS = (
     "v", "modality", "model", "state", "parameters", "priority", "created", "deadline", "started", "ended", "attempt",
@@ -50,8 +51,14 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str | None) -> Any:
-    """Parse JSON; None for empty or absent text."""
-    return json.loads(text) if text else None
+    """Parse JSON; None for empty or absent text.
+
+    Of a large one each object calls back, which lets other threads go on: the parser alone would hold the
+    interpreter's lock until its end.
+    """
+    if not text:
+        return None
+    return json.loads(text) if len(text) < _LARGE else json.loads(text, object_hook=lambda members: members)
 
 
 def milliseconds(seconds: float) -> int:
