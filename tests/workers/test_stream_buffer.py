@@ -45,6 +45,19 @@ def test_pieces_make_up_the_texts(seed: int) -> None:
     assert not written.news().pieces or not written.news().complete
 
 
+def test_what_lies_in_a_stream_is_twice_the_texts_at_most() -> None:
+    """However long they grow: the last whole texts, and pieces that are no larger together."""
+    written, whole, pieces = StreamBuffer(2), 0, 0
+    for k in range(400):
+        written.add(k % 2, "word " * 200, [])
+        news = written.news()
+        size = sum(len(piece["text"]) for piece in news.pieces)
+        whole, pieces = (size, 0) if news.complete else (whole, pieces + size)
+        written.told(news)
+        assert whole + pieces <= 2 * sum(map(len, written.texts)) + 16_384
+    assert whole > 16_384
+
+
 def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
     """In the stream as it lies in Redis, whose pieces make way for the whole now and then."""
     id = "long"

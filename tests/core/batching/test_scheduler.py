@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -534,6 +534,7 @@ def mean_completion_s(cost: Cost, queue: int, width: int) -> float:
     ),
     st.sampled_from([16, 10_000]),
 )
+@example(5, 5, lambda rows: (0.4, 0.8, 1.0, 1.4, 1.59)[rows - 1], 16)  # the last wave, of one, decides against three
 def test_width_minimises_the_mean_completion_time(queue: int, limit: int, cost: Cost, slots: int) -> None:
     """Also where most of the queue does not hold a slot yet."""
     width = first_width(cost, queue, limit, slots)
