@@ -585,6 +585,16 @@ def test_one_shots_do_not_spend_a_deadline_that_someone_set(cohort: int, patienc
         assert one_shots_against_a_cohort(10, 1.0, cohort, 0.5, 4, patience_s, deadline=deadline) == phase
 
 
+def test_a_group_with_one_at_its_last_step_is_no_group_of_one_shots() -> None:
+    """Others of it go on for as long as the leader's: it has its turn like any."""
+    driven, runner = drive(slots=64, costs={"": flat()})
+    driven.add("leader", only_steps(10))
+    driven.add("last", only_steps(1, size="o"))
+    driven.add("begun", only_steps(10, size="o"))
+    driven.launch()
+    assert runner.log[0].ids == ["leader"]
+
+
 def test_one_shots_of_less_urgent_priority_wait() -> None:
     driven, runner = drive(costs={"": flat(), "once": flat(0.01)})
     driven.add("leader", Ask(steps=10, encode=False), priority=1)
