@@ -83,6 +83,18 @@ def test_streams_of_another_tenant_take_no_more_than_a_turn_each() -> None:
     assert others <= 20 + 16
 
 
+@pytest.mark.parametrize(("each", "tenants", "together"), [(0.5, 2, 2), (0.6, 3, 3), (3.0, 2, 1)])
+def test_tenants_share_an_iteration_that_takes_no_more_than_a_turn_of_each(
+    each: float, tenants: int, together: int
+) -> None:
+    """As long as one alone takes, times their number, that of the first among them."""
+    drive, _ = fake_drive(slots=64, costs={"": lambda rows: 1.0 + each * (rows - 1)})
+    for name in range(tenants):
+        drive.add(f"{name}", STEPS, tenant=f"{name}")
+    (batch,) = drive.launch()
+    assert len(batch.requests) == together
+
+
 def test_streams_that_may_wait_join_where_they_cost_next_to_nothing() -> None:
     for each, joined in ((0.001, 9), (0.5, 1)):
         runner = Growing(1000, limit=64)
