@@ -153,7 +153,8 @@ class Targets:
             raise self._left_out(layer, "target_modules")
         if excluded is not None and excluded.has(layer):
             raise self._left_out(layer, "exclude_modules")
-        if self._indices and self._index(layer) not in self._indices:
+        whole = targets is not None and layer in targets.names  # such a layer is in whatever its number
+        if self._indices and not whole and self._index(layer) not in self._indices:
             raise self._left_out(layer, "layers_to_transform")
 
     def _index(self, layer: str) -> int | None:
@@ -177,11 +178,11 @@ class _Names:
         self._deadline = _Deadline(field)
         self._expression = None
         self._all = value == _ALL_LINEAR
-        self._names: frozenset[str] = frozenset()
+        self.names: frozenset[str] = frozenset()
         if isinstance(value, str):
             self._expression = None if self._all else _compiled(field, value, value)
         elif isinstance(value, list) and all(isinstance(name, str) for name in value):
-            self._names = frozenset(value)
+            self.names = frozenset(value)
         else:
             raise ValueError(f"{field} is no expression and no list of names")
 
@@ -189,4 +190,4 @@ class _Names:
         if self._expression is not None:
             return self._deadline.fits(self._expression, layer, whole=True)
         ends = (layer[at + 1 :] for at, mark in enumerate(layer) if mark == ".")
-        return self._all or layer in self._names or any(end in self._names for end in ends)
+        return self._all or layer in self.names or any(end in self.names for end in ends)
