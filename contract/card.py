@@ -248,7 +248,8 @@ class TextOffer:
     `max_prompt_logprobs` bounds the log probabilities of a job's prompts, those of the likeliest tokens included.
     `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced. `embedding_dimensions` is
     the width of an embedding; 0: the model gives none. `generates`: it answers, and does not only embed. `beam_search`:
-    it also does by beam search; false: not announced.
+    it also does by beam search; false: not announced. `options` are those of `contract.text.LATER_OPTIONS` that it
+    reads.
     """
 
     context: StrictInt = 0
@@ -264,6 +265,7 @@ class TextOffer:
     embedding_dimensions: StrictInt = 0
     generates: StrictBool = True
     beam_search: StrictBool = False
+    options: tuple[StrictStr, ...] = ()
 
 
 BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
