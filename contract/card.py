@@ -101,7 +101,8 @@ class ImageOffer(ImageLimits):
     `pipeline_options` may have: by name the `type`, and `default`, `minimum` and `maximum` if there are; None: only
     the form is checked. `checker` is what the service does to pictures that its checker flags (`contract.content`);
     "": there is none; None: not checked. `refusals` say of fields with names of files, such as `loras`, why it takes
-    none, as where its worker has no folder of them; None: not announced.
+    none, as where its worker has no folder of them; None: not announced. `upscale_filters` enlarge a finished image
+    without a network; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -128,6 +129,7 @@ class ImageOffer(ImageLimits):
     options: Mapping[str, Mapping[str, Any]] | None = None
     checker: str | None = None
     refusals: Mapping[str, str] | None = None
+    upscale_filters: Collection[str] | None = None
 
     def refusal(self, kind: str) -> str | None:
         """Return why it takes no files of a kind, by the offer's field of their names; "": it does; None: unknown."""
@@ -334,8 +336,8 @@ class ImageCard(_Card):
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
     offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`, `image_prompts`, `cascades`, `fields`,
-    `sources`, `options`, `checker` and `refusals`. `loop`: "diffusers" for a model that runs by diffusers' own loop, ""
-    for one of a native family.
+    `sources`, `options`, `checker`, `refusals` and `upscale_filters`. `loop`: "diffusers" for a model that runs by
+    diffusers' own loop, "" for one of a native family.
     """
 
     modality: Literal["image"] = "image"
@@ -369,6 +371,7 @@ class ImageCard(_Card):
     loop: StrictStr = ""
     checker: StrictStr = ""
     refusals: dict[StrictStr, StrictStr] | None = None
+    upscale_filters: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:
