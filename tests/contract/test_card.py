@@ -90,7 +90,8 @@ def test_the_offer_has_the_cards_limits() -> None:
     card = replace(IMAGE, limits=ImageLimits(max_steps=4, max_seed=2**64 - 1))
     assert card.offer == ImageOffer(
         IMAGE.sizes, IMAGE.schedulers, (128, 128), precision="w8a8", loras=("ink",), upscalers=(), refiners=(),
-        controls=(), preprocessors=("canny",), image_prompts=(), cascades={}, options={}, checker="", upscale_filters=(),
+        controls=(), preprocessors=("canny",), image_prompts=(), cascades={}, options={}, checker="",
+            upscale_filters=(),
         max_steps=4, max_seed=MAX_SEED,
     )  # fmt: skip
 
