@@ -136,17 +136,20 @@ def read(
 
 def is_ignored(field: str, is_whole: bool) -> str:
     """The warning of an unknown field that is left out. `is_whole`: as `_field` returns it."""
-    error = unknown_field(field, is_whole)
-    return f"{str(error).removesuffix('.')}, and ignored"
+    return f"{_not_known(field.removesuffix('.'), is_whole)}, and ignored"
 
 
 def unknown_field(field: str, is_whole: bool) -> ApiError:
     """A 400 for a field that is not known; if it is not whole, for one in it whose name is no plain word."""
-    code, field = "unknown_parameter", field.removesuffix(".")
+    field = field.removesuffix(".")
+    words = f"{_not_known(field, is_whole).removeprefix(f'{field}: ')}; DIPTYCH_UNKNOWN_FIELDS=warn leaves it out"
+    return invalid_field(field or None, words, "unknown_parameter")
+
+
+def _not_known(field: str, is_whole: bool) -> str:
     if is_whole:
-        return invalid_field(field, "is not known", code)
-    words = "field whose name is no plain word is not known"
-    return invalid_field(field or None, f"a {words}" if field else f"A {words}.", code)
+        return f"{field}: is not known"
+    return f"{f'{field}: a' if field else 'A'} field whose name is no plain word is not known"
 
 
 def _without(value: Any, path: Sequence[int | str]) -> Any:

@@ -101,7 +101,8 @@ class ImageOffer(ImageLimits):
     `pipeline_options` may have: by name the `type`, and `default`, `minimum` and `maximum` if there are; None: only
     the form is checked. `checker` is what the service does to pictures that its checker flags (`contract.content`);
     "": there is none; None: not checked. `refusals` say of fields with names of files, such as `loras`, why it takes
-    none, as where its worker has no folder of them; None: not announced.
+    none, as where its worker has no folder of them; None: not announced. `upscale_filters` enlarge a finished image
+    without a network; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -128,6 +129,7 @@ class ImageOffer(ImageLimits):
     options: Mapping[str, Mapping[str, Any]] | None = None
     checker: str | None = None
     refusals: Mapping[str, str] | None = None
+    upscale_filters: Collection[str] | None = None
 
     def refusal(self, kind: str) -> str | None:
         """Return why it takes no files of a kind, by the offer's field of their names; "": it does; None: unknown."""
@@ -249,7 +251,7 @@ class TextOffer:
     `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced. `embedding_dimensions` is
     the width of an embedding; 0: the model gives none. `generates`: it answers, and does not only embed. `beam_search`:
     it also does by beam search; false: not announced. `token_bytes` are the bytes of a text that one token has at most;
-    0: not announced, or any number of them.
+    0: not announced, or any number of them. `options` are those of `contract.text.LATER_OPTIONS` that it reads.
     """
 
     context: StrictInt = 0
@@ -266,6 +268,7 @@ class TextOffer:
     generates: StrictBool = True
     beam_search: StrictBool = False
     token_bytes: StrictInt = 0
+    options: tuple[StrictStr, ...] = ()
 
 
 BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
@@ -334,8 +337,8 @@ class ImageCard(_Card):
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
     offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`, `image_prompts`, `cascades`, `fields`,
-    `sources`, `options`, `checker` and `refusals`. `loop`: "diffusers" for a model that runs by diffusers' own loop, ""
-    for one of a native family.
+    `sources`, `options`, `checker`, `refusals` and `upscale_filters`. `loop`: "diffusers" for a model that runs by
+    diffusers' own loop, "" for one of a native family.
     """
 
     modality: Literal["image"] = "image"
@@ -369,6 +372,7 @@ class ImageCard(_Card):
     loop: StrictStr = ""
     checker: StrictStr = ""
     refusals: dict[StrictStr, StrictStr] | None = None
+    upscale_filters: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:

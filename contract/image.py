@@ -294,7 +294,9 @@ def check_unread(picture: ImageParameters, offer: ImageOffer) -> None:
     offer.check_loras(picture.lora)
     offer.check_vae(picture.vae)
     if picture.upscale is not None:
-        picture.upscale.check(offer.upscalers, offer.refusal("upscalers"))
+        picture.upscale.check(offer.upscalers, offer.refusal("upscalers"), offer.upscale_filters)
+        if picture.upscale.is_filter:
+            picture.upscale.check_filtered(picture.width, picture.height)
     pipeline_call.check_options(picture.pipeline_options, offer.options)
     offer.check_size(picture.width, picture.height)
 

@@ -9,6 +9,7 @@ from typing import Any
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.control import CANNY, PREPROCESSORS
 from contract.plan import OFF, DeepCache
+from contract.upscale import LANCZOS
 from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
@@ -73,6 +74,7 @@ def image_card(
         kernels_reason=summary(decisions)[1] if decisions else "",
         **names,
         refusals={name: reason for name, reason in refusals.items() if reason},
+        upscale_filters=(LANCZOS,),
         preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),

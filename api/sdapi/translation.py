@@ -24,6 +24,7 @@ from contract import a1111, loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer
 from contract.markup import A1111, MarkupError
+from contract.upscale import LANCZOS
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
 MASK_BLUR = 4.0  # mask_blur_x and mask_blur_y of img2img by default
@@ -34,6 +35,7 @@ _NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
 _COMMENT = re.compile(r"(?:(?:\A|\n)#|#)[^\n]*(?:\n|\Z)")
 _AND = re.compile(r"\bAND\b")
 _WEIGHT = re.compile(r":\s*([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}))\s*\Z")  # of a whole prompt
+_FILTER = re.compile(r"|none|latent\b.*|lanczos|nearest|bicubic", re.IGNORECASE)  # upscalers that are no networks
 _FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 _NONE = ("", "none", "automatic")
 
@@ -268,9 +270,14 @@ def _add_sampling(result: Translation, body: Generation, card: ImageCard) -> Non
 
 def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:
     """The hires fix as far as it is offered: the finished picture is enlarged, and not drawn again."""
-    offered = ", ".join(offer.upscalers or ()) or offer.refusal("upscalers") or "none"
+    networks, filters = tuple(offer.upscalers or ()), tuple(offer.upscale_filters or ())
     name = body.hr_upscaler or ""
-    if name not in (offer.upscalers or ()):
+    if name not in networks and _FILTER.fullmatch(name) and LANCZOS in filters:
+        if name.lower() != LANCZOS:
+            result.warnings.append(f"hr_upscaler: is not offered; the picture is enlarged by {LANCZOS.capitalize()}")
+        name = LANCZOS
+    elif name not in networks:
+        offered = ", ".join((*networks, *map(str.capitalize, filters))) or offer.refusal("upscalers") or "none"
         raise invalid_field("upscale.model", f"the hires fix needs an upscaler that the model has; it has {offered}")
     scale = body.hr_scale if body.hr_scale is not None else 2.0
     if body.hr_resize_x or body.hr_resize_y:

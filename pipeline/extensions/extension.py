@@ -138,6 +138,10 @@ class Extension(Generic[F]):
         """Return its fields of the card's costs."""
         return {}
 
+    def is_requested(self, request: ImageParameters) -> bool:
+        """Return whether a request asks for it."""
+        return bool(getattr(request, self.field, None))
+
     def check(self, request: ImageParameters) -> Any:
         """Return what `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises
         `Invalid`.

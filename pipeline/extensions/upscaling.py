@@ -151,6 +151,9 @@ class UpscaleExtension(Extension[UpscalerFolder]):
         folder = UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
         return cls(model, backend, folder)
 
+    def is_requested(self, request: ImageParameters) -> bool:
+        return request.upscale is not None and not request.upscale.is_filter  # that the finished `Picture` applies
+
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """Return the seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""
         measured = backend.costs.measured().items()

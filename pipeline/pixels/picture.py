@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import unicodedata
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,16 @@ class Picture:
     warnings: tuple[str, ...] = field(default=())
     sampler: str = ""
     schedule_type: str | None = None
+
+    def enlarged(self) -> Picture:
+        """Return the picture as the filter that it was requested with enlarges it; the same without one."""
+        upscale = self.parameters.upscale
+        if upscale is None or not upscale.is_filter:
+            return self
+        from PIL.Image import Resampling
+
+        size = upscale.filtered_size(self.parameters.width, self.parameters.height)
+        return replace(self, image=self.image.resize(size, Resampling.LANCZOS))
 
     @property
     def infotext(self) -> str:

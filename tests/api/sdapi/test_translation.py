@@ -184,10 +184,13 @@ def test_the_hires_fix_enlarges() -> None:
     result = made(enable_hr=True, hr_upscaler="nearest4", width=128, height=128, hr_resize_x=256, hr_resize_y=256)
     assert result.fields["upscale"]["scale"] == 2.0
     assert "upscale" not in made(enable_hr=False, hr_upscaler="Latent").fields
-    for upscaler in ("Latent", "R-ESRGAN 4x+", "None", None):
-        field, message = refused(enable_hr=True, hr_upscaler=upscaler)
-        assert field == "hr_upscaler" and "nearest4" in message
-    without = replace(CARD, upscalers=(), refusals={"upscalers": "no folder of upscalers"})
+    for upscaler in ("Latent", "Latent (nearest-exact)", "Lanczos", "Nearest", "None", None):
+        result = made(enable_hr=True, hr_upscaler=upscaler, denoising_strength=0)
+        assert result.fields["upscale"] == {"model": "lanczos", "scale": 2.0}
+        assert [warning.partition(":")[0] for warning in result.warnings] == ["hr_upscaler"] * (upscaler != "Lanczos")
+    field, message = refused(enable_hr=True, hr_upscaler="R-ESRGAN 4x+")
+    assert field == "hr_upscaler" and "nearest4, Lanczos" in message
+    without = replace(CARD, upscalers=(), upscale_filters=(), refusals={"upscalers": "no folder of upscalers"})
     assert "no folder of upscalers" in refused(card=without, enable_hr=True)[1]
     shape = {"width": 128, "height": 128, "hr_resize_x": 256, "hr_resize_y": 128}
     assert refused(enable_hr=True, hr_upscaler="nearest4", **shape)[0] == "hr_resize_x"
