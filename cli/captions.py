@@ -46,7 +46,8 @@ again with the row's next seed; a row that never becomes one is left out, told, 
 A template is what the model is asked instead of our own words, the subject in place of {subject}: a chat's message, or,
 for a model without a chat template, a text that it continues to the line's end.
 
-exit codes: 0 all captions are there; 1 some could not be made; 2 the input cannot be used, and is named; 130 stopped
+exit codes: 0 all captions are there; 1 some could not be made; 2 the input cannot be used, and is named;
+130 stopped (143: by SIGTERM)
 """
 _MOST = 1_000_000
 _MOST_ATTEMPTS = 1000

@@ -66,7 +66,8 @@ Each picture's PNG holds its parameters in the text chunks "parameters" (as
 AUTOMATIC1111's web UI has them), "diptych" and "fingerprint". Where a file of the same
 name lies in DIR, from an earlier command with the same prompt and seed, it is replaced.
 
-exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
+exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named;
+130 stopped with Ctrl-C (143: by SIGTERM)
 """
 
 

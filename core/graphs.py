@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from core.threads import UninterruptibleThread, lower_priority, started
+from core.threads import lower_priority, started
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class CompiledCache:
             self._pending += 1
             self._jobs.append((key, example))
             if self._thread is None:
-                thread = UninterruptibleThread(target=self._run, name="compile", daemon=True)
+                thread = threading.Thread(target=self._run, name="compile", daemon=True)
                 self._thread = thread if started(thread) else None  # then the next request starts it
 
     def wait(self, timeout_s: float | None = None) -> bool:

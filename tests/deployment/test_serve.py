@@ -211,7 +211,7 @@ def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path) -> No
             assert service.picture().startswith(b"\x89PNG")
             for part in parts:
                 part.send_signal(signal.SIGINT)
-            assert [part.wait(60) for part in parts] == [130, 0]
+            assert [part.wait(60) for part in parts] == [130, 130]
     assert collector.services == {"diptych-api", "diptych-worker"}, [span.name for span in collector.spans()]
     spans = {span.name: span for span in collector.spans()}
     asked, drawn, engine = (spans[name] for name in ("POST /v1/jobs", "job image", "engine"))

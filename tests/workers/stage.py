@@ -20,7 +20,7 @@ second, and then its card in the registry is "ready".
     --name NAME the stand-in's model is called so, and its pictures differ from those of other names; "one,two" are
                 two models of one engine
     --cold S    models but the first are not in memory before their first job; they are said to take S seconds to load
-    --compiling an uninterruptible thread never ends, as the compiler's may not
+    --compiling a thread never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
 see `picture`. Words in a prompt, for both modalities, make things happen at its second iteration (its first step):
@@ -65,7 +65,6 @@ from core.batching.slots import Slots
 from core.config import Settings
 from core.failures import NotFinite
 from core.jobs.broker import Envelope
-from core.threads import UninterruptibleThread
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
 from workers.handlers import ImageJobProgress, JobHandler, pictures
@@ -340,6 +339,7 @@ def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
 class Stage:
     engine: Engine
     handlers: dict[str, JobHandler]
+    failed: tuple[str, ...] = ()
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:
@@ -427,7 +427,7 @@ def main() -> int:
     parser.add_argument("--compiling", action="store_true")
     options = vars(parser.parse_args())
     if options.pop("compiling"):
-        UninterruptibleThread(target=threading.Event().wait).start()
+        threading.Thread(target=threading.Event().wait).start()  # no daemon: the interpreter would wait for it
     note = _writer(options.pop("log"))
     serve = WorkerTasks.run
 
