@@ -154,18 +154,18 @@ def expansion(job: ImageJob, model: str, now: RegistrySnapshot, *, may_write: bo
     if not may_write:
         message = "expand_prompt: has a text model write, and this key lacks the scope text."
         raise ApiError(403, message, param="expand_prompt", code="insufficient_scope")
-    text_model = now.expander(model)
-    if text_model is None:
+    text_models = now.expanders(model)
+    if not text_models:
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
     request = TextJob(messages=[{"role": "user", "content": job.picture.prompt}])
-    for card in filter(None, now.expanders(model)):
+    for card in text_models:
         with invalid_as_api_error():
             try:
                 request.check(card.limits)
             except Invalid as error:
                 raise error.of("expand_prompt") from error
     read = TextJob(prompts=[job.picture.prompt]).tokens
-    return job.n * math.ceil(read + EXPANSION_TOKENS), text_model.name
+    return job.n * math.ceil(read + EXPANSION_TOKENS), text_models[0].name
 
 
 def check_cascade(job: ImageJob, now: RegistrySnapshot) -> None:

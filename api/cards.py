@@ -158,22 +158,18 @@ class RegistrySnapshot:
         names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
         return names[0] if len(names) == 1 else None
 
-    def expander(self, name: str) -> TextCard | None:
-        """The text model that expands prompts for this image model: the first of each of its workers, if it answers and
-        is not hidden. Without a worker, any text model. None: not all workers expand prompts.
+    def expanders(self, name: str) -> list[TextCard]:
+        """The text models that expand prompts for this image model: the first one of each of its workers, if it answers
+        and is not hidden. Without a worker, any text model. Empty: not all workers expand prompts.
         """
-        texts = self.expanders(name)
-        if not texts:
-            others = [model for model in self.models if isinstance(model, TextCard) and model.limits.generates]
-            return others[0] if others else None
-        hidden = {model.name for model in self.hidden}
-        usable = [text for text in texts if text is not None and text.limits.generates and text.name not in hidden]
-        return usable[0] if len(usable) == len(texts) else None
-
-    def expanders(self, name: str) -> list[TextCard | None]:
-        """The first text model of each worker of this image model."""
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
-        return [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
+        if not drawing:
+            others = (model for model in self.models if isinstance(model, TextCard) and model.limits.generates)
+            return [*others][:1]
+        hidden = {model.name for model in self.hidden}
+        firsts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
+        usable = [text for text in firsts if text is not None and text.limits.generates and text.name not in hidden]
+        return usable if len(usable) == len(drawing) else []
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""

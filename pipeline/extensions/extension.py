@@ -124,6 +124,7 @@ class Extension(Generic[F]):
         """`model` is `backend`'s before its parts were packed. Without a `folder` requests are refused."""
         self.model = model
         self.folder = folder
+        self.refusal = self._refusal()
 
     @classmethod
     def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
@@ -187,9 +188,8 @@ class Extension(Generic[F]):
         """Return what has the `name` and `digest` of each file of a lease."""
         return lease.files  # type: ignore[no-any-return]
 
-    @property
-    def refusal(self) -> str:
-        """Why it is not offered; "" if it is."""
+    def _refusal(self) -> str:
+        """Return why it is not offered; "" if it is."""
         family = self.model.family
         if self.supported and not getattr(family, self.supported):
             return f"is not supported by {family.label}"

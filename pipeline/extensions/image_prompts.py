@@ -119,12 +119,11 @@ class ImagePromptExtension(Extension[ImagePromptFolder]):
         path, capacity = Path(settings.ip_adapter_dir), settings.ip_adapter_mib * 2**20
         return cls(model, backend, ImagePromptFolder(path, backend.model, backend.denoiser.lowering.dtype, capacity))
 
-    @property
-    def refusal(self) -> str:
+    def _refusal(self) -> str:
         family = self.model.family
         if family.image_prompts and getattr(self.model.denoiser.up_blocks[-1], "attentions", None):
             return "is not supported by a UNet with attention in its last block"  # shallow steps compute without them
-        return super().refusal
+        return super()._refusal()
 
     def _check_files(self, request: ImageParameters) -> None:
         for name in dict.fromkeys(prompt.model for prompt in self._prompts(request)):
