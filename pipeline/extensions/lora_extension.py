@@ -55,7 +55,7 @@ class LoraExtension(Extension[LoraFolder]):
         super().__init__(model, backend, folder)
         self.steps = LoraSteps(self.field, 0.15)
         if folder is None:
-            self.unconfigured = refused(model, packs=backend.packs) or self.unconfigured
+            self.refusal = refused(model, packs=backend.packs) or self.refusal
             return
         twin = None if backend.packs else LoraBackend(model, backend.widths)
         adapted = AdaptedModel(backend.model, denoiser=False) if twin is None else twin.adapted
