@@ -181,7 +181,7 @@ sbom: $(TOOLS)/.installed  ## build/sbom.cdx.json: the pinned packages of a serv
 	    --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file build/sbom.cdx.json -
 
 # Equal bytes for equal commits.
-wheel: $(TOOLS)/.installed  ## build/release: the wheel and the models beside it; DIPTYCH_RELEASE_URL= where they will be
+wheel: $(TOOLS)/.installed  ## build/release: the wheel and the models beside it; DIPTYCH_RELEASE_URL= where they will be, DIPTYCH_PROJECT_URL= the project's page
 	rm -rf build/release
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/uv build --quiet --wheel --python $(PYTHON) \
 	    --build-constraints constraints.txt --require-hashes --out-dir build/release

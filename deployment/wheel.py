@@ -5,6 +5,7 @@ so a wheel is built from a copy of the tree in which they are in `diptych/`, and
 `diptych.core`. Editable installs and source distributions are setuptools' own.
 
 Of the embedded models a wheel has those that a service loads by default, and the others' digests: deployment/assets.py.
+Its metadata has README.md as the description, and the address of the project's page that DIPTYCH_PROJECT_URL names.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def stage(root: Path, folder: Path) -> None:
     """
     for name in _BESIDE:
         shutil.copy2(root / name, folder / name)
+    if address := os.environ.get("DIPTYCH_PROJECT_URL", "").rstrip("/"):
+        with (folder / "pyproject.toml").open("a", encoding="utf-8") as project:
+            project.write(f"\n[project.urls]\nRepository = {json.dumps(address)}\n")
     shutil.copytree(root / "LICENSES", folder / "LICENSES")
     packages = packages_of(root)
     modules = {_dotted(path, root) for room in packages for path in (root / room).rglob("*.py")}

@@ -16,6 +16,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from email.parser import Parser
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tests.core.quant.stage import CACHE
 from tests.deployment.served import Served
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = "https://forge.example/someone/diptych"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
@@ -75,7 +77,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     pip = [sys.executable, "-m", "pip"]
     quick = "--config-settings=--build-option=--compression=stored"
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", folder, source], check=True)
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", folder, source]
+    subprocess.run(build, check=True, env={**os.environ, "DIPTYCH_PROJECT_URL": f"{PAGE}/"})
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = packages(folder / "venv")
     for one in closure(PROJECT["dependencies"]).values():
@@ -150,6 +153,13 @@ def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
     assert not [
         name for name in files if "/results/" in name or name.startswith(("diptych/tests/", "diptych/training/"))
     ]
+
+
+def test_it_says_what_it_is_and_where_it_comes_from(bare: Path) -> None:
+    (told,) = packages(bare.parent).glob("diptych-*.dist-info")
+    metadata = Parser().parsestr((told / "METADATA").read_text("utf-8"))
+    assert metadata.get_all("Project-URL") == [f"Repository, {PAGE}"]
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text("utf-8").strip()
 
 
 def test_it_fits_an_index_and_pins_the_models_that_it_leaves_out(bare: Path) -> None:

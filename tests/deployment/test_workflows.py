@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from typing import Any
 
 import pytest
@@ -39,6 +40,13 @@ def test_what_it_runs_is_there(name: str) -> None:
         for script in re.findall(r"\bbash (\S+)", command):
             assert (ROOT / script).is_file()
         assert "${{" not in command  # an expression would become part of the script: values go through env
+
+
+def test_every_python_that_the_project_names_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = [line.rpartition(" ")[2] for line in project["classifiers"] if "Python :: 3." in line]
+    assert WORKFLOWS["checks"]["jobs"]["tests"]["strategy"]["matrix"]["python"] == named
+    assert project["requires-python"] == f">={named[0]}"
 
 
 @pytest.mark.parametrize("name", FILES)
