@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import socket
+import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import httpx2
 import pytest
 
+from api.protocol import _SLOWEST
 from core.config import Settings
 from core.jobs.record import JobDraft
 from tests.api.world import SERVE, Api, Worker, changed, eventually, opened, process
 
 CLIENT_S = 1.0
+PATIENT_S = 60.0  # by a clock that is set forward
 MUCH_S = 30.0  # what must have come by then, on a machine that may stall
 SCARCE = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); " + SERVE
 
@@ -26,6 +32,12 @@ def api(settings: Settings) -> Iterator[Api]:
         yield api
 
 
+@pytest.fixture
+def patient(settings: Settings) -> Iterator[Api]:
+    with Api(changed(settings, client_s=PATIENT_S)) as api:
+        yield api
+
+
 def connected(api: Api, small: bool = False) -> socket.socket:
     client = socket.socket()
     if small:  # or the kernel would take in megabytes for who reads nothing
@@ -33,6 +45,23 @@ def connected(api: Api, small: bool = False) -> socket.socket:
     client.settimeout(MUCH_S)
     client.connect(("127.0.0.1", api.port))
     return client
+
+
+class LoopClock:
+    """The clock of an API's event loop, which tests set forward: how long a machine stalls then decides nothing."""
+
+    def __init__(self, api: Api) -> None:
+        (protocol,) = {each.loop for each in eventually(lambda: api.server.server_state.connections)}
+        self._loop, self._ahead_s, now = protocol, 0.0, protocol.time
+        self._loop.time = lambda: now() + self._ahead_s
+
+    def forward(self, seconds: float) -> None:
+        """Set it forward, and return once what is due by then has run."""
+        self._ahead_s += seconds
+        for _ in range(2):
+            turned = threading.Event()
+            self._loop.call_soon_threadsafe(turned.set)
+            assert turned.wait(MUCH_S)
 
 
 def ended(client: socket.socket, send: Callable[[], None] = lambda: None) -> bytes:
@@ -89,22 +118,33 @@ def test_a_body_that_trickles_is_not_waited_for(api: Api, path: str) -> None:
             check_timeout(answer)
 
 
-def test_a_body_that_comes_steadily_is_waited_for(api: Api) -> None:
+def test_a_body_that_comes_steadily_is_waited_for(patient: Api) -> None:
     """For several times as long as anybody may stall."""
-    body = json.dumps({"type": "image", "prompt": "a cat", "steps": 10**6}).encode() + b" " * 40_000
-    with connected(api) as client:
+    portion = int(1.5 * _SLOWEST * PATIENT_S / 5)
+    body = json.dumps({"type": "image", "prompt": "a cat", "steps": 10**6}).encode() + b" " * 20 * portion
+    with connected(patient) as client:
         head = "POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
-        for at in range(0, len(body), 2000):
+        clock = LoopClock(patient)
+        for at in range(0, len(body), portion):
             try:
-                client.sendall(body[at : at + 2000])
+                client.sendall(body[at : at + portion])
             except OSError:
                 raise AssertionError(ended(client)) from None
-            time.sleep(CLIENT_S / 5)
+            eventually(lambda: _unsent(client) == 0, "it is not read")
+            clock.forward(PATIENT_S / 5)
         assert ended(client).startswith(b"HTTP/1.1 503"), "no model: it was read"
 
 
-def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> None:
+def _unsent(client: socket.socket) -> int:
+    """Bytes that the other side's kernel has not taken."""
+    count = bytearray(4)
+    fcntl.ioctl(client.fileno(), termios.TIOCOUTQ, count)
+    return int.from_bytes(count, sys.byteorder)
+
+
+def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(patient: Api) -> None:
+    api = patient
     with Worker(api.settings) as worker:
         worker.store.create(JobDraft("large", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
         (data,) = worker.finish(worker.take("large"), bytes(8 * 2**20))
@@ -112,10 +152,13 @@ def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> No
     with connected(api, small=True) as stalled, connected(api, small=True) as slow:
         for client in (stalled, slow):
             client.sendall(ask)
-        read = 0
+        read, clock = 0, LoopClock(api)
+        eventually(lambda: all(c._read_timeout._timer for c in api.server.server_state.connections), "both are served")
         for _ in range(20):
-            read += len(slow.recv(20_000))
-            time.sleep(CLIENT_S / 5)
+            portion = 2 * _SLOWEST * PATIENT_S // 5
+            while portion > 0 and (piece := slow.recv(int(portion))):
+                read, portion = read + len(piece), portion - len(piece)
+            clock.forward(PATIENT_S / 5)
         eventually(lambda: len(api.server.server_state.connections) == 1, "the one that reads nothing stays")
         while piece := slow.recv(2**20):
             read += len(piece)

@@ -54,7 +54,7 @@ def test_every_call_ends_in_time(hung: list[None]) -> None:
         with pytest.raises(ArtifactError) as caught:
             call()
         assert isinstance(caught.value, StorageDown), caught.value
-        assert time.monotonic() - before < 10 * WITHIN_S
+        assert time.monotonic() - before < 2 * MUCH_S, "by itself the client tries again for minutes"
     assert hung, "it was asked"
 
 

@@ -7,10 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from api.service import Service
 from core.jobs.record import JobState, ProgressReport, new_id
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
 
 JOB = {"type": "image", "prompt": "a cat"}
+
+
+def followers(api: Api, id: str) -> int:
+    """How many requests wait for the job's end."""
+    service: Service = api.server.config.app.state.service  # type: ignore[union-attr]
+    return len(service.reader._followers.get(id, ()))
 
 
 def test_an_id_of_ones_own(shared: Api, worker: Worker) -> None:
@@ -52,7 +59,7 @@ def test_who_waits_may_come_again(shared: Api, worker: Worker, pool: ThreadPoolE
     first = pool.submit(shared.client.post, "/v1/images/generations", json=fields, headers=key)
     (id,) = eventually(lambda: worker.ids() - before)
     second = pool.submit(shared.client.post, "/v1/images/generations", json=fields, headers=key)
-    time.sleep(0.1)
+    eventually(lambda: followers(shared, id) == 2)
     worker.work(id)
     answers = [call.result(PATIENCE_S).json() for call in (first, second)]
     assert answers[0] == answers[1] and answers[0]["job_id"] == id
@@ -65,7 +72,7 @@ def test_waiting_for_the_end(shared: Api, worker: Worker, pool: ThreadPoolExecut
     assert shared.get(f"/v1/jobs/{id}", params={"wait_s": 0.3}).json()["status"] == "queued"
     assert time.monotonic() - begun >= 0.3
     waits = pool.submit(shared.client.get, f"/v1/jobs/{id}", params={"wait_s": 60})
-    time.sleep(0.1)
+    eventually(lambda: followers(shared, id) == 1)
     worker.work(id)
     assert waits.result(PATIENCE_S).json()["status"] == "succeeded"
     assert shared.get(f"/v1/jobs/{id}?wait_s=60").json()["status"] == "succeeded"

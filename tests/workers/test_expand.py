@@ -86,8 +86,15 @@ def test_an_edit_is_expanded_too(desk: Desk, crew: Crew, works: Runtime) -> None
 
 
 def test_seeds_bring_different_prompts(desk: Desk) -> None:
-    made = images(desk.draw(n=10, seed=1, prompt="music", steps=1))
-    assert len({image["revised_prompt"] for image in made}) > 1
+    """A few are likely, and which of them a picture gets is decided by its own seed."""
+    drawn = images(desk.draw(n=10, seed=1, prompt="music", steps=1))
+    prompts = {image["seed"]: image["revised_prompt"] for image in drawn}
+    assert [*prompts] == [*range(1, 11)]
+    seeds = {prompt: seed for seed, prompt in prompts.items()}
+    assert len(seeds) >= 3, prompts
+    for prompt, seed in seeds.items():
+        (alone,) = images(desk.draw(seed=seed, prompt="music", steps=1))
+        assert alone["revised_prompt"] == prompt
 
 
 @pytest.mark.parametrize(

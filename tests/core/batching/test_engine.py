@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -43,6 +44,22 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until, "never came true"
         time.sleep(0.001)
+
+
+def _nap_s(engine: Engine) -> float:
+    """For how long the engine's thread sleeps if nothing wakes it; 0 while it does not sleep, or is being woken."""
+    woken = engine._wake.is_set()
+    frame = sys._current_frames().get(engine._thread.ident or 0)
+    waits = False
+    while frame is not None and frame.f_code is not Engine._sleep.__code__:
+        waits |= frame.f_code is threading.Event.wait.__code__
+        frame = frame.f_back
+    return float(frame.f_locals["until_s"]) if frame is not None and waits and not woken else 0.0
+
+
+def sleeps(engine: Engine, at_least_s: float = PATIENCE_S) -> None:
+    """Fails if the thread does not fall asleep, for longer than a test lasts, though nothing happens."""
+    eventually(lambda: _nap_s(engine) >= at_least_s)
 
 
 class House:
@@ -370,11 +387,16 @@ def test_close_with_work_in_flight(house: House, depth: int) -> None:
 def test_close_waits_without_spinning(house: House) -> None:
     engine, runner = house.one(depth=2)
     house.held(engine, runner, ask("r"))
+    sleeps(engine)
     before = engine.ticks
     closing = threading.Thread(target=engine.close)
     closing.start()
-    time.sleep(0.1)
-    assert engine.ticks - before < 300
+    eventually(lambda: engine.ticks > before)
+    sleeps(engine)
+    ticks = engine.ticks
+    for _ in range(100):
+        time.sleep(0.001)
+        assert engine.ticks == ticks, "nothing wakes it before the iteration's end"
     runner.gate.set()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
@@ -446,9 +468,10 @@ def test_the_end_is_not_lost_to_those_who_still_talk(house: House) -> None:
 def test_an_idle_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(time.monotonic)
     with Engine([runner]) as engine:
-        before = engine.ticks
-        time.sleep(0.3)
-        assert engine.ticks - before <= 3
+        for _ in range(3):  # from one heartbeat to the next, and for no shorter
+            ticks = engine.ticks
+            eventually(lambda ticks=ticks: engine.ticks > ticks)
+            sleeps(engine, engine_module._HEARTBEAT_S)
         assert engine.clock() - engine.last_tick < PATIENCE_S
 
 
@@ -458,10 +481,11 @@ def test_a_busy_engine_does_not_ask_the_scheduler_for_nothing(house: House, dept
     engine, runner = house.one(depth=depth, lanes_of={"vae": "vae"}, costs={"": linear()})
     futures = house.held(engine, runner, *(ask(f"r{n}") for n in range(5)))
     eventually(lambda: len(runner.log) == depth and engine.counts() == {"image": (0, 5)})
-    time.sleep(0.02)
-    before = runner.calls
-    time.sleep(0.2)
-    assert runner.calls == before
+    sleeps(engine)
+    before, ticks = runner.calls, engine.ticks
+    for _ in range(100):
+        time.sleep(0.001)
+        assert (runner.calls, engine.ticks) == (before, ticks)
     runner.gate.set()
     assert all(isinstance(r, int) for r in results(futures))
 

@@ -54,6 +54,25 @@ def blocks(client: redis.Redis) -> bool:
     return any(each["flags"] == "b" for each in client.client_list())
 
 
+def reads(client: redis.Redis) -> int:
+    """How often streams were read."""
+    return int(client.info("commandstats").get("cmdstat_xread", {"calls": 0})["calls"])
+
+
+async def turns(client: redis.Redis, count: int) -> None:
+    """So many turns of Redis, and of this loop, in which the reader lives."""
+    for _ in range(count):
+        await asyncio.to_thread(client.ping)
+
+
+async def settled(reader: EventReader, client: redis.Redis) -> None:
+    """Wait until a reader waits in Redis and has nothing left to read."""
+    before = -1
+    while reader._due or not blocks(client) or before != reads(client):
+        before = reads(client)
+        await turns(client, 30)
+
+
 def seen(events: list[Event]) -> list[tuple[str, str]]:
     return [(event.id, event.type) for event in events]
 
@@ -145,20 +164,20 @@ async def test_many_subscribers_share_a_few_connections(
     assert len(client.client_list()) - before <= 5  # and the store's own
 
 
-async def test_waiting_costs_nothing(store: JobStore, reader: EventReader, client: redis.Redis) -> None:
-    """No spinning: while nothing happens, nothing is asked."""
+async def test_waiting_costs_nothing(
+    store: JobStore, reader: EventReader, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No spinning: while nothing happens, nothing is asked, but as often as its own times say."""
+    assert min(module._BLOCK_S, module._MISSED_S) >= 1
+    monkeypatch.setattr(module, "_BLOCK_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(module, "_MISSED_S", 10 * PATIENCE_S)
     ids = [make(store) for _ in range(3)]
-
-    def reads() -> int:
-        return int(client.info("commandstats")["cmdstat_xread"]["calls"])
-
     tasks = [asyncio.create_task(collect(reader, id)) for id in ids]
-    while not blocks(client) or len(reader._followers) < 3:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    before = reads()
-    await asyncio.sleep(1)
-    assert reads() - before <= 2
+    await followed(reader, 3)
+    await settled(reader, client)
+    before = reads(client)
+    await turns(client, 300)
+    assert reads(client) == before and blocks(client)
     for id in ids:
         store.cancel(id)
     await asyncio.gather(*tasks)
@@ -339,8 +358,8 @@ async def test_an_event_costs_the_same_however_many_are_followed(
     for stream in streams[:20]:
         await anext(stream)
     coming = [asyncio.ensure_future(anext(stream)) for stream in streams]
-    while len(reader._followers) < 1000 or not blocks(client):
-        await asyncio.sleep(0.01)
+    await followed(reader, 1000)
+    await settled(reader, client)
     before = sent()
     for claim, arrives in zip(claims, coming, strict=False):
         assert claim is not None

@@ -67,7 +67,7 @@ class Table:
         return result
 
     def _say(self, question: CaptionRequest) -> TextResponse:
-        time.sleep(random.random() * 1e-3)  # of no seed: any order must do
+        time.sleep(random.Random(question.seed - question.idea).random() * 1e-3)  # any order must do
         draw = random.Random(question.seed + question.idea)
         word = f"word {draw.randrange(self.words)}"
         text = draw.choice([word, word.upper(), f" {word} ", word, "", "x" * 80, "\ufffd"])
