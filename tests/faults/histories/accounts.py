@@ -99,7 +99,12 @@ def unnamed(world: World) -> list[str]:
 def stored(world: World) -> dict[str, Stored]:
     """What each tenant has left in Redis."""
     with world.direct(world.servers[0]) as client:
-        return {name: Stored(*client.eval(_STORED, 0, owner, SMALL_BYTES)) for name, owner in world.owners.items()}
+        return {name: left_by(client, owner) for name, owner in world.owners.items()}
+
+
+def left_by(client: Any, owner: str) -> Stored:
+    """What an owner has left in the Redis of this client."""
+    return Stored(*client.eval(_STORED, 0, owner, SMALL_BYTES))
 
 
 def hand_back_late(world: World) -> list[str]:
