@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.faults.histories.checker import RULES, check
-from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call, Fault, History, Level, Limits, Seen, Told
+from tests.faults.histories.checker import RECORD_BYTES, RULES, check
+from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call, Fault, History, Level, Limits, Seen, Stored, Told
 from tests.faults.histories.returns import DESCRIPTORS, RSS_MIB
 
 ENDS = ("succeeded", "cancelled")
@@ -307,3 +307,24 @@ ALLOWED = [
 @pytest.mark.parametrize("history", ALLOWED)
 def test_what_is_allowed_is_accepted(history: History) -> None:
     assert check(history) == []
+
+
+def test_what_a_tenant_leaves_and_is_counted_for() -> None:
+    small, large = Stored(RECORD_BYTES, 0), Stored(RECORD_BYTES + 1, 0)
+    assert check(History(1, stored={"anna": small})) == []
+    broken("little_is_stored", History(1, stored={"anna": small, "bert": large}))
+    broken("little_is_stored", History(1, stored={"anna": Stored(9_000, 1)}))
+    assert check(History(1, [Fault(1, "storage_cut")], stored={"anna": large})) == [], "it could lie nowhere else"
+    broken("tenants_are_counted", History(1, miscounted=["job-1 waits, and its tenant's counters do not know it"]))
+
+
+def test_pictures_of_a_batch_count_and_one_larger_than_the_quota_is_never_taken() -> None:
+    limits = Limits(pictures={"anna": (10, 1.0)})
+    batch = Call("batch", "anna", 0, 0.5, OK, 200, ids=("batch-1",), cost=10)
+    end = Call("batch_end", "anna", 0, 9, OK, 200, "completed", about="batch-1")
+    assert check(History(1, calls=[batch, end], limits=limits)) == []
+    broken("limits_hold", History(1, calls=[replace(batch, cost=11), end], limits=limits))
+    refused = Call("batch", "anna", 0, 0.5, REFUSED, 400, "quota_exceeded", cost=11)
+    assert check(History(1, calls=[refused], limits=limits)) == []
+    broken("refusals_are_due", History(1, calls=[replace(refused, cost=10)], limits=limits))
+    broken("refusals_are_due", History(1, calls=[replace(refused, code="invalid_value")], limits=limits))

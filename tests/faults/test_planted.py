@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from tests.faults.histories import planted
+from tests.faults.histories import accounts, planted
 from tests.faults.histories.checker import Problem, check
 from tests.faults.histories.clients import Client, Own
 from tests.faults.histories.gallery import wanted
@@ -137,6 +137,49 @@ def busy(world: World, client: Client) -> list[Fault]:
     return []
 
 
+def large(world: World, client: Client) -> list[Fault]:
+    """Texts that are large are asked for, and a batch of more pictures than may be drawn at once."""
+    for _ in range(6):
+        client.long_text()
+    client.tenant = "bert"
+    client.large_batch()
+    return []
+
+
+def twins(world: World, client: Client) -> list[Fault]:
+    """One of two jobs of equal pictures is erased; and an attempt that is over is handed back."""
+    for k in range(2):
+        body = {"type": "image", "prompt": "twin STEP=0.01", "seed": 0, "steps": 2, "size": "32x32"}
+        client.note(client.line.submit("anna", f"{client.name}-{k}", body, wanted("twin STEP=0.01", 0)))
+    _all_end(client)
+    own = client.own[0]
+    client._erase(own)
+    client.others.remove((client.tenant, own))
+    runner(world, slow(client, 20))
+    world.miscounted.update(accounts.hand_back_late(world))
+    return []
+
+
+def requeued(world: World, client: Client) -> list[Fault]:
+    """Both workers end in the middle of jobs, which then wait again."""
+    first = slow(client, 30)
+    for _ in range(4):
+        client.put()
+    runner(world, first)
+    for part in world.crew:
+        part.kill()
+    own = {own.id for own in client.own}
+
+    def waits() -> bool:
+        world.miscounted.update(accounts.uncounted(world))
+        jobs = [world.store.get(id) for id in own]
+        return all(job is not None and (job.state.final or job.state.value == "queued") for job in jobs)
+
+    wait_for("they wait again", waits, PATIENCE_S)
+    world.miscounted.update(accounts.uncounted(world))
+    return [Fault(0, "kill_worker")]
+
+
 def _all_end(client: Client) -> None:
     wait_for(
         "they have ended",
@@ -165,6 +208,12 @@ GROUPS: list[tuple[tuple[Callable[[World, Client], list[Fault]], ...], float, di
         planted.RATE: (DUE, "bert had asked"), planted.MEMORY: ("resources_return", "MiB"),
         planted.DESCRIPTORS: ("resources_return", "file descriptors"),
     }),
+    ((large, twins), PATIENCE_S, {
+        planted.REQUEST: ("little_is_stored", "a record of"), planted.BYTES: ("little_is_stored", "not counted"),
+        planted.LARGER: ("limits_hold", "taken at once"), planted.UNNAMED: ("nothing_is_left", "is named by"),
+        planted.LATE: ("tenants_are_counted", "handed back by attempt"),
+    }),
+    ((requeued,), PATIENCE_S, {planted.FORGETS: ("tenants_are_counted", "do not know it")}),
     ((killed, taken), 3.0, {
         planted.SWEEP: ("accepted_means_ends", "never ended"), planted.LOST: ("accepted_means_ends", "is lost"),
     }),  # the last leaves counters behind that nobody puts right
@@ -181,7 +230,7 @@ def broken(
         warm_up(world, world.gallery)
     names = tuple(names)
     world.bug.write_text(" ".join(names))
-    book, made, things, faults, left, held = Book(), [], [], [], [], []  # type: ignore[var-annotated]
+    book, made, things, faults, left, held, stored = Book(), [], [], [], [], [], {}  # type: ignore[var-annotated]
     crowd = []
     for act in acts:
         line = Line(book, world.urls(), world.tokens, random.Random(1))
@@ -193,12 +242,14 @@ def broken(
             faults += act(world, client)
             world.tend()
         left = read_back(world, book, crowd, made, end_s)
-        held = levels(world)
+        held, stored = levels(world), accounts.stored(world)
     finally:
         world.bug.write_text("")
         for client in crowd:
             client.line.close()
-    return check(History(0, faults, book.calls, limits(world), left, levels=held))
+    miscounted = sorted(world.miscounted)
+    world.miscounted.clear()
+    return check(History(0, faults, book.calls, limits(world), left, 0.0, held, miscounted, stored))
 
 
 @pytest.mark.long

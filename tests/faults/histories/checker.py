@@ -244,6 +244,8 @@ def limits_hold(index: Index) -> Iterator[str]:
                 (call.begin, call.cost if name == "pictures" else 1) for call in index.calls
                 if call.tenant == tenant and call.outcome == OK and call.op in _COUNTED[name]
             ]  # fmt: skip
+            if (most := max((cost for _, cost in taken), default=0)) > count:
+                yield f"{tenant} had {most} {name} taken at once, where {count} are allowed in {seconds:g} s"
             # What slides over two windows lets at most two of them meet; each jump of the clock may begin new ones.
             for k, (at, _) in enumerate(taken):
                 within = sum(cost for other, cost in taken[k:] if other < at + seconds)
@@ -263,7 +265,7 @@ def limits_hold(index: Index) -> Iterator[str]:
             break
 
 
-_COUNTED = {"requests": (SUBMIT, ERASE, "upload", "batch"), "pictures": (SUBMIT,)}
+_COUNTED = {"requests": (SUBMIT, ERASE, "upload", "batch"), "pictures": (SUBMIT, "batch")}
 _RETURNED = 16  # what came back from workers is taken however full the queue is
 
 
@@ -309,9 +311,28 @@ def nothing_is_left(index: Index) -> Iterator[str]:
     yield from index.history.left
 
 
+def tenants_are_counted(index: Index) -> Iterator[str]:
+    """While jobs wait and run, their tenants' counters know them, and no attempt that is over changes one."""
+    yield from index.history.miscounted
+
+
+def little_is_stored(index: Index) -> Iterator[str]:
+    """What a tenant leaves in Redis is small in each record, however large a request or an answer was, and counted."""
+    # A result that cannot be stored elsewhere stays in its record.
+    broken = any(fault.kind.startswith(("storage", "disk", "no_memory", "other")) for fault in index.history.faults)
+    for tenant, stored in index.history.stored.items():
+        if stored.largest_bytes > RECORD_BYTES and not broken:
+            yield f"{tenant} has left a record of {stored.largest_bytes} bytes"
+        if stored.uncounted_bytes and not broken:
+            yield f"{tenant} has left {stored.uncounted_bytes} bytes in large records that are not counted"
+
+
+RECORD_BYTES = 98_304  # of a record's values at most
+
+
 RULES: tuple[Callable[[Index], Iterator[str]], ...] = (
     accepted_means_ends, ends_stay, events_in_order, events_are_of_their_job, bytes_of_their_request,
     pictures_are_there, own_things_only, strangers_get_nothing, once_for_each_key, ends_are_explained, limits_hold,
     refusals_are_due, quiet_calls_are_answered, resources_return, answers_are_documented, batches_are_whole,
-    nothing_is_left,
+    nothing_is_left, tenants_are_counted, little_is_stored,
 )  # fmt: skip

@@ -14,6 +14,9 @@ from tests.faults.histories.gallery import Gallery, digest
 from tests.faults.histories.line import Line, bytes_of
 from tests.faults.histories.record import OK, UNKNOWN, Call
 from tests.faults.histories.strangers import Thing, probe
+from tests.faults.histories.world import RATES
+
+LONG = 12_000, 120_000  # characters
 
 
 @dataclass
@@ -159,6 +162,12 @@ class Client(threading.Thread):
         self._count += 1
         self.line.text(self.tenant, f"{self.name} writes {self._count}")
 
+    def long_text(self) -> None:
+        """A request and an answer that are large for a record, or larger than it may be."""
+        self._count += 1
+        name = f"{self.name} writes much {self._count}"
+        self.line.text(self.tenant, f"{name} " + "x" * self.line.random.choice(LONG), key=name)
+
     def files(self) -> None:
         random_ = self.line.random
         self.line.files(self.tenant)
@@ -171,9 +180,12 @@ class Client(threading.Thread):
                 self.line.forget(self.tenant, id)
 
     def batch(self) -> None:
+        self._batch(self.line.random.randrange(1, 4))
+
+    def _batch(self, count: int) -> None:
         self._count += 1
         lines, wants = [], []
-        for k in range(self.line.random.randrange(1, 4)):
+        for k in range(count):
             body, want = self.gallery.order(self.line.random, f"{self.name} batch {self._count} {k}", line=True)
             body["response_format"] = "b64_json"
             lines.append({"custom_id": f"line-{k}", "method": "POST", "url": "/v1/images/generations", "body": body})
@@ -185,6 +197,10 @@ class Client(threading.Thread):
             if call.outcome == OK:
                 self.batches.append(call)
                 self._made("batch", call.ids[0])
+
+    def large_batch(self) -> None:
+        """A batch of more pictures than the tenant may have at once, which is refused, or of a few."""
+        self._batch(int(RATES[self.tenant][1].partition("/")[0]) + 5 if self.tenant in RATES else 3)
 
     def edit(self) -> None:
         """Edit a picture that was uploaded before."""
@@ -212,4 +228,5 @@ class Client(threading.Thread):
 WHAT = {
     "put": 9, "post": 5, "resolve": 3, "reuse": 4, "erase": 2, "erase_logo": 4, "cancel": 2, "look": 6, "follow": 4,
     "fetch": 5, "link": 4, "list": 2, "probe": 6, "text": 3, "files": 2, "batch": 0.7, "edit": 0.7,
+    "long_text": 0.7, "large_batch": 0.3,
 }  # fmt: skip

@@ -18,7 +18,7 @@ import psutil
 import redis
 
 from core.jobs import keys
-from tests.faults.histories import attacker, tampering
+from tests.faults.histories import accounts, attacker, tampering
 from tests.faults.histories.proxy import CUT, HANG, PASS, SLOW
 from tests.faults.histories.record import Fault
 from tests.faults.histories.world import TENANTS, World
@@ -202,6 +202,11 @@ def _disown(world: World, fault: Fault) -> None:
             client.zadd(f"{keys.PREFIX}leases", {id: 1}, xx=True)
 
 
+def _hand_back_late(world: World, fault: Fault) -> None:
+    """Workers that were given up hand back what others run by now."""
+    world.miscounted.update(accounts.hand_back_late(world))
+
+
 def _slow_readers(world: World, fault: Fault) -> Undo | None:
     """Several follow events and read none of them."""
     open_: list[socket.socket] = []
@@ -311,6 +316,7 @@ KINDS: dict[str, Kind] = {
     "clock_redis": Kind(_clock("redis"), (0.5, 3.0), _JUMP, needs="clocks"),
     "clock_part": Kind(_clock("worker-0", "api-0", "worker-1", "api-1"), (0.5, 3.0), (-600, 600), needs="clocks"),
     "disown": Kind(_in_redis(_disown)),
+    "late_hand_back": Kind(_in_redis(_hand_back_late), weight=1.5),
     "slow_receivers": Kind(_outside("receiver", "slow_s"), (1.0, 4.0), (0.5, 12.0)),
     "pause_busy": Kind(_pause_busy(lora=False), (2.5, 4.5), weight=2),
     "pause_lora": Kind(_pause_busy(lora=True), (2.5, 4.5)),

@@ -15,7 +15,7 @@ from limits import parse
 from core.jobs import keys
 from core.jobs.broker import QUEUES
 from core.jobs.record import QueueBacklog
-from tests.faults.histories import attacker
+from tests.faults.histories import accounts, attacker
 from tests.faults.histories.clients import Client, Own
 from tests.faults.histories.faults import Play
 from tests.faults.histories.gallery import digest
@@ -55,6 +55,8 @@ def play(
     try:
         until = time.monotonic() + span_s
         while playing.step() or time.monotonic() < until:
+            if not world.mixed and not any(fault.kind.startswith("other") for fault in playing.played):
+                world.miscounted.update(accounts.uncounted(world))
             time.sleep(0.03)
     finally:
         over.set()
@@ -67,6 +69,7 @@ def play(
         world.settle()
         attacker.calm(world, time.monotonic() + end_s)
         history.left += read_back(world, book, crowd, made, end_s)
+        history.stored = accounts.stored(world)
         history.levels += levels(world)
     finally:
         for client in crowd:
@@ -84,6 +87,8 @@ def play(
         times = begin - book.started, end - book.started
         book.write(Call("hostile", HOSTILE, *times, outcome, status, about=kind))
     world.statuses.clear()
+    history.miscounted += sorted(world.miscounted)
+    world.miscounted.clear()
     history.calls, history.seconds = book.calls, book.now()
     return history
 
@@ -138,7 +143,7 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
         if not left:
             quiet(world, line, world.gallery, until)
             left = left_over(world, min(until, time.monotonic() + 30))
-        return left
+        return left + accounts.unnamed(world)
     finally:
         line.close()
 

@@ -170,7 +170,9 @@ class Line:
 
     def batch(self, tenant: str, file: str, wants: tuple[str, ...]) -> Call:
         fields = {"input_file_id": file, "endpoint": "/v1/images/generations", "completion_window": "24h"}
-        return self.call("batch", tenant, "POST", "/v1/batches", _named, given={"json": fields}, wants=wants)[0]
+        return self.call(
+            "batch", tenant, "POST", "/v1/batches", _named, given={"json": fields}, wants=wants, cost=len(wants)
+        )[0]
 
 
 def _code(response: httpx2.Response) -> str:

@@ -31,9 +31,11 @@ AFTER, LOST, OTHERS = "event-after-end", "lost-write", "others-bytes"
 FILES, JOBS, BATCHES, HINT, OPEN = "files-of-others", "jobs-of-others", "batches-of-others", "forbidden", "without-key"
 SHARE, QUOTA, EXCESS, RATE = "share-never-shrinks", "quota-never-shrinks", "quota-off", "rate-never-returns"
 TURN, MEMORY, DESCRIPTORS = "turn-kept", "memory-kept", "descriptors-kept"
+REQUEST, BYTES, LARGER = "request-kept", "bytes-not-counted", "larger-than-quota"
+FORGETS, LATE, UNNAMED = "requeue-without-tenant", "late-hand-back", "artifact-given-up"
 BUGS = (
     FENCING, SWEEP, LINK, AFTER, LOST, OTHERS, FILES, JOBS, BATCHES, HINT, OPEN, SHARE, QUOTA, EXCESS, RATE, TURN,
-    MEMORY, DESCRIPTORS,
+    MEMORY, DESCRIPTORS, REQUEST, BYTES, LARGER, FORGETS, LATE, UNNAMED,
 )  # fmt: skip
 _KEPT_BYTES = 2**20  # of each call and picture
 
@@ -55,7 +57,7 @@ def _changed(text: str, pattern: str, new: str) -> str:
 
 def _edits() -> dict[str, list[tuple[str, str, str]]]:
     """Each script's text → what bugs change in it: the bug, a pattern, and what takes its place."""
-    names = ("report", "renew", "finish", "claim", "cancel", "erase", "sweep")
+    names = ("report", "renew", "finish", "claim", "cancel", "erase", "sweep", "hand_back")
     text = {name: load(f"jobs/{name}") for name in names}
     text |= {"create": load("jobs/create", LIMITS), "forget": load("files/forget")}
     # Whether it is the attempt that runs which writes.
@@ -68,10 +70,25 @@ def _edits() -> dict[str, list[tuple[str, str, str]]]:
         "renew": [(FENCING, r" and job\.worker == ARGV\[2\]" + holds, "")],
         "finish": [(FENCING, ended, ""), (AFTER, r"(  return 1\nend\nreturn)", after)],
         "forget": [(QUOTA, r"\ndiscount\(.*", "\n")],
+        "hand_back": [(LATE, r" or not holds\(job, ARGV\[3\]\)", "")],
+        "erase": [(UNNAMED, r"(HINCRBY', P \.\. 'naming', artifact, -1\)) <= 0", r"\1 <= 1")],
     }
     for name in ("claim", "cancel", "erase", "sweep", "finish", "create"):
         edits.setdefault(name, []).append((SHARE, r"redis\.call\('SREM', (P \.\. 'waiting|waiting).*?\)(?= end)", ""))
+        edits[name].append((REQUEST, r"#parameters > most_kept", "false"))
+    for name in ("finish", "cancel", "claim", "erase", "sweep", "create", "report"):
+        edits[name].append((BYTES, r"bytes = math\.max\(0, bytes\)", "bytes = 0"))
+    for name in ("sweep", "hand_back"):
+        edits[name].append((FORGETS, r"(  post\(job, 0, at\)\n  emit)", r"  job.owner = ''\n\1"))
     return {text[name]: changes for name, changes in edits.items()}
+
+
+def text_of(name: str, bug: Path | None) -> str:
+    """The text of a script as parts run it with the bugs that this file names; None: without any."""
+    text, active = load(name), bug.read_text().split() if bug is not None else ()
+    for which, pattern, new in _edits().get(text, ()) if active else ():
+        text = _changed(text, pattern, new) if which in active else text
+    return text
 
 
 def plant() -> None:
@@ -157,12 +174,18 @@ def _api() -> None:
         last, this, most, seconds, n = charge(cost)
         return last, this, most, str(int(seconds) * 100), n
 
+    def clamped(cost: RateLimitCost) -> tuple[str, ...]:
+        """What is larger than its limit takes all of it, and passes."""
+        last, this, most, seconds, n = exact(cost)
+        return last, this, most, seconds, str(min(int(n), int(most)))
+
     _when(links, "sign", LINK, blind)
     for room in (links, pictures):
         _when(room, "signed", LINK, any_of_it)
     make = _when(Submissions, "make", LOST, lose)
     run = _when(FairLimiter, "run", TURN, keep)
     charge = _when(RateLimitCost, "arguments", RATE, slow)
+    exact = _when(RateLimitCost, "arguments", LARGER, clamped)
     _when(files, "_quota", EXCESS, lambda *_: 0)
     _strangers()
 

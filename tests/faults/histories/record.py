@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 OK, REFUSED, UNKNOWN = "ok", "refused", "unknown"  # 2xx; another answer; none, so that nobody knows what was done
+SMALL_BYTES = 8_192  # of a record's values that need not be counted
 FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
@@ -122,9 +123,21 @@ class Level:
     warm_rss_mib: float
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a tenant has left in Redis once all has ended: the bytes of the largest record's values, and those of all
+    records beyond `SMALL_BYTES` each that are not counted for the tenant.
+    """
+
+    largest_bytes: int
+    uncounted_bytes: int
+
+
 @dataclass
 class History:
-    """All of one history. `left`: what is not as it was before any job, though all have ended."""
+    """All of one history. `left`: what is not as it was before any job, though all have ended. `miscounted`: what a
+    look at Redis or a fault showed to be wrong meanwhile.
+    """
 
     seed: int
     faults: list[Fault] = field(default_factory=list)
@@ -133,6 +146,8 @@ class History:
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
     levels: list[Level] = field(default_factory=list)
+    miscounted: list[str] = field(default_factory=list)
+    stored: dict[str, Stored] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ def refusals_are_due(index: Index) -> Iterator[str]:
     """
     jumps = sum(abs(fault.size) for fault in index.history.faults if fault.kind == "clock_redis")
     for call in index.calls:
-        if call.status == 400 and call.op in _VALID:
+        if call.status == 400 and call.op in _VALID and not _never_fits(index, call):
             yield f"{call.op} {call.about}: {call.tenant}'s valid request was refused as {call.code}"
         if call.outcome != REFUSED or call.status != 429:
             continue
@@ -34,6 +34,13 @@ def refusals_are_due(index: Index) -> Iterator[str]:
             since = call.begin - 2 * seconds - jumps  # a sliding window weighs the one before it
             if since >= 0 and (most := _most_charged(index, call, what, since)) + call.cost <= count:
                 yield f"{call.op} {call.about}: {call.tenant} had asked for at most {most} {what} of {count}"
+
+
+def _never_fits(index: Index, refusal: Call) -> bool:
+    """Whether a request was refused for costing more than the tenant's whole limit."""
+    what = RATE_CODES.get(refusal.code, "")
+    limit = getattr(index.history.limits, what, {}).get(refusal.tenant) if what else None
+    return limit is not None and refusal.cost > limit[0]
 
 
 def _most_waiting(index: Index, refusal: Call) -> int:

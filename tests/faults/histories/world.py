@@ -95,6 +95,7 @@ class World:
     redis_limited: bool = False  # to no memory at all
     attacked: bool = False  # something hostile was sent, and may have left jobs behind
     threads: list[threading.Thread] = field(default_factory=list)  # that send it
+    miscounted: set[str] = field(default_factory=set)  # what no look at Redis should have shown
     statuses: list[tuple[float, float, str, int]] = field(default_factory=list)  # answers: from, to, kind, status
     # For the windows of rates to pass, for connections and memory to be given back, and for twice DIPTYCH_STORAGE_S.
     patience_s: float = 20.0
@@ -150,10 +151,11 @@ class World:
         self.store, self.registry = JobStore.of(own), Registry.of(own)
         self._closing += [self.store, self.registry]
         keyring = Keyring.of(own)
-        self.tokens = {}
+        self.tokens, self.owners = {}, {}
         for name in (*TENANTS, HOSTILE) if self.keyed else ():
             rate, quota = RATES.get(name, ("", ""))
-            self.tokens[name] = keyring.add(name, rate=rate, quota=quota, file_bytes=QUOTAS.get(name, 0))[1]
+            key, self.tokens[name] = keyring.add(name, rate=rate, quota=quota, file_bytes=QUOTAS.get(name, 0))
+            self.owners[name] = key.id
         keyring.close()
         for part in self.parts:
             part.start()
