@@ -13,6 +13,7 @@ from contract import pipeline_call
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, TextCard
 from contract.control import Control
+from contract.errors import Invalid
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
 from contract.image_prompt import ImagePrompt
@@ -62,6 +63,24 @@ def image_draft(
         deadline_s=fields.deadline_s,
         work_ms=round(1000 * work_s(card, job)),
     )
+
+
+def offered_draft(
+    fields: ImageRequest,
+    card: ImageCard,
+    now: RegistrySnapshot,
+    pictures: PictureUploads = NO_PICTURES,
+    priority: int = PRIORITY,
+    *,
+    may_write: bool,
+) -> ImageDraft:
+    """Build the job as `image_draft` does, for a caller that sees the models of `now` and may write texts or not.
+
+    Raises `ApiError` also as `expansion` (403, 400), and for a cascade's draft that these models do not offer (400).
+    """
+    draft = with_expansion(image_draft(fields, card, pictures, priority), now, may_write=may_write)
+    check_cascade(draft.request, now)
+    return draft
 
 
 def _masked(source: Upload, card: ImageCard) -> bool:
@@ -138,6 +157,13 @@ def expansion(job: ImageJob, model: str, now: RegistrySnapshot, *, may_write: bo
     text_model = now.expander(model)
     if text_model is None:
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
+    request = TextJob(messages=[{"role": "user", "content": job.picture.prompt}])
+    for card in filter(None, now.expanders(model)):
+        with invalid_as_api_error():
+            try:
+                request.check(card.limits)
+            except Invalid as error:
+                raise error.of("expand_prompt") from error
     read = TextJob(prompts=[job.picture.prompt]).tokens
     return job.n * math.ceil(read + EXPANSION_TOKENS), text_model.name
 

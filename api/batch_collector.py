@@ -17,7 +17,7 @@ from core.jobs.record import Job, JobState
 
 log = logging.getLogger(__name__)
 
-LARGE = 16_384  # characters of a result stored outside Redis: a thousand tokens' top log probabilities are megabytes
+LARGE = 4096  # characters of a result stored outside Redis: a thousand tokens' top log probabilities are megabytes
 
 
 class BatchCollector:

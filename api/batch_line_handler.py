@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from api import admission, body, references, schemas, submission, text_drafts
@@ -22,7 +22,7 @@ from api.service import Service
 from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
-from core.artifacts import ArtifactError
+from core.artifacts import ArtifactError, fetch_result
 from core.jobs.batches import BatchRecord
 from core.jobs.record import Job, JobDraft, JobState
 
@@ -64,26 +64,29 @@ class BatchLineHandler:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
         given = {name: value for name, value in line["body"].items() if name != "stream"}
         fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
-        seen, card = self._service.cards.seen_by(batch.owner), self._card(batch, fields.model, ImageCard)
-
-        def draft_for(pictures: PictureUploads = NO_PICTURES) -> ImageDraft:
-            draft = admission.image_draft(fields, card, pictures, _PRIORITY)
-            return admission.with_expansion(draft, seen, may_write=seen.may(batch.owner, "text"))
-
+        card, service = self._card(batch, fields.model, ImageCard), self._service
         if references.any_named(fields):
-            return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, draft_for))
-        draft = draft_for()
-        admission.check_cascade(draft.request, seen)
+            return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
+        draft = self._offered(batch.owner, fields, card)
+        if draft.deadline_s is not None:
+            admission.check_deadline(draft, card, service.store.backlog("image"), service.cards.now.ready("image"))
         return draft
 
-    async def _with_pictures(
-        self, owner: str, fields: ImageRequest, draft_for: Callable[[PictureUploads], ImageDraft]
-    ) -> JobDraft[Any]:
+    def _offered(
+        self, owner: str, fields: ImageRequest, card: ImageCard, pictures: PictureUploads = NO_PICTURES
+    ) -> ImageDraft:
+        seen = self._service.cards.seen_by(owner)
+        may_write = seen.may(owner, "text")
+        return admission.offered_draft(fields, card, seen, pictures, _PRIORITY, may_write=may_write)
+
+    async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(owner, references.Resolver(service, owner).uploads, fields)
+        draft_for = partial(self._offered, owner, fields, card)
         draft_for(pictures)  # refused before anything is loaded
-        return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
+        check = partial(submission.check_deadline, service, card=card)
+        return await submission.with_inputs(service, owner, draft_for, pictures, _counted, check)
 
     def _card(self, batch: BatchRecord, name: str | None, kind: type[C]) -> C:
         seen = self._service.cards.seen_by(batch.owner)
@@ -93,12 +96,13 @@ class BatchLineHandler:
         return card
 
     def answer(self, batch: BatchRecord, job: Job) -> Result:
-        """The endpoint's response for an ended job; images as links, with their keys."""
+        """The endpoint's response for an ended job; images as links, with their keys. Raises `ArtifactError`."""
         if job.state is not JobState.SUCCEEDED:
             return refusal(job_error(job), job.id)
         result: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
-            return {**result, "body": text_drafts.answer(batch.endpoint, job, job.result or {})}
+            made = fetch_result(job.result, self._service.artifacts.get)
+            return {**result, "body": text_drafts.answer(batch.endpoint, job, made)}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
         return {**result, "body": generated(job, links), "keys": [image.get("key") for image in results(job)]}
@@ -127,8 +131,8 @@ class BatchLineHandler:
                 del image["url"]
 
 
-async def _nothing(*_: object) -> None:
-    """Lines have no deadline, and were counted when their batch was created."""
+async def _counted() -> None:
+    """Do nothing: a line's images were charged when its batch was created."""
 
 
 def refusal(error: ApiError, id: str | None) -> Result:

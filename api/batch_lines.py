@@ -118,22 +118,19 @@ def check(raws: Iterator[RawLine], endpoint: str, rest: Callable[[float], None] 
             errors.append(_wrong(number, error.param, str(error), error.code))
         else:
             seen.add(line["custom_id"])
-            pictures[_model(line)] += _pictures(line)
+            name, n = images_of(line)
+            pictures[name] += n
             good += 1
     if not 1 <= number <= MOST_LINES:
         return CheckedFile(0, {}, [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {number}")])
     return CheckedFile(good, pictures, errors)
 
 
-def _pictures(line: BatchLine) -> int:
-    n = line["body"].get("n")
-    return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
-
-
-def _model(line: BatchLine) -> str | None:
-    """The name of the model; None if the line has none, or what cannot be a name."""
-    name = line["body"].get("model")
-    return name if isinstance(name, str) and len(name) <= MAX_NAME else None
+def images_of(line: BatchLine) -> tuple[str | None, int]:
+    """The name of a line's model, and how many images it is for. None if it has no name, or what cannot be one."""
+    name, n = (line["body"].get(field) for field in ("model", "n"))
+    count = n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
+    return name if isinstance(name, str) and len(name) <= MAX_NAME else None, count
 
 
 def _wrong(line: int | None, param: str | None, message: str, code: str | None = "invalid_file") -> dict[str, Any]:

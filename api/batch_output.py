@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from api import batch_lines, files
 from api.batch_line_handler import BatchLineHandler, Result, given_up, refusal
 from api.batch_lines import BatchLine
-from api.batches import WINDOW_S
+from api.batches import WINDOW_S, by_model
 from api.errors import ApiError
 from api.service import Service
 from core.artifacts import ArtifactError, NoArtifact, Spool
@@ -38,6 +39,7 @@ class BatchOutput:
         self._spools: dict[str, Spool] = {}
         self._told = {"output": 0, "error": 0}
         self._unmade = 0  # unfinished when the batch ended: neither completed nor failed
+        self._refunds: Counter[str | None] = Counter()  # images of lines that never were jobs, by the model's name
 
     def write(self, go_on: Callable[[], bool]) -> bool:
         """Write lines while `go_on`. Returns whether all are written. Raises `ArtifactError` and `StoreError`."""
@@ -48,7 +50,8 @@ class BatchOutput:
         return True
 
     def end(self) -> bool:
-        """Store the files, and end the batch. If two processes do so, it ends once, with one pair of files.
+        """Store the files, and end the batch. If two processes do so, it ends once, with one pair of files. The images
+        of lines that never were jobs, which the batch was charged for, are given back.
 
         Returns whether this call ended it. Raises `ArtifactError` and `StoreError`.
         """
@@ -62,11 +65,18 @@ class BatchOutput:
             ).id
         ended = self._service.batches.turn(self.batch, self.status, **fields)
         if ended:
+            self._refund()
             log.info(
                 "batch %s is %s: %d lines completed, %d failed, %d not run",
                 self.batch.id, self.status, self._told["output"], failed, self._unmade,
             )  # fmt: skip
         return ended
+
+    def _refund(self) -> None:
+        service, owner = self._service, self.batch.owner
+        images = by_model(service, owner, self.batch.endpoint, self._refunds)
+        if costs := service.limits(owner).picture_costs(images):
+            service.rates.refund(*costs)
 
     def close(self) -> None:
         for spool in self._spools.values():
@@ -74,11 +84,14 @@ class BatchOutput:
 
     def _write_next(self) -> None:
         raw = next(self._raws, None)
-        result = self._result()
+        result, was_job = self._result()
         try:
             line = batch_lines.read(raw.data, self.batch.endpoint) if raw is not None else _unread()
         except ApiError:
             line = _unread()  # damaged since it was checked
+        if not was_job:
+            name, n = batch_lines.images_of(line)
+            self._refunds[name] += n
         try:
             written = self._lines.written(self.batch, self._number, line, result)
         except (StoreError, ArtifactError):
@@ -99,14 +112,20 @@ class BatchOutput:
         self._told[name] += 1
         self._number += 1
 
-    def _result(self) -> Result:
+    def _result(self) -> tuple[Result, bool]:
+        """The next line's result, and whether it was a job."""
         if self._coming is None or self._coming[0] != self._number:
-            return failure("The result of this line is lost.") if self.status == "completed" else given_up(self.status)
+            if self.status == "completed":
+                return failure("The result of this line is lost."), True
+            return given_up(self.status), self._number < self.batch.next
         result = self._coming[1]
+        was_job = (
+            result.get("request_id", "") is not None
+        )  # what is stored elsewhere, or was cancelled, has no such field
         if "laid" in result:
             result = self._fetched(result["laid"])
         self._coming = next(self._results, None)
-        return result
+        return result, was_job
 
     def _fetched(self, key: str) -> Result:
         """Read a result stored outside Redis. Raises `ArtifactError` if a retry may succeed."""

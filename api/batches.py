@@ -17,7 +17,7 @@ from api import batch_lines, body, files, schemas
 from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
-from api.rate_limits import charge, enforce_rate_limit
+from api.rate_limits import charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.routers import new_router
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS, EMBEDDINGS
@@ -26,7 +26,8 @@ from contract.strict import StrictModel
 from contract.text import Metadata
 from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
-from core.jobs.files import KeyRequired
+from core.jobs.connection import StoreFull
+from core.jobs.files import KeyRequired, ShareFull
 
 router = new_router("batches")
 
@@ -63,15 +64,21 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     if file.purpose != "batch":
         raise invalid_field("input_file_id", "must be a file with the purpose batch")
     checked, pictures = await service.parsing.run(caller.id, _checked, service, caller, file.key, fields.endpoint)
-    if not checked.errors:
-        await charge(request, service, caller.limits.picture_costs(pictures))
+    costs = [] if checked.errors else caller.limits.picture_costs(pictures)
+    await charge(request, service, costs, "input_file_id")
     try:
         batch = await service.call(
             caller.id, service.batches.add, caller.id, fields.endpoint, file, checked.lines,
             service.links(request).base, fields.metadata, checked.errors, keyless=not caller.id,
+            stored=stored_limit(service, caller.id),
         )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
+    except (ShareFull, StoreFull) as error:
+        await refund(request, service, costs)
+        if isinstance(error, StoreFull):
+            raise
+        raise store_share_full() from None
     return JSONResponse(_object(batch))
 
 
@@ -118,15 +125,19 @@ def _checked(
         checked = batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
     except NoArtifact:
         raise files.gone("input_file_id") from None
-    return checked, _by_model(service, caller, checked.pictures) if queue_of(endpoint) == "image" else {}
+    return checked, by_model(service, caller.id, endpoint, checked.pictures)
 
 
-def _by_model(service: Service, caller: Caller, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
-    """The images by the models that serve the given names; under "" those whose model is not known."""
-    seen, counts = service.cards.seen_by(caller.id), Counter[str]()
+def by_model(service: Service, owner: str, endpoint: str, pictures: Mapping[str | None, int]) -> Mapping[str, int]:
+    """The images of lines by the models that serve the given names, also of those that no worker announces yet; under
+    "" those for which any model will do. None of texts.
+    """
+    seen, counts = service.cards.seen_by(owner), Counter[str]()
+    if queue_of(endpoint) != "image":
+        return counts
     for name, n in pictures.items():
         card = seen.model(name, ImageCard)
-        counts["" if card is None else card.name] += n
+        counts[(seen.served_name(name) or "") if card is None else card.name] += n
     return counts
 
 

@@ -149,6 +149,9 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
         raise ApiError(409, "Only a job that ended without success is tried again.", code="job_not_failed")
+    if job.dropped:
+        message = f"The request of this job had {job.dropped} bytes, which are not kept once a job has ended."
+        raise ApiError(409, message, code="request_not_kept")
     if await service.cards.find(job.model, KINDS[job.modality], caller.id) is None and service.cards.redis_answers:
         raise admission.unknown_model()
     again = await submission.resubmit(service, request, caller, job)

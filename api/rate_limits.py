@@ -10,14 +10,17 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access import Caller
-from api.errors import NO_RETRY, ApiError
+from api.errors import NO_RETRY, ApiError, invalid_field
 from api.middleware import on_start
 from api.service import Service
+from core.jobs.connection import StoreFull
 from core.jobs.rates import RateLimitCost, RateLimitState
 
 _UNITS = ("requests", "pictures", "tokens")
 HEADERS = [f"x-ratelimit-{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in _UNITS]
+_FIELDS = {"pictures": "n", "tokens": "max_tokens"}  # of a single request, that say how much it asks for
 _SOON_S = 120  # a longer delay is not worth a client's automatic retries
+_STORED_S = 60  # until a retry, of a key that has no room in the store
 _STATE = "rate_limits"  # of a request: the headers, by name
 
 
@@ -54,10 +57,11 @@ async def charge_refusals(request: Request, service: Service, caller: Caller) ->
         raise
 
 
-async def charge(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
-    """Charge all of these costs, or none. Raises `ApiError` (429)."""
+async def charge(request: Request, service: Service, costs: Sequence[RateLimitCost], field: str | None = None) -> None:
+    """Charge all of these costs, or none. Raises `ApiError` as `apply_rate_limits`."""
     if costs:
-        apply_rate_limits(request, costs, await service.call(costs[0].tenant, service.rates.take, *costs))
+        states = await service.call(costs[0].tenant, service.rates.take, *costs)
+        apply_rate_limits(request, costs, states, field)
 
 
 async def refund(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
@@ -69,10 +73,13 @@ async def refund(request: Request, service: Service, costs: Sequence[RateLimitCo
         request.scope["state"][_STATE].pop(name, None)
 
 
-def apply_rate_limits(request: Request, costs: Sequence[RateLimitCost], states: Sequence[RateLimitState]) -> None:
+def apply_rate_limits(
+    request: Request, costs: Sequence[RateLimitCost], states: Sequence[RateLimitState], field: str | None = None
+) -> None:
     """Add the counters' states to the response's headers: of each unit that which leaves the least.
 
-    Raises `ApiError` (429) if the last of them is exceeded.
+    Raises `ApiError` if the last of them is exceeded: 429, or 400 where the request costs more than the whole limit,
+    naming the `field` that says how much it asks for; None: the field of a single request.
     """
     headers = request.scope["state"][_STATE]
     for cost, state in zip(costs, states, strict=False):
@@ -84,9 +91,43 @@ def apply_rate_limits(request: Request, costs: Sequence[RateLimitCost], states: 
                 f"x-ratelimit-remaining-{unit}": str(state.remaining),
                 f"x-ratelimit-reset-{unit}": f"{state.reset_s:.3f}s",
             }
+        if state.never:
+            raise too_large(cost, field)
         if not state.allowed:
             again = {"Retry-After": str(state.retry_after_s), **(NO_RETRY if state.wait_s > _SOON_S else {})}
-            code = "quota_exceeded" if unit == "pictures" else "rate_limit_exceeded"
-            words = f"{cost.rate} {unit}" + (f" of {cost.model}" if cost.model else "")
-            message = f"This key's limit of {words} is reached."
-            raise ApiError(429, message, param="model" if cost.model else None, code=code, headers=again)
+            message = f"This key's limit of {_words(cost)} is reached."
+            raise ApiError(429, message, param="model" if cost.model else None, code=_code(unit), headers=again)
+
+
+def too_large(cost: RateLimitCost, field: str | None = None) -> ApiError:
+    """The 400 for a request that costs more than the whole limit, so that no wait helps."""
+    message = f"{cost.cost} {cost.unit} are more than this key's limit of {_words(cost)} ever allows"
+    return invalid_field(field or _FIELDS.get(cost.unit), message, _code(cost.unit))
+
+
+def stored_limit(service: Service, owner: str) -> int | None:
+    """The bytes of Redis that an owner's records may take; None: no limit. Raises `StoreFull` while it is so full that
+    nobody may create records.
+    """
+    now = service.cards.now
+    if now.memory.nearly_full:
+        raise StoreFull("Redis has nearly reached its memory limit")
+    percent = int(service.settings.key_stored.removesuffix("%") or 0)
+    return now.memory.share(percent, len(now.keys)) if owner else None
+
+
+def store_share_full() -> ApiError:
+    """The 429 for what would be stored of a key whose records take all the memory that they may."""
+    message = (
+        "The jobs, files and batches of this key take all the room in the service's store that they may; "
+        "erase some, or wait until they end or expire."
+    )
+    return ApiError(429, message, code="store_share_full", headers={"Retry-After": str(_STORED_S), **NO_RETRY})
+
+
+def _words(cost: RateLimitCost) -> str:
+    return f"{cost.rate} {cost.unit}" + (f" of {cost.model}" if cost.model else "")
+
+
+def _code(unit: str) -> str:
+    return "quota_exceeded" if unit == "pictures" else "rate_limit_exceeded"

@@ -22,7 +22,7 @@ from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.predictions.objects import FORM
-from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund
+from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
@@ -33,7 +33,7 @@ from contract.image_request import ImageRequest
 from contract.picture_input import PictureInput
 from contract.text import TextJob
 from core import logs, traces
-from core.jobs.connection import StoreDown
+from core.jobs.connection import StoreDown, StoreFull
 from core.jobs.creation import JobCreation, OwnerLimits
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
@@ -102,16 +102,18 @@ async def submit(
     costs = caller.limits.job_costs(draft.model, draft.request.n, draft.tokens, draft.text_model)
     if pictured:
         count = partial(charge, request, service, costs)
-        check = partial(_check_deadline, service, card=card)
+        check = partial(check_deadline, service, card=card)
         draft = await with_inputs(service, caller.id, partial(draft_for, card=card), pictures, count, check)
     else:
-        await _check_deadline(service, draft, card)
+        await check_deadline(service, draft, card)
     try:
         job, standing = await create(service, draft, request, [] if pictured else costs, keyless=not caller.id)
-    except ApiError:
+    except (ApiError, StoreFull):
         if pictured:
             await refund(request, service, costs)
         raise
+    if pictured and standing is None:  # an equal request, which came at the same time, has created it
+        await refund(request, service, costs)
     return _same(job, caller, digest), standing
 
 
@@ -119,10 +121,8 @@ def _draft(
     service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    now = service.cards.seen_by(caller.id)
-    draft = admission.image_draft(fields, card, pictures)
-    draft = admission.with_expansion(draft, now, may_write=caller.may("text"))
-    admission.check_cascade(draft.request, now)
+    seen, may_write = service.cards.seen_by(caller.id), caller.may("text")
+    draft = admission.offered_draft(fields, card, seen, pictures, may_write=may_write)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
 
 
@@ -166,7 +166,7 @@ async def served(service: Service, name: str | None, kind: type[C], owner: str) 
     raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
 
 
-async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
+async def check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
     """Raise `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
@@ -187,7 +187,7 @@ async def create(
     Costs of requests, which are the first, count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
-    limits = service.limits(draft.owner).of_jobs(draft.model)
+    limits = replace(service.limits(draft.owner).of_jobs(draft.model), stored=stored_limit(service, draft.owner))
     always = sum(cost.unit == "requests" for cost in costs)
     creation = await service.submissions.make(
         draft, service.queue.message(draft.envelope), costs, always, limits, keyless=keyless
@@ -195,6 +195,8 @@ async def create(
     apply_rate_limits(request, costs, creation.charges)
     if creation.barred:
         raise key_required() if keyless else unknown_key()
+    if creation.stored:
+        raise store_share_full()
     if creation.job is None:
         raise _no_room(service, draft, creation, limits)
     return creation.job, creation.standing

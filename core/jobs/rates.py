@@ -33,7 +33,8 @@ end
 @dataclass(frozen=True, slots=True)
 class RateLimitState:
     """A counter's state. `allowed`: the request just counted was within the limit; `reset_s`: when the full limit is
-    available again; `wait_s`: when the refused request would be within it.
+    available again; `wait_s`: when the refused request would be within it, infinite for one that costs more than the
+    whole limit.
     """
 
     allowed: bool
@@ -43,9 +44,14 @@ class RateLimitState:
     wait_s: float = 0.0
 
     @property
+    def never(self) -> bool:
+        """Whether the refused request costs more than the whole limit."""
+        return math.isinf(self.wait_s)
+
+    @property
     def retry_after_s(self) -> int:
         """The seconds after which a retry may succeed, clamped to 1 to 120."""
-        return min(120, max(1, math.ceil(self.wait_s)))
+        return math.ceil(min(120, max(1, self.wait_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,14 @@ class RateLimitCost:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments of `charge` in `lua/shared/charge.lua`."""
-        # A cost above the whole window's limit counts as the full limit.
         item = _parsed(self.rate)
         last, this = _keys(self.rate, self.unit, self.tenant, self.model)
-        return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
+        return last, this, str(item.amount), str(item.get_expiry()), str(self.cost)
+
+    @property
+    def limit(self) -> int:
+        """The number of its unit that the rate allows per window."""
+        return _parsed(self.rate).amount
 
     def standing(self, reply: Sequence[int]) -> RateLimitState:
         """Decode `charge`'s answer: allowed, then count and remaining ms of the previous window and of the current
@@ -85,7 +95,12 @@ def rate_limit_state(item: RateLimitItem, allowed: bool, window: Sequence[int], 
     remaining = item.amount - math.floor(last * last_s / span_s + this)
     resets = [last_s % (span_s / last)] if last else []
     resets += [this_s % span_s] if this else []
-    wait_s = 0.0 if allowed else _wait_s(item.amount - min(cost, item.amount), last, last_s, this, this_s, span_s)
+    if allowed:
+        wait_s = 0.0
+    elif cost > item.amount:
+        wait_s = math.inf
+    else:
+        wait_s = _wait_s(item.amount - cost, last, last_s, this, this_s, span_s)
     return RateLimitState(allowed, item.amount, max(0, remaining), min(resets, default=0.0), wait_s)
 
 

@@ -152,7 +152,8 @@ class Job:
     attempt's last progress event, `result` the output of a success, `error` has `code` and `message` if the job failed
     or expired. `worker` is the worker that runs it, or ran it last. `owner`, `digest` and `inputs` are the draft's.
     `incarnation` distinguishes it from all other jobs with this id; empty in records of versions without incarnations.
-    `followed`: whether its progress is reported, as set by the draft or `JobStore.follow`.
+    `followed`: whether its progress is reported, as set by the draft or `JobStore.follow`. `dropped`: its parameters
+    are gone, as those of a text job that has ended are if they are large; so many bytes.
     """
 
     id: str
@@ -179,6 +180,7 @@ class Job:
     inputs: tuple[str, ...] = ()
     incarnation: str = ""
     followed: bool | None = None
+    dropped: int = 0
 
     @property
     def fence(self) -> str:
@@ -230,6 +232,7 @@ class Job:
             inputs=tuple(fields.get("inputs", "").split()),
             incarnation=fields.get("incarnation", ""),
             followed=_flag(fields.get("followed")),
+            dropped=int(fields.get("dropped", 0)),
         )
 
 

@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Error, Page, sync_playw
 from core.config import Settings
 from deployment.redis import RedisServer
 from tests.api.browsing import PATIENCE_MS, visit, watched
+from tests.api.doors import House, Tenants, opened_house
 from tests.api.easel import Easel
 from tests.api.fixtures import easel
 from tests.api.world import CARD, Api, Worker, client_of, opened, settings_of
@@ -44,6 +45,18 @@ def shared(request: pytest.FixtureRequest, module_settings: Settings) -> Iterato
     """
     with opened(module_settings, getattr(request.module, "OFFERED", CARD)) as (api, _):
         yield api
+
+
+@pytest.fixture(scope="module")
+def house(module_settings: Settings) -> Iterator[House]:
+    """One API with keys, of all doors, with a worker that draws and writes. Never flushed."""
+    with opened_house(module_settings) as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def tenants(house: House) -> Tenants:
+    return Tenants(house.key(), house.key(), house.key("admin"))
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ class Easel:
         self.failing = False
         self.refused: set[int] = set()  # which images of a job its checker refuses
         self.seen: list[Claim] = []
+        self.drawing = threading.Lock()  # held by whoever draws
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="easel")
 
@@ -86,14 +87,17 @@ class Easel:
     def _run(self) -> None:
         taken: set[str] = set()
         while not self._over.wait(0.02):
-            if not self.go.is_set():
-                continue
-            for id, _ in self.worker.messages():
-                if id not in taken:
-                    taken.add(id)
-                    claim = self.worker.store.leases.claim(id, self.worker.name)
-                    if claim is not None:
-                        self._draw(claim)
+            with self.drawing:
+                if self.go.is_set():
+                    self._draw_all(taken)
+
+    def _draw_all(self, taken: set[str]) -> None:
+        for id, _ in self.worker.messages():
+            if id not in taken:
+                taken.add(id)
+                claim = self.worker.store.leases.claim(id, self.worker.name)
+                if claim is not None:
+                    self._draw(claim)
 
     def _draw(self, claim: Claim) -> None:
         self.seen.append(claim)

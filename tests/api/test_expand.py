@@ -204,3 +204,15 @@ def test_a_job_is_tried_again_by_who_may_write(settings: Settings) -> None:
             assert worker.store.leases.fail(job.id, claim.attempt, "engine_error", "it failed")
             answer = api.client.post(f"/v1/jobs/{job.id}/requeue", headers=bearer(token))
             assert answer.status_code == status, answer.text
+
+
+def test_a_prompt_too_long_to_be_expanded_is_refused_before_its_record(settings: Settings) -> None:
+    short = replace(TEXT, limits=TextOffer(context=64, token_bytes=10))
+    with served(settings, (CARD, TEXT), (CARD, short)) as (api, worker):
+        for prompt, status in (("x" * 640, 400), ("x" * 630, 202)):
+            body = {"type": "image", "prompt": prompt, "expand_prompt": True}
+            answer = api.client.post("/v1/jobs", json=body)
+            if status == 400:
+                check_error(answer, 400, "expand_prompt", "context_length_exceeded")
+            assert answer.status_code == status, answer.text
+        assert len(worker.ids()) == 1

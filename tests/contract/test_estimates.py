@@ -50,6 +50,26 @@ def test_without_a_refiner_all_steps_are_the_models_own(steps: int) -> None:
     assert work_s(CARD, with_control) - work_s(CARD, job(steps=steps)) == pytest.approx(2 * steps * 0.5)
 
 
+@given(st.integers(1, 10))
+def test_each_image_of_a_job_is_encoded_drawn_and_decoded(n: int) -> None:
+    card = replace(CARD, costs=replace(COSTS, encode_s=3.0, vae_s=7.0))
+    assert work_s(card, job(n=n, steps=4)) == pytest.approx(n * (3 + 2 * 4 + 7))
+
+
+@pytest.mark.parametrize(("side", "near"), [(64, 64), (88, 64), (96, 128), (128, 128), (512, 128)])
+def test_an_unmeasured_size_is_scaled_from_the_nearest_by_its_area(side: int, near: int) -> None:
+    """Nearest by the ratio of areas, not by their difference: 96² is 2.25 times 64², and 128² 1.78 times 96²."""
+    seconds = {64: 1.0, 128: 10.0}
+    card = replace(CARD, costs=ImageCosts(row_step_s={f"{own}x{own}": s for own, s in seconds.items()}))
+    expected = 2 * 4 * seconds[near] * side**2 / near**2
+    assert work_s(card, job(width=side, height=side, steps=4)) == pytest.approx(expected)
+
+
+@given(st.integers(1, 100), st.floats(0.05, 0.95))
+def test_a_refiner_begins_at_the_step_nearest_to_its_share(steps: int, start: float) -> None:
+    assert abs(refined(start, steps=steps).picture.own_steps - start * steps) <= 0.5
+
+
 def test_a_refiners_steps_are_deep() -> None:
     cached = {"interval": 2, "depth": "block"}
     assert work_s(CARD, refined(0.5, deepcache=cached)) == pytest.approx(2 * (5 + 5 * 0.25 + 10))

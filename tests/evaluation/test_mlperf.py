@@ -83,11 +83,18 @@ def test_the_tests_own_statistics_go_before_those_of_a_run_in_either_order() -> 
         ({"pictures": 4999}, "4999 captions instead of 5000"),
         ({"side": 512}, "pictures of 512 pixels"),
         ({"lens": "emoji-clip"}, "seen through emoji-clip"),
-        ({"settings": OFFICIAL["settings"] | {"steps": 30}}, "steps is 30"),
-        ({"settings": OFFICIAL["settings"] | {"latent": None}}, "no fixed latent"),
-        ({"settings": OFFICIAL["settings"] | {"deepcache": "2"}}, "DeepCache"),
+        ({"stand_ins": ["val2014.npz"]}, "stand-ins for val2014.npz"),
+        *(({"settings": OFFICIAL["settings"] | {name: value}}, words) for name, value, words in (
+            ("steps", 30, "steps is 30"), ("steps", None, "steps is None"),
+            ("guidance_scale", 7.5, "guidance_scale is 7.5"), ("scheduler", "dpm++2m", "scheduler is 'dpm++2m'"),
+            ("negative_prompt", "", "negative_prompt is ''"), ("negative_prompt", None, "negative_prompt is None"),
+            ("latent", None, "no fixed latent"), ("deepcache", "2", "DeepCache"), ("deepcache", "auto", "DeepCache"),
+            ("guidance_interval", [0, 0.5], "guidance for a part"), ("guided_steps", [0, 1], "guidance for a part"),
+            ("schedule_type", "karras", "schedule_type is given"), ("timesteps", [999, 0], "timesteps is given"),
+            ("sigmas", [1.0, 0.0], "sigmas is given"), ("eta", 0.5, "eta is given"),
+        )),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_the_test_gets_no_verdict(change: dict[str, Any], said: str) -> None:
     scores = OFFICIAL | change
     assert [one.within for one in mlperf.verdicts(scores)] == [None, None]

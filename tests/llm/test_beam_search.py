@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from contract.errors import Invalid
 from core.batching.request import Outcome, Request
 from llm.beam_search import BeamSearch
 from llm.load import TextModel
 from llm.pages import PAGE
-from llm.parameters import GeneratedText
+from llm.parameters import GeneratedText, Logprob, TextParameters
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
 from tests.llm import stage
@@ -198,3 +200,47 @@ def test_beams_that_cannot_be_in_the_cache_at_once_are_refused() -> None:
     with pytest.raises(Invalid, match="3 beams of so many tokens do not fit the cache"):
         runner.check(Request("0", "text", stage.greedy((1, 2, 3), 5 * PAGE, beams=3)))
     runner.close()
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(), width=st.integers(1, 3), ends=st.sets(st.integers(0, 9), max_size=5), early=st.booleans(),
+    most=st.integers(1, 4),
+)  # fmt: skip
+def test_as_many_beams_run_on_whichever_tokens_end(
+    data: st.DataObject, width: int, ends: set[int], early: bool, most: int
+) -> None:
+    """As transformers does with several end tokens: the likeliest that do not end run on, `width` of them, and those
+    that end are finished that are among the `width` likeliest of all.
+    """
+    vocabulary = 10
+    parameters = TextParameters((1,), most, beams=width, early_stopping=early)
+    search: BeamSearch[None] = BeamSearch(parameters, ends, vocabulary)
+    running: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    finished: list[tuple[float, tuple[int, ...]]] = []
+    for length in range(1, most + 1):
+        # Distinct, and so that any token may be the likeliest.
+        tables = [[-value / 64 for value in data.draw(st.permutations(range(64)))[:vocabulary]] for _ in running]
+        candidates = []
+        for table in tables:
+            order = sorted(range(vocabulary), key=lambda token: -table[token])[: search.candidates]
+            candidates.append(Logprob(order[0], table[order[0]], tuple((token, table[token]) for token in order)))
+        every = sorted(
+            ((total + table[token], n, token) for n, ((_, total), table) in enumerate(zip(running, tables, strict=True))
+             for token in range(vocabulary)), key=lambda entry: -entry[0],
+        )  # fmt: skip
+        assume(all(first[0] - second[0] > 1e-5 for first, second in itertools.pairwise(every)))
+        going, full = [], len(finished) == width
+        for rank, (total, n, token) in enumerate(every):
+            tokens = (*running[n][0], token)
+            if token not in ends and length < most:
+                going.append((tokens, total))
+            elif rank < width and not (full and early):
+                finished.append((total / length, tokens))
+        finished = sorted(finished, key=lambda entry: -entry[0])[:width]
+        search.advance(candidates)
+        if not search.running:
+            break
+        running = going[:width]
+        assert [beam.tokens for beam in search.running] == [tokens for tokens, _ in running]
+    assert [beam.tokens for _, beam in search._finished] == [tokens for _, tokens in finished]

@@ -46,6 +46,15 @@ def test_whatever_the_logits_are(temperature: float) -> None:
         assert not isinstance(free, Invalid) and free.tokens == [sure]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_a_wish_excludes_all_others_that_have_a_bias_too(temperature: float) -> None:
+    for other in (99.5, 5.0, -5.0, -100.0):
+        logits = torch.zeros(1, 64)
+        logits[0, 12] = 10_000
+        (wished,) = choose(logits, [_asked(temperature, {11: 100, 12: other}, 0)])
+        assert not isinstance(wished, Invalid) and wished.tokens[0] == 11
+
+
 def test_one_that_leaves_nothing_costs_nobody_else() -> None:
     logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     for temperature in (0.0, 1.0):

@@ -39,6 +39,17 @@ def test_a_newcomer_leaves_each_of_the_others_a_page_to_grow_into() -> None:
     assert allocator.grow(one, PAGE + 1) and not allocator.grow(one, 2 * PAGE + 1)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_beams_leave_each_of_them_a_copy_and_a_page_to_grow_into(width: int) -> None:
+    """And each of the others its page: or the last one admitted would be preempted at once."""
+    for pages, enough in ((1 + 2 * (width - 1) + 1, False), (2 + 2 * (width - 1) + 1, True)):
+        allocator, _, _ = places(pages=pages, sequences=width + 1)
+        other, beams = sequence(50, 4), sequence(0, 4)
+        beams.beams = BeamSearch(TextParameters((0,), 8, beams=width, temperature=0.0), frozenset(), 100)
+        assert allocator.allocate(other)
+        assert allocator.allocate(beams) == enough
+
+
 @pytest.mark.parametrize("kind", ["float", "int8", "fp8"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_copied_page_has_the_keys_and_values_of_its_source(kind: Kind, turned: bool) -> None:

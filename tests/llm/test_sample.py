@@ -164,10 +164,11 @@ def test_repetition_is_transformers(penalty: float) -> None:
 
 
 def test_presence_and_frequency_are_openais() -> None:
-    """μ − count · frequency − (count > 0) · presence, as in OpenAI's reference."""
+    """μ − count · frequency − (count > 0) · presence, as in OpenAI's reference, of what the answer has, as in vLLM."""
     logits, counts = normal(3, 2, 6), torch.tensor([[0, 1, 2, 0, 5, 0], [3, 0, 0, 0, 0, 1]], dtype=torch.int32)
     presence, frequency = torch.tensor([0.5, -1.0]), torch.tensor([0.25, 2.0])
-    given_ = sample.Penalties(torch.ones(2), presence, frequency, counts > 0, counts)
+    seen = (counts > 0) | torch.tensor([[1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]], dtype=torch.bool)  # in prompts alone
+    given_ = sample.Penalties(torch.ones(2), presence, frequency, seen, counts)
     wanted = logits - counts * frequency[:, None] - (counts > 0) * presence[:, None]
     torch.testing.assert_close(sample.penalize(logits, given_), wanted)
 

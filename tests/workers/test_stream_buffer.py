@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.jobs.record import JobDraft, ProgressReport
+from core.jobs.record import JobDraft, ProgressReport, to_json
 from tests.workers.crew import Crew
 from workers.stream_buffer import StreamBuffer, StreamChunk
 
@@ -43,6 +43,19 @@ def test_pieces_make_up_the_texts(seed: int) -> None:
         if dice.random() < 0.7:  # else it got lost on its way to Redis, or nobody knows whether it did
             written.told(news)
     assert not written.news().pieces or not written.news().complete
+
+
+def test_what_lies_in_a_stream_is_twice_the_texts_at_most() -> None:
+    """However long they grow: the last whole texts, and events of pieces that are no larger together."""
+    written, whole, pieces, event = StreamBuffer(1), 0, 0, 100
+    for _ in range(30_000):
+        written.add(0, "word ", [])
+        news = written.news()
+        size = len(to_json(news.pieces)) + event
+        whole, pieces = (size, 0) if news.complete else (whole, pieces + size)
+        written.told(news)
+        assert whole + pieces <= 2 * len(written.texts[0]) + 16_384 + 2 * 200
+    assert whole > 2 * 16_384
 
 
 def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:

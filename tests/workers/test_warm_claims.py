@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from urllib.request import urlopen
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from contract.image import ImageJob
+from core.jobs.broker import Envelope
 from core.jobs.holders import FileHolders
-from core.jobs.record import JobState
+from core.jobs.record import JobDraft, JobState
 from core.jobs.store import JobStore
 from deployment.redis import free_port
 from tests.workers.crew import Crew, Hired, eventually
@@ -130,6 +132,28 @@ def test_nothing_is_kept_of_files_whose_jobs_have_ended(redis_url: str, holders:
             assert holders.holders([f"stage:lora {name}"]) == ["me"]
     store.close()
     assert not claims._reading
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "offered"),
+    [("", "ab", True), ("a", "ab", True), ("b", "ab", True), ("ab", "ab", False), ("", "a", False), ("a", "b", False)],
+)
+def test_a_job_is_offered_to_workers_with_all_of_its_files(
+    redis_url: str, holders: FileHolders, own: str, others: str, offered: bool
+) -> None:
+    """By one that lacks any of them, and not to one that has some."""
+    handler, store = StagePictures(0, files=2), JobStore(redis_url)
+    claims = WarmClaims("me", store.leases, holders, StoreRetry(), str, [handler], wait_s=60, known_s=60)
+    parameters = {**JOB, "lora": "a,b"}
+    job = store.create(JobDraft("two-files", "image", handler.name, parameters))
+    holders.hold("other", [f"stage:lora {name}" for name in others], 60)
+    with ExitStack() as stack:
+        for name in own:
+            stack.enter_context(claims.reading(ImageJob.read({**JOB, "lora": name}), handler))
+        assert not claims.leave(Envelope(job.id, "image", 5), handler, lambda: True)
+    assert store._client.hexists(f"diptych:job:{job.id}", "offered") == offered
+    assert bool(store._client.keys("image@other*")) == offered
+    store.close()
 
 
 def test_holders_are_those_that_announced_all_files_and_not_too_long_ago(holders: FileHolders) -> None:

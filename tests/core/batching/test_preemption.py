@@ -100,6 +100,20 @@ def drive(runner: Growing, requests: list[Request], most: int = 2000) -> list[st
     raise AssertionError(f"not done after {most} iterations: {scheduler.counts()}")
 
 
+def test_a_batch_has_the_rows_of_those_that_are_left_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of its own requests, of several rows, is preempted for the others."""
+    monkeypatch.setattr(Growing, "rows", lambda self, request: 1 + len(request.id))
+    runner = Growing(9, limit=64)
+    scheduler = Scheduler([runner])
+    for name in ("a", "bb", "ccc", "dddd"):
+        scheduler.add(text(name, 6), 0.0)
+    for now in range(100):
+        for batch in scheduler.schedule(float(now)):
+            assert batch.rows == sum(1 + len(request.id) for request in batch.requests)
+            scheduler.finish(batch, {r.id: runner.commit(r) for r in batch.requests}, float(now))
+    assert scheduler.idle and runner.preempted
+
+
 def test_the_least_urgent_waits_again_and_ends_last() -> None:
     runner = Growing(10)
     requests = [text("patient", 6, priority=5), text("b", 6), text("c", 6)]

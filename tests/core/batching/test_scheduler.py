@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -534,6 +534,7 @@ def mean_completion_s(cost: Cost, queue: int, width: int) -> float:
     ),
     st.sampled_from([16, 10_000]),
 )
+@example(5, 5, lambda rows: (0.4, 0.8, 1.0, 1.4, 1.59)[rows - 1], 16)  # the last wave, of one, decides against three
 def test_width_minimises_the_mean_completion_time(queue: int, limit: int, cost: Cost, slots: int) -> None:
     """Also where most of the queue does not hold a slot yet."""
     width = first_width(cost, queue, limit, slots)
@@ -582,6 +583,16 @@ def test_one_shots_do_not_spend_a_deadline_that_someone_set(cohort: int, patienc
     """
     for deadline, phase in ((10.0, "step"), (10.4, "step"), (10.6, "once"), (math.inf, "once")):
         assert one_shots_against_a_cohort(10, 1.0, cohort, 0.5, 4, patience_s, deadline=deadline) == phase
+
+
+def test_a_group_with_one_at_its_last_step_is_no_group_of_one_shots() -> None:
+    """Others of it go on for as long as the leader's: it has its turn like any."""
+    driven, runner = drive(slots=64, costs={"": flat()})
+    driven.add("leader", only_steps(10))
+    driven.add("last", only_steps(1, size="o"))
+    driven.add("begun", only_steps(10, size="o"))
+    driven.launch()
+    assert runner.log[0].ids == ["leader"]
 
 
 def test_one_shots_of_less_urgent_priority_wait() -> None:

@@ -83,6 +83,18 @@ def test_streams_of_another_tenant_take_no_more_than_a_turn_each() -> None:
     assert others <= 20 + 16
 
 
+@pytest.mark.parametrize(("each", "tenants", "together"), [(0.5, 2, 2), (0.6, 3, 3), (3.0, 2, 1)])
+def test_tenants_share_an_iteration_that_takes_no_more_than_a_turn_of_each(
+    each: float, tenants: int, together: int
+) -> None:
+    """As long as one alone takes, times their number, that of the first among them."""
+    drive, _ = fake_drive(slots=64, costs={"": lambda rows: 1.0 + each * (rows - 1)})
+    for name in range(tenants):
+        drive.add(f"{name}", STEPS, tenant=f"{name}")
+    (batch,) = drive.launch()
+    assert len(batch.requests) == together
+
+
 def test_streams_that_may_wait_join_where_they_cost_next_to_nothing() -> None:
     for each, joined in ((0.001, 9), (0.5, 1)):
         runner = Growing(1000, limit=64)
@@ -266,6 +278,19 @@ def test_leaving_and_coming_back_mints_no_credit() -> None:
         drive.run(until=drive.clock.now + 0.01)
     visitor_s = device.charged["visitor", False] - 5.0
     assert visitor_s <= device.charged["stays", False] - before["stays", False] + _BURST_S + 1.0
+
+
+@pytest.mark.parametrize("comers", [1, 2, 7])
+def test_the_credit_of_all_who_come_back_together_is_one_burst(comers: int) -> None:
+    """Whoever comes first has all of it, and what each has used others may have."""
+    drive, _ = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
+    drive.crowd("s", 24, only_steps(100_000), tenant="stays")
+    drive.run(until=10.0)
+    device = drive.scheduler._admission.shares._devices["image"]
+    for k in range(comers):
+        drive.add(f"c{k}", only_steps(300), tenant=f"comer {k}")
+    credits = [max(0.0, device.virtual[0] - device.charged[f"comer {k}", False]) for k in range(comers)]
+    assert credits[0] > _BURST_S / 2 and sum(credits) <= _BURST_S + 1e-9
 
 
 @pytest.mark.quick(0)

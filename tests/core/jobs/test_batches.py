@@ -65,6 +65,16 @@ def test_a_texts_record_waits_until_it_is_noted(
     Books.of(client).check()
 
 
+@pytest.mark.parametrize("status", ["cancelling", "cancelled", "failed"])
+def test_a_batch_that_is_to_end_begins_no_line(batches: BatchStore, status: str) -> None:
+    """Whoever acts on what it read before is told so, and the line is not counted."""
+    batch = batch_of(batches)
+    assert batches.refuse(batch.id, 0, {}, 10) and batches.turn(batch, status)
+    assert not batches.begin(batch.id, 1, "job", 20) and not batches.refuse(batch.id, 1, {}, 20)
+    after = present(batches.batch(batch.id))
+    assert (after.next, after.failed) == (1, 1)
+
+
 def test_a_record_of_the_version_before_is_kept_for_its_batch(
     jobs: JobStore, batches: BatchStore, client: redis.Redis
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -112,6 +113,17 @@ def test_a_page_of_nothing_but_what_is_gone_is_the_last(store: JobStore, client:
     for model in ("", "emoji-xl"):
         page = present(store.lists.page("eve", model=model))
         assert not page.jobs and not page.more
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_what_happened_to_an_erased_job_is_soon_forgotten(store: JobStore, client: redis.Redis, live: bool) -> None:
+    """At once, or as soon as those who followed it to its end may have read that."""
+    (id,) = many(store, 1)
+    if not live:
+        store.cancel(id)
+    assert store.erase(id)
+    left_ms: Any = client.pttl(f"diptych:events:{id}")
+    assert 0 < left_ms <= 60_000 if live else left_ms == -2
 
 
 def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.Redis) -> None:

@@ -194,7 +194,7 @@ def hall(client: redis.Redis, redis_url: str, request: pytest.FixtureRequest) ->
 )
 @given(
     dice=st.randoms(use_true_random=False),
-    places=st.sampled_from((0, 1, 3, 8, 32)),
+    places=st.sampled_from((0, 1, 3, 8, 11, 32)),
     limits=st.builds(
         OwnerLimits,
         of_model=st.none() | st.integers(1, 20),
@@ -217,7 +217,7 @@ def test_nothing_is_lost_or_counted_wrong(
     assert client.keys("diptych:flow*") + client.keys("diptych:out*") + client.keys("diptych:owners*") == []
 
 
-@pytest.mark.parametrize("hall", [(2,), (8,), (32,)], indirect=True)
+@pytest.mark.parametrize("hall", [(2,), (8,), (15,), (32,)], indirect=True)
 def test_who_floods_leaves_places_to_others(hall: Hall) -> None:
     places = hall.places
     for _ in range(100):
@@ -279,9 +279,10 @@ def test_an_owners_own_priorities_are_kept(hall: Hall) -> None:
 
 @pytest.mark.parametrize(
     ("hall", "most"),
-    [((32, OwnerLimits(running=share)), most) for share, most in (("25%", 8), ("5", 5), ("1%", 1))],
+    [((places, OwnerLimits(running=share)), most)
+     for places, share, most in ((32, "25%", 8), (32, "5", 5), (32, "1%", 1), (11, "25%", 2), (7, "40%", 2))],
     indirect=["hall"],
-)
+)  # fmt: skip
 def test_an_owner_has_no_more_jobs_at_workers_than_its_limit_and_all_of_them_in_the_end(hall: Hall, most: int) -> None:
     for _ in range(40):
         hall.submit("ada")

@@ -59,6 +59,16 @@ def test_every_character_of_the_secret_counts(id: str, secret: str, place: int, 
     assert (found is not None) == (wrong == token)
 
 
+def test_a_key_that_is_revoked_with_its_jobs_makes_none_for_a_day(keyring: Keyring, client: redis.Redis) -> None:
+    """Longer than any API goes on with the keys that it has read; of one that keeps its jobs nothing is kept."""
+    day_ms = 24 * 3600 * 1000
+    for end in (True, False):
+        key, _ = keyring.add("someone")
+        assert keyring.revoke(key.id, end=end)
+        left_ms = client.pttl(f"diptych:barred:{key.id}")
+        assert day_ms - 60_000 < left_ms <= day_ms if end else left_ms == -2
+
+
 def test_what_is_no_token_opens_nothing() -> None:
     token = "dpt_0123456789ab_" + "s" * 43
     keys = known(token)

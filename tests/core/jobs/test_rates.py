@@ -94,10 +94,12 @@ def test_nobody_gets_more_than_the_rate(rates: RateLimiter) -> None:
     assert rates.take(RateLimitCost("30/hour", "key", "pictures"))[0].remaining == 29, "another counter"
 
 
-def test_what_costs_more_than_a_window_is_all_of_it(rates: RateLimiter) -> None:
-    assert rates.take(RateLimitCost("5/day", "key", "pictures", 9))[0].remaining == 0
+def test_what_costs_more_than_the_whole_limit_is_refused_and_costs_nothing(rates: RateLimiter) -> None:
+    (refused,) = rates.take(RateLimitCost("5/day", "key", "pictures", 6))
+    assert not refused.allowed and refused.never and refused.remaining == 5
+    assert rates.take(RateLimitCost("5/day", "key", "pictures", 5))[0].remaining == 0
     (refused,) = rates.take(PICTURES)
-    assert not refused.allowed and 1 <= refused.retry_after_s <= 120
+    assert not refused.allowed and not refused.never and 1 <= refused.retry_after_s <= 120
 
 
 def test_a_redis_that_is_away(rates: RateLimiter, mortal: RedisServer) -> None:
@@ -133,10 +135,12 @@ def test_a_refused_cost_fits_after_its_wait_and_not_before(
     span_ms = item.get_expiry() * 1000
     last, this = min(last, item.amount), min(this, item.amount)
     windows = last, round(span_ms * left), this, round(span_ms * (1 + left))
-    room = item.amount - min(cost, item.amount)
-    if fits(room, *windows, span_ms, 0):
+    room = item.amount - cost
+    state = rate_limit_state(item, False, windows, cost)
+    assert state.never == (room < 0) and 1 <= state.retry_after_s <= 120
+    if room < 0 or fits(room, *windows, span_ms, 0):
         return
-    wait_ms = 1000 * rate_limit_state(item, False, windows, cost).wait_s
+    wait_ms = 1000 * state.wait_s
     assert 0 <= wait_ms <= 2 * span_ms
     slack_ms = span_ms * 1e-9 + 0.01
     assert fits(room, *windows, span_ms, wait_ms + slack_ms)
@@ -146,7 +150,7 @@ def test_a_refused_cost_fits_after_its_wait_and_not_before(
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
-        st.lists(st.tuples(st.sampled_from(("", "a", "b")), st.integers(0, 9)), min_size=1, max_size=3),
+        st.lists(st.tuples(st.sampled_from(("", "a", "b")), st.integers(0, 22)), min_size=1, max_size=3),
         min_size=1, max_size=12,
     )
 )  # fmt: skip
@@ -163,7 +167,7 @@ def test_costs_count_together_or_not_at_all(
         for k, (model, n) in enumerate(costs):
             if after[model] + n > limits[model]:
                 assert [state.allowed for state in states] == [True] * k + [False]
-                assert states[-1].wait_s > 0
+                assert states[-1].wait_s > 0 and states[-1].never == (n > limits[model])
                 break
             after[model] += n
         else:

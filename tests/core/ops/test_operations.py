@@ -134,6 +134,24 @@ def test_linear_within_the_range_of_its_scales(
         torch.testing.assert_close(found[within == 0], cut[within == 0], rtol=slack, atol=slack)
 
 
+@pytest.mark.parametrize("beyond", [1.0, 3.0, 40.0])
+def test_a_bias_is_added_once_however_far_tokens_are_beyond_the_range(beyond: float) -> None:
+    """Weights are next to nothing, and so the result is the bias."""
+    by, plain = inverse(0, 8), linear(0, 8, 4)
+    plain.weight.mul_(1e-6)
+    assert plain.bias is not None
+    plain.bias.copy_(torch.tensor([5.0, -3.0, 0.5, 100.0]))
+    expected, layer = plain.bias.expand(2, 3, 4).clone(), eight(plain, by)
+    x, within = beyond * 127 / by * torch.ones(2, 3, 8), torch.ones(2, dtype=torch.int32)
+
+    def walk(ops: Any, x: Any, within: Any) -> Any:
+        return ops.linear(x, layer, within=within)
+
+    for name, lowering in lowerings(layer).items():
+        (actual,) = run(lowering, walk, x, within)
+        torch.testing.assert_close(actual.float(), expected, rtol=1e-2, atol=1e-2, msg=name)
+
+
 @few
 @given(...)
 def test_conv(

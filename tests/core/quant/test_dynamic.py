@@ -69,6 +69,23 @@ def test_a_linear_layer_is_that_of_64_bits_and_near_the_one_it_replaces(
     assert ((made(x).double() - wanted).abs() <= 0.51 * rounding + 1e-6 * add.abs()).all()
 
 
+@pytest.mark.parametrize("depth", [1, 1040, 1041, 2080, 2500])
+def test_sums_of_levels_are_of_no_more_inputs_than_floats_hold(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many as fp32 holds exactly at the largest levels, and so in any order: no more, and no fewer."""
+    linear, depths = F.linear, list[int]()
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        depths.append(x.shape[-1])
+        return linear(x, weight)
+
+    monkeypatch.setattr(F, "linear", counted)
+    levels, weight = (torch.full((rows, depth), LEVELS, dtype=torch.int8) for rows in (2, 3))
+    sums = product(levels, weight)
+    most = next(count for count in range(2000, 0, -1) if count * LEVELS**2 <= 2**24)
+    assert depths == [most] * (depth // most) + [depth % most] * (depth % most > 0)
+    assert torch.equal(sums, torch.full((2, 3), float(torch.tensor(depth * LEVELS**2).float())))
+
+
 @few
 @given(...)
 def test_a_convolution_is_that_of_64_bits(
@@ -77,8 +94,22 @@ def test_a_convolution_is_that_of_64_bits(
     width: Height, bias: bool, seed: Seed,
 ) -> None:  # fmt: skip
     layer = nn.Conv2d(c, n, kernel, stride=stride, padding=padding, bias=bias).requires_grad_(False)
-    layer.weight.copy_(normal(seed, n, c, kernel, kernel))
-    x = normal(seed + 1, 2, c, height, width) * normal(seed + 2, 2, 1, height, width).exp()  # pixels of all sizes
+    check_convolution(layer, seed, height, width)
+
+
+@pytest.mark.parametrize("kernel", [(1, 3), (3, 1), (2, 4)])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1)])
+def test_a_kernel_need_not_be_square(kernel: tuple[int, int], stride: int, padding: int) -> None:
+    layer = nn.Conv2d(5, 3, kernel, stride=stride, padding=padding).requires_grad_(False)
+    check_convolution(layer, 0, 6, 9)
+
+
+def check_convolution(layer: nn.Conv2d, seed: int, height: int, width: int) -> None:
+    """Compare a layer with the same products in 64 bits, on pixels of all sizes."""
+    c, n, stride, padding = layer.in_channels, layer.out_channels, layer.stride, layer.padding
+    assert not isinstance(padding, str)
+    layer.weight.copy_(normal(seed, n, c, *layer.kernel_size))
+    x = normal(seed + 1, 2, c, height, width) * normal(seed + 2, 2, 1, height, width).exp()
     made = Int8DynamicConv2d.of(layer, None)
     levels, scale = quantize_rows(x.permute(0, 2, 3, 1))
     a = (levels.double() * scale.double()).permute(0, 3, 1, 2)

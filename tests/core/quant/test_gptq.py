@@ -74,6 +74,26 @@ def test_related_channels_make_up_for_one_another(kind: str) -> None:
     assert errors[1] < (0.5 if kind == "linear" else 0.8) * errors[0]
 
 
+def test_a_fifth_of_the_rows_tells_whether_anything_was_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has no share in what is rounded: the levels are kept where they are better on these alone."""
+    layer, rows = nn.Linear(8, 4).requires_grad_(False), normal(0, 50, 8)
+    made = Int8Linear.of(layer, torch.full((8,), 40.0))
+    x, nearest = made.read(rows).double(), made.weight.clone()
+    for gained in (False, True):
+        levels = nearest if gained else (nearest // 2)
+
+        def rounded(
+            _: Tensor, __: Tensor, hessian: Tensor, *___: object, levels: Tensor = levels, **____: object
+        ) -> Tensor:
+            torch.testing.assert_close(hessian, x[:40].T @ x[:40])
+            return levels
+
+        made.weight.copy_(nearest // 2 if gained else nearest)
+        monkeypatch.setattr(gptq, "round_weight", rounded)
+        assert compensate_(made, layer, rows) == gained
+        assert torch.equal(made.weight, nearest)
+
+
 def test_what_does_not_help_on_other_rows_changes_nothing() -> None:
     """Independent channels, and fewer rows than channels: there is nothing to learn."""
     layer = nn.Linear(64, 16).requires_grad_(False)

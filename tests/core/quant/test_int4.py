@@ -69,6 +69,16 @@ def test_a_layer_computes_what_its_levels_say() -> None:
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16 and layer.scale.dtype == torch.float16
 
 
+def test_scales_of_inputs_are_proportions() -> None:
+    """Their geometric mean is 1, so that scaled inputs are as large as they were; equal ones are none."""
+    inverse = normal(1, 300).exp() * 1e4
+    scaled = Int4Linear.of(torch.nn.Linear(300, 5), inverse).inverse
+    assert scaled is not None
+    torch.testing.assert_close(scaled / scaled[0], inverse / inverse[0])
+    assert abs(float(scaled.log().mean())) < 1e-4
+    assert Int4Linear.of(torch.nn.Linear(300, 5), torch.full((300,), 7.0)).inverse is None
+
+
 def test_scales_of_inputs_searched_scales_and_gptq_each_lower_the_error() -> None:
     model, found = TwoLayers(), {}
     seen = observed_two(model, inputs())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
 from pipeline.backends.phases import ENCODE
 from pipeline.checkpoints.tiny import SDXLShape
+from pipeline.extensions.control_rows import _chunks, _Rows, _Span
 from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
 from tests.pipeline.extensions.checks import check_bits, refusal
@@ -42,6 +46,19 @@ def folder(nets: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
     for name, net in nets.items():
         save(net, where, name)
     return where
+
+
+@given(st.lists(st.integers(1, 2), min_size=1, max_size=9), st.integers(2, 8))
+def test_networks_run_in_chunks_of_no_more_rows_than_the_denoiser_has(rows: list[int], most: int) -> None:
+    """In order, each chunk as large as it may be."""
+    ends = [0, *itertools.accumulate(rows)]
+    control: Any = None
+    entries = [_Rows(control, _Span(start, count), ()) for start, count in zip(ends, rows, strict=False)]
+    chunks = _chunks(entries, most)
+    assert [entry for chunk in chunks for entry in chunk] == entries
+    counts = [sum(entry.span.rows for entry in chunk) for chunk in chunks]
+    assert max(counts) <= most
+    assert all(count + after[0].span.rows > most for count, after in zip(counts, chunks[1:], strict=False))
 
 
 @pytest.fixture

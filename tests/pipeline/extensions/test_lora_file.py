@@ -186,7 +186,7 @@ def test_metadata_that_is_no_config_is_refused(config: str, model: ImageModel, t
 @pytest.mark.parametrize(
     ("pattern", "alpha"),
     [
-        ("to_q", 10), ("attn1.to_q", 8), ("^to_q$", 8), ("to_q.lora_A", 8),
+        ("to_q", 10), ("attn1.to_q", 8), ("^to_q$", 10), ("to_q.lora_A", 10), (r".*attn1\.to_[qk]", 8), ("^.*to_q$", 8),
         ("o_q", 6), ("ttn1.to_q", 6), ("to_", 6), ("attn1", 6), ("", 6),
     ],
 )  # fmt: skip
@@ -266,6 +266,19 @@ def test_whole_embeddings_are_for_the_start(part: int, kind: str, model: ImageMo
     data = save({f"lora_te{part}_{name.replace('.', '_')}.diff": torch.zeros(weight.shape)})
     with pytest.raises(ModelError, match=r"changes embeddings, which all .*DIPTYCH_LORA"):
         lora_file.read("x", data, model.parts, model.family.adapters)
+
+
+@pytest.mark.parametrize("kind", ["kohya with alpha", "sgm", "metadata"])
+def test_pairs_are_merged_at_start_with_their_alphas(kind: str, model: ImageModel, tmp_path: Path) -> None:
+    """Weight + scale · alpha / rank · up · down, as requests have it."""
+    path = loras.write(model, tmp_path, "one", **LAYOUTS[kind])
+    factors = read(model, path)
+    assert any(factor.scale != 1 for factor in factors.values() if isinstance(factor, lora_file.LowRank))
+    changed = replace(model, parts={name: copy.deepcopy(part) for name, part in model.parts.items()})
+    lora_file.fuse_("one", path.read_bytes(), changed.parts, model.family.adapters, 0.75)
+    for (part, name), delta in summed(model, factors).items():
+        before, after = (one.parts[part].get_submodule(name).weight for one in (model, changed))
+        torch.testing.assert_close(after, before + 0.75 * delta, rtol=0, atol=1e-5)
 
 
 def test_norms_biases_and_whole_weights_are_merged_at_start(model: ImageModel) -> None:

@@ -18,6 +18,7 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from pipeline.backends.phases import IMAGE
+from pipeline.pixels import edit
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
 from tests.pipeline.worlds import (
@@ -114,6 +115,18 @@ def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
     source.putalpha(mask.point(lambda value: 255 - min(2 * value, 255)))
     made = Image.fromarray(expected.astype(np.uint8)).convert("RGBA")
     return np.asarray(Image.alpha_composite(made, source).convert("RGB")).astype(int)
+
+
+def test_an_edge_is_blended_to_the_nearest_level() -> None:
+    """Each value of a mask below one half, with pixels that a rounding up or down would change."""
+    side, values = 128, np.arange(128, dtype=np.uint8)
+    source, drawn = np.random.default_rng(0).integers(0, 256, (2, side, side, 3), dtype=np.uint8)
+    mask = np.repeat(values[:, None], side, axis=1)
+    edit_ = Edit(source.tobytes(), mask.tobytes(), 0.5)
+    parameters = ImageParameters(prompt="x", seed=1, width=side, height=side, steps=4, edit=edit_)
+    shares = 2 * values.astype(int)[:, None, None]
+    expected = np.rint((shares * drawn + (255 - shares) * source.astype(int)) / 255)
+    assert np.array_equal(edit.finish(parameters, torch.from_numpy(drawn)).numpy(), expected)
 
 
 def mixture() -> list[ImageParameters]:

