@@ -20,7 +20,7 @@ _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in 
 FIELDS = (
     "v", "modality", "model", "state", "parameters", "priority", "created", "deadline", "started", "ended", "attempt",
     "lost", "worker", "progress", "result", "error", "suspect", "work_ms", "owner", "digest", "webhook", "inputs",
-    "incarnation", "followed",
+    "incarnation", "followed", "dropped",
 )  # fmt: skip
 """The fields of the hash `job:{id}` that `Job.of` reads."""
 
