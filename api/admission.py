@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
@@ -12,11 +13,14 @@ from contract import pipeline_call
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, TextCard
 from contract.control import Control
+from contract.errors import Invalid
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
 from contract.image_prompt import ImagePrompt
 from contract.image_request import ImageRequest, draft_of
 from contract.model_names import is_openai_image
+from contract.prompts import EXPANSION_TOKENS
+from contract.text import TextJob
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
@@ -67,12 +71,14 @@ def offered_draft(
     now: RegistrySnapshot,
     pictures: PictureUploads = NO_PICTURES,
     priority: int = PRIORITY,
+    *,
+    may_write: bool,
 ) -> ImageDraft:
-    """Build the job as `image_draft` does, for a caller that sees the models of `now`. Raises `ApiError` (400) also for
-    an expansion, and for a cascade's draft, that these do not offer.
+    """Build the job as `image_draft` does, for a caller that sees the models of `now` and may write texts or not.
+
+    Raises `ApiError` also as `expansion` (403, 400), and for a cascade's draft that these models do not offer (400).
     """
-    check_expansion(fields, now.expands(card.name))
-    draft = image_draft(fields, card, pictures, priority)
+    draft = with_expansion(image_draft(fields, card, pictures, priority), now, may_write=may_write)
     check_cascade(draft.request, now)
     return draft
 
@@ -132,10 +138,34 @@ def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, re
         raise invalid_field("deadline_s", message, "deadline_hopeless")
 
 
-def check_expansion(fields: ImageRequest, expands: bool) -> None:
-    """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
-    if fields.expand_prompt and not expands:
+def with_expansion(draft: ImageDraft, now: RegistrySnapshot, *, may_write: bool) -> ImageDraft:
+    """The draft with the tokens of its prompts' expansion, if it asks for that. Raises as `expansion`."""
+    tokens, text_model = expansion(draft.request, draft.model, now, may_write=may_write)
+    return replace(draft, tokens=tokens, text_model=text_model)
+
+
+def expansion(job: ImageJob, model: str, now: RegistrySnapshot, *, may_write: bool) -> tuple[int, str]:
+    """The tokens that expanding a job's prompts counts as, and the text model that writes them; 0 and "" without.
+
+    Raises `ApiError`: 403 for an owner who may not write texts (`may_write`), 400 where not all workers expand prompts.
+    """
+    if not job.expand_prompt:
+        return 0, ""
+    if not may_write:
+        message = "expand_prompt: has a text model write, and this key lacks the scope text."
+        raise ApiError(403, message, param="expand_prompt", code="insufficient_scope")
+    text_model = now.expander(model)
+    if text_model is None:
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
+    request = TextJob(messages=[{"role": "user", "content": job.picture.prompt}])
+    for card in filter(None, now.expanders(model)):
+        with invalid_as_api_error():
+            try:
+                request.check(card.limits)
+            except Invalid as error:
+                raise error.of("expand_prompt") from error
+    read = TextJob(prompts=[job.picture.prompt]).tokens
+    return job.n * math.ceil(read + EXPANSION_TOKENS), text_model.name
 
 
 def check_cascade(job: ImageJob, now: RegistrySnapshot) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 from api.batch_line_handler import BatchLineHandler, given_up, refusal
 from api.batch_output import LAID_S, failure
 from api.errors import ApiError
+from api.json_parts import dumps
 from api.service import Service
 from core.artifacts import ArtifactError
 from core.jobs.batches import BatchProgress, BatchRecord
 from core.jobs.connection import StoreError
-from core.jobs.record import Job, JobState, to_json
+from core.jobs.record import Job, JobState
 
 log = logging.getLogger(__name__)
 
-LARGE = 16_384  # characters of a result stored outside Redis: a thousand tokens' top log probabilities are megabytes
+LARGE = 4096  # characters of a result stored outside Redis: a thousand tokens' top log probabilities are megabytes
 
 
 class BatchCollector:
@@ -62,7 +64,7 @@ class BatchCollector:
         well = job.state is JobState.SUCCEEDED
         try:
             result = self._lines.answer(batch, job)
-            text = to_json(result)
+            text = dumps(result)
         except (StoreError, ArtifactError):
             raise
         except Exception:
@@ -74,6 +76,8 @@ class BatchCollector:
             except ArtifactError as error:
                 log.warning("batch %s is paused at line %d: %s", batch.id, line + 1, error)
                 return False
+        elif text:
+            result = json.loads(text)  # nothing of it is deferred any more
         self._store.note(batch.id, line, result, "completed" if well else "failed")
         return True
 

@@ -19,10 +19,10 @@ from api.images import generated
 from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
-from api.uploads import PictureUploads
+from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
-from core.artifacts import ArtifactError
+from core.artifacts import ArtifactError, fetch_result
 from core.jobs.batches import BatchRecord
 from core.jobs.record import Job, JobDraft, JobState
 
@@ -67,19 +67,23 @@ class BatchLineHandler:
         card, service = self._card(batch, fields.model, ImageCard), self._service
         if references.any_named(fields):
             return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
-        draft = admission.offered_draft(fields, card, service.cards.seen_by(batch.owner), priority=_PRIORITY)
+        draft = self._offered(batch.owner, fields, card)
         if draft.deadline_s is not None:
             admission.check_deadline(draft, card, service.store.backlog("image"), service.cards.now.ready("image"))
         return draft
 
+    def _offered(
+        self, owner: str, fields: ImageRequest, card: ImageCard, pictures: PictureUploads = NO_PICTURES
+    ) -> ImageDraft:
+        seen = self._service.cards.seen_by(owner)
+        may_write = seen.may(owner, "text")
+        return admission.offered_draft(fields, card, seen, pictures, _PRIORITY, may_write=may_write)
+
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
-        pictures = await service.call(references.Resolver(service, owner).uploads, fields)
-
-        def draft_for(pictures: PictureUploads) -> ImageDraft:
-            return admission.offered_draft(fields, card, service.cards.seen_by(owner), pictures, _PRIORITY)
-
+        pictures = await service.call(owner, references.Resolver(service, owner).uploads, fields)
+        draft_for = partial(self._offered, owner, fields, card)
         draft_for(pictures)  # refused before anything is loaded
         check = partial(submission.check_deadline, service, card=card)
         return await submission.with_inputs(service, owner, draft_for, pictures, _counted, check)
@@ -92,12 +96,13 @@ class BatchLineHandler:
         return card
 
     def answer(self, batch: BatchRecord, job: Job) -> Result:
-        """The endpoint's response for an ended job; images as links, with their keys."""
+        """The endpoint's response for an ended job; images as links, with their keys. Raises `ArtifactError`."""
         if job.state is not JobState.SUCCEEDED:
             return refusal(job_error(job), job.id)
         result: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
-            return {**result, "body": text_drafts.answer(batch.endpoint, job, job.result or {})}
+            made = fetch_result(job.result, self._service.artifacts.get)
+            return {**result, "body": text_drafts.answer(batch.endpoint, job, made)}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
         return {**result, "body": generated(job, links), "keys": [image.get("key") for image in results(job)]}
@@ -113,7 +118,7 @@ class BatchLineHandler:
             "response": response or None,
             "error": result.get("error"),
         }
-        return InlineDocument(self._service, entry)
+        return InlineDocument(self._service, batch.owner, entry)
 
     def _put_inside(self, response: Result, keys: list[str | None]) -> None:
         """Replace links by images; where one is gone by now the link stays."""

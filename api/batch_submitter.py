@@ -45,7 +45,10 @@ class BatchSubmitter:
         `StoreError`, `ArtifactError`, and `ApiError` where the next line's pictures cannot be fetched for now.
         """
         queue = queue_of(batch.endpoint)
-        if room <= 0 or self._service.store.backlog(queue).queued >= self._service.settings.max_queued:
+        service = self._service
+        if room <= 0 or service.cards.now.memory.nearly_full:
+            return 0
+        if service.store.backlog(queue).queued >= service.settings.max_queued:
             return 0
         begun = 0
         raws = self._raws(batch)
@@ -83,7 +86,7 @@ class BatchSubmitter:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
             limits = self._service.limits(batch.owner)
-            costs = limits.job_costs(draft.model, tokens=draft.tokens)
+            costs = limits.job_costs(draft.model, tokens=draft.tokens, text_model=draft.text_model)
             if excess := [cost for cost in costs if cost.cost > cost.limit]:
                 return too_large(excess[0])
             job = self._service.store.create(

@@ -17,7 +17,7 @@ from api import batch_lines, body, files, schemas
 from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
-from api.rate_limits import charge, enforce_rate_limit, refund
+from api.rate_limits import charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.routers import new_router
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS, EMBEDDINGS
@@ -27,7 +27,7 @@ from contract.text import Metadata
 from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
 from core.jobs.connection import StoreFull
-from core.jobs.files import KeyRequired
+from core.jobs.files import KeyRequired, ShareFull
 
 router = new_router("batches")
 
@@ -68,14 +68,17 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     await charge(request, service, costs, "input_file_id")
     try:
         batch = await service.call(
-            service.batches.add, caller.id, fields.endpoint, file, checked.lines, service.links(request).base,
-            fields.metadata, checked.errors, keyless=not caller.id,
+            caller.id, service.batches.add, caller.id, fields.endpoint, file, checked.lines,
+            service.links(request).base, fields.metadata, checked.errors, keyless=not caller.id,
+            stored=stored_limit(service, caller.id),
         )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
-    except StoreFull:
+    except (ShareFull, StoreFull) as error:
         await refund(request, service, costs)
-        raise
+        if isinstance(error, StoreFull):
+            raise
+        raise store_share_full() from None
     return JSONResponse(_object(batch))
 
 
@@ -85,10 +88,14 @@ async def batches(request: Request, service: Given, caller: By) -> Response:
     await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
     owner = None if caller.may("admin") else caller.id
-    listed = await service.call(service.batches.batches, owner, after=after, limit=limit)
-    if listed is None:
-        raise missing()
-    return JSONResponse(page([_object(batch) for batch in listed.items], more=listed.more))
+
+    def listed() -> Response:
+        batches = service.batches.batches(owner, after=after, limit=limit)
+        if batches is None:
+            raise missing()
+        return JSONResponse(page([_object(batch) for batch in batches.items], more=batches.more))
+
+    return await service.call(caller.id, listed)
 
 
 @router.get("/v1/batches/{id}", summary="Look at a batch", operation_id="look_v1_batches__id__get")
@@ -101,7 +108,7 @@ async def cancel(id: str, service: Given, caller: By) -> Response:
     """Cancel a batch: its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
     batch = await _find(service, id, caller)
     if batch.status == "in_progress":
-        await service.call(service.batches.turn, batch, "cancelling")
+        await service.call(caller.id, service.batches.turn, batch, "cancelling")
     return JSONResponse(_object(await _find(service, id, caller)))
 
 
@@ -136,7 +143,7 @@ def by_model(service: Service, owner: str, endpoint: str, pictures: Mapping[str 
 
 async def _find(service: Service, id: str, caller: Caller) -> BatchRecord:
     is_valid = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
-    batch = await service.call(service.batches.batch, id) if is_valid else None
+    batch = await service.call(caller.id, service.batches.batch, id) if is_valid else None
     if batch is None or not (batch.owner == caller.id or "admin" in caller.scopes):
         raise ApiError(404, "There is no such batch, or it has expired.", param="id", code="batch_not_found")
     return batch

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol, TypeVar
 
 from anyio.lowlevel import RunVar
@@ -35,7 +35,7 @@ _MAX_DIGITS = 20  # of an integer, including its sign; 2**63 - 1 has 19
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MOST_CHARACTERS = 100  # of a number in a form or a query
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}(\[[A-Za-z0-9_-]{0,32}\]){0,4}")  # of forms also in brackets
 _NEVER = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -242,13 +242,14 @@ def _check(value: Any, path: list[str | int]) -> None:
 
 
 def _wrong(path: list[str | int], message: str, code: str = "invalid_value") -> ApiError:
-    """A 400 for the value at this path. If a name in the path is not plain it may hold any text: then no path is
-    given.
+    """A 400 for the value at this path. A name in the path that is not plain may hold any text: the error is then of
+    what holds the value, as far as names are plain.
     """
-    words = ""
-    if all(isinstance(name, int) or plain(name) for name in path):
-        words = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).removeprefix(".")
-    return invalid_field(words or None, message if words else f"A field is wrong: {message}.", code)
+    known = list(takewhile(lambda name: isinstance(name, int) or plain(name), path))
+    field = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in known).removeprefix(".")
+    if not field:
+        return invalid_field(None, f"A field is wrong: {message}.", code)
+    return invalid_field(field, message if len(known) == len(path) else f"a field in it is wrong: {message}", code)
 
 
 def _invalid(message: str) -> ApiError:

@@ -21,6 +21,7 @@ from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.keyring import ApiKey, Keyring
+from core.jobs.memory import StoreMemory
 from core.jobs.record import QueueBacklog
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -66,6 +67,7 @@ class RegistrySnapshot:
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
     names: ModelNames = ModelNames()
     only_live: str = ""  # the model that was the only live image model when there was one last
+    memory: StoreMemory = field(default_factory=StoreMemory)
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
@@ -82,6 +84,11 @@ class RegistrySnapshot:
             names=replace(self.names, aliases=aliases),
             hidden=tuple(model for model in self.models if model.name not in allowed),
         )
+
+    def may(self, owner: str, scope: str) -> bool:
+        """Return whether an owner's key, of a batch for example, has a scope; who has no key has all of them."""
+        key = self.keys.get(owner)
+        return not owner or (key is not None and not {scope, "admin"}.isdisjoint(key.scopes))
 
     def clock(self) -> float:
         """Redis's time in seconds since the epoch, which all API processes share."""
@@ -114,7 +121,7 @@ class RegistrySnapshot:
         names or placeholders do.
         """
         models = {model.name: model for model in self.models if isinstance(model, kind)}
-        return models.get(name) or models.get(self.names.aliases.get(name, ""))
+        return models.get(name) or models.get(self.names.aliases.get(name) or self._alike(name) or "")
 
     def named(self, name: str) -> ModelCard | None:
         """The model of any kind that is served under this name."""
@@ -128,8 +135,8 @@ class RegistrySnapshot:
         return served if served != card.name and _adapter(card, served) else None
 
     def served_name(self, name: str | None) -> str | None:
-        """Return the name of the model that is served under this name; other names are returned as they are. None: the
-        name stands for any model.
+        """Return the name of the model that is served under this name, by its letters in any case if no other is alike;
+        other names are returned as they are. None: the name stands for any model.
         """
         if name is None or any(model.name == name for model in self.models):
             return name
@@ -144,18 +151,29 @@ class RegistrySnapshot:
             first = self.model(None, ImageCard) if self.names.openai == "on" else known[0] if len(known) == 1 else None
             if first is not None:
                 return first.name
-        return name
+        return self._alike(name) or name
 
-    def expands(self, name: str) -> bool:
-        """Return whether all workers of this image model expand prompts: by their first text model, if it answers and
-        is not hidden. Without a worker, whether any text model may.
+    def _alike(self, name: str) -> str | None:
+        """Return the only model whose name has these letters in another case."""
+        names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
+        return names[0] if len(names) == 1 else None
+
+    def expander(self, name: str) -> TextCard | None:
+        """The text model that expands prompts for this image model: the first of each of its workers, if it answers and
+        is not hidden. Without a worker, any text model. None: not all workers expand prompts.
         """
-        drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
-        if not drawing:
-            return any(isinstance(model, TextCard) and model.limits.generates for model in self.models)
+        texts = self.expanders(name)
+        if not texts:
+            others = [model for model in self.models if isinstance(model, TextCard) and model.limits.generates]
+            return others[0] if others else None
         hidden = {model.name for model in self.hidden}
-        texts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
-        return all(text is not None and text.limits.generates and text.name not in hidden for text in texts)
+        usable = [text for text in texts if text is not None and text.limits.generates and text.name not in hidden]
+        return usable[0] if len(usable) == len(texts) else None
+
+    def expanders(self, name: str) -> list[TextCard | None]:
+        """The first text model of each worker of this image model."""
+        drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
+        return [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
@@ -326,5 +344,6 @@ class CardCache:
         live = [model.name for model in models if isinstance(model, ImageCard) and model.live]
         only_live = live[0] if len(live) == 1 else self.now.only_live
         return RegistrySnapshot(
-            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live
-        )
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live,
+            self._store.upkeep.memory(),
+        )  # fmt: skip

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from api.json_parts import Deferred
 from contract.text import TextJob
 from core.jobs.record import Job
 
@@ -19,9 +21,9 @@ def answer_size(result: Mapping[str, Any]) -> int:
 
 
 def answer(job: Job, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The response, of a job that succeeded."""
+    """The response, of a job that succeeded. The numbers of its vectors, millions perhaps, are `Deferred`."""
     request = TextJob.read(job.parameters)
-    encode = _numbers if request.embedding == "float" else str
+    encode = (lambda vector: Deferred(partial(_numbers, vector))) if request.embedding == "float" else str
     tokens = sum(result["prompt_tokens"])
     body = {
         "object": "list",

@@ -235,7 +235,7 @@ def store_error(error: Exception, trouble: str = "", *, safe: bool = False) -> A
         return ApiError(500, message, code="artifact_unwritable", headers=NO_RETRY)
     if isinstance(error, ArtifactError):
         log.error("a finished image cannot be read: %s", error)
-        message = "The picture was drawn and cannot be read now; the server's log says why."
+        message = "What was made cannot be read now; the server's log says why."
         return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY)
     if isinstance(error, StoreFull):
         message = f"The store of jobs is full ({error}); try again later."

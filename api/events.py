@@ -19,6 +19,7 @@ from api.jobs import find
 from api.links import ImageLinks
 from api.methods import bodiless
 from api.presentation import job_object
+from api.rate_limits import enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.connection import StoreError
@@ -49,12 +50,12 @@ class EventStream(EventSourceResponse):
             yield piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if bodiless(scope):
-            await self._source.aclose()
-            await Response(headers=dict(self.headers), media_type=self.media_type)(scope, receive, send)
-            return
         try:
-            await super().__call__(scope, receive, send)
+            if bodiless(scope):
+                await self._source.aclose()
+                await Response(headers=dict(self.headers), media_type=self.media_type)(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, send)
         finally:
             if self._unheard is not None:
                 with anyio.CancelScope(shield=True):
@@ -93,16 +94,18 @@ async def events(id: str, request: Request, service: Given, caller: By) -> Respo
     if seen is None:
         raise invalid_field("last_event_id", "must be the id of an event, such as 1700000000000-0")
     links = service.links(request)
+    await enforce_rate_limit(request, service, caller)
     job = await find(service, id, caller)
     if not job.state.final:
         if job.followed is False:
             with contextlib.suppress(StoreError):  # then only its state changes are sent
-                await service.call(service.store.follow, job.id, job.incarnation)
+                await service.call(caller.id, service.store.follow, job.id, job.incarnation)
         return EventStream(_live(service, job, seen, links))
-    past = [_text(event, job, links) for event in await _past(service, job, seen)]
-    if not past:
+    past = _past(service, job, seen)
+    first = await anext(past, None)
+    if first is None:
         return Response(status_code=204)  # tells a browser's EventSource not to reconnect
-    return EventStream(_told(past))
+    return EventStream(_ended(first, past, job, links), past.aclose)
 
 
 Position = tuple[int, int]
@@ -120,41 +123,39 @@ async def _live(service: Service, job: Job, seen: Position, links: ImageLinks) -
         async for event in following:
             if event is not None:
                 seen = _position(event.id) or seen
-                yield _text(event, await service.follower.record(job) if event.final else None, links)
+                yield _text(event, await service.follower.summary(job) if event.final else None, links)
                 continue
             yield KEEPALIVE_COMMENT
             # After a silence the record is read, because a restarted Redis may have lost a stream's end.
             try:
-                record = await service.call(service.store.get, job.id)
+                record = await service.call(job.owner, service.store.lists.summary, job.id)
             except StoreError:
                 continue
             if record is None or not job.same(record):
                 return
             if record.state.final:
-                for last in await _past(service, record, seen):
-                    yield _text(last, record, links)
+                async with aclosing(_past(service, record, seen)) as past:
+                    async for last in past:
+                        yield _text(last, record, links)
                 return
 
 
-async def _past(service: Service, job: Job, seen: Position) -> list[Event]:
-    """The events of an ended job after this position; if its stream is gone, its end from the record.
-
-    Read from the start: a client that has seen the terminal event would otherwise wait for ever.
-    """
-    past = []
-    async with aclosing(service.follower.events(job, "0-0", _PAST_S)) as following:
+async def _past(service: Service, job: Job, seen: Position) -> AsyncGenerator[Event]:
+    """The events of an ended job after this position; if its stream is gone, its end from the record."""
+    async with aclosing(service.follower.events(job, f"{seen[0]}-{seen[1]}", _PAST_S)) as following:
         async for event in following:
             if event is None:
-                past.append(Event("", job.state.value, {}))
-                break
-            if (_position(event.id) or seen) > seen:
-                past.append(event)
-    return past
+                yield Event("", job.state.value, {})
+                return
+            yield event
 
 
-async def _told(past: list[bytes]) -> AsyncGenerator[bytes]:
-    for text in past:
-        yield text
+async def _ended(first: Event, past: AsyncGenerator[Event], job: Job, links: ImageLinks) -> AsyncGenerator[bytes]:
+    """An ended job's events, read as the client receives them."""
+    async with aclosing(past):
+        yield _text(first, job, links)
+        async for event in past:
+            yield _text(event, job, links)
 
 
 def _text(event: Event, job: Job | None, links: ImageLinks) -> bytes:

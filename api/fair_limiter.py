@@ -1,4 +1,4 @@
-"""Limits concurrent work that needs much memory or time, with at most one item per tenant.
+"""Limits concurrent work that needs memory, time or a thread, with few items per tenant.
 
 For coroutines of one event loop; tenant_pool.py does the same for work on threads.
 """
@@ -20,14 +20,15 @@ T = TypeVar("T")
 
 
 class FairLimiter:
-    """A limiter: at most `total` calls at once, on as many threads, and one per tenant; tenants in order of arrival.
+    """A limiter: at most `total` calls at once, on as many threads, and `each` per tenant, in order of arrival.
 
     The costs of those that run add up to `budget` at most; a turn that costs more than all of it runs alone.
     """
 
-    def __init__(self, total: int, budget: int = 0) -> None:
+    def __init__(self, total: int, budget: int = 0, each: int = 1) -> None:
         self._threads = anyio.CapacityLimiter(total)
-        self._locks: dict[str, tuple[asyncio.Lock, list[None]]] = {}
+        self._each = each
+        self._of_tenant: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
         self._free, self._running, self._used, self._budget = total, 0, 0, budget
         self._queue: deque[tuple[asyncio.Future[None], int]] = deque()
 
@@ -46,19 +47,22 @@ class FairLimiter:
 
         Raises TimeoutError where it does not come `within_s`.
         """
-        lock, waiting = self._locks.setdefault(tenant, (asyncio.Lock(), []))
+        of_tenant = self._of_tenant.get(tenant)
+        if of_tenant is None:
+            self._of_tenant[tenant] = of_tenant = (asyncio.Semaphore(self._each), [])
+        places, waiting = of_tenant
         waiting.append(None)
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(within_s):
-                    await stack.enter_async_context(lock)
+                    await stack.enter_async_context(places)
                     await self._acquire(cost)
                 stack.callback(self._release, cost)
                 yield
         finally:
             waiting.pop()
             if not waiting:
-                del self._locks[tenant]
+                del self._of_tenant[tenant]
 
     async def _acquire(self, cost: int) -> None:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -22,12 +22,12 @@ from api.forms import form, upload_source
 from api.paging import Pagination, missing, page
 from api.picture_decoder import PictureInfo
 from api.predictions.objects import file_object
-from api.rate_limits import enforce_rate_limit
+from api.rate_limits import enforce_rate_limit, store_share_full, stored_limit
 from api.routers import new_router
 from api.service import Given, Service
 from contract.card import Size
 from core.artifacts import NoArtifact, Spool, StorageDown
-from core.jobs.files import KEPT_S, File, FilesFull, KeyRequired, new_file_id
+from core.jobs.files import KEPT_S, File, FilesFull, KeyRequired, ShareFull, new_file_id
 
 router = new_router("batches")
 
@@ -109,17 +109,16 @@ async def files(request: Request, service: Given, caller: By) -> Response:
         raise invalid_field("purpose", f"must be one of {', '.join(_LISTED)}")
     if order not in ("asc", "desc"):
         raise invalid_field("order", "must be asc or desc")
-    listed = await service.call(
-        service.files.files,
-        caller.id,
-        purpose=purpose,
-        oldest=order == "asc",
-        after=after,
-        limit=min(limit, _MOST_LISTED),
-    )
-    if listed is None:
-        raise missing()
-    return JSONResponse(page([_object(file) for file in listed.items], more=listed.more))
+
+    def listed() -> Response:
+        page_of_files = service.files.files(
+            caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=min(limit, _MOST_LISTED)
+        )
+        if page_of_files is None:
+            raise missing()
+        return JSONResponse(page([_object(file) for file in page_of_files.items], more=page_of_files.more))
+
+    return await service.call(caller.id, listed)
 
 
 @router.get("/v1/files/{id}", summary="Look at a file", operation_id="look_v1_files__id__get")
@@ -138,7 +137,8 @@ async def content(id: str, request: Request, service: Given, caller: By) -> Resp
     caller.check("files")
     file = await find(service, id, caller)
     try:
-        return await stored_bytes.respond(service, request, file.key, {"X-Content-Type-Options": "nosniff"}, file.size)
+        headers = {"X-Content-Type-Options": "nosniff"}
+        return await stored_bytes.respond(service, caller.id, request, file.key, headers, file.size)
     except NoArtifact:
         raise gone("id") from None
 
@@ -147,13 +147,13 @@ async def content(id: str, request: Request, service: Given, caller: By) -> Resp
 async def delete(id: str, service: Given, caller: By) -> Response:
     caller.check("files")
     file = await find(service, id, caller)
-    await service.call(service.files.forget, file)
+    await service.call(caller.id, service.files.forget, file)
     return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
 
 async def find(service: Service, id: str, caller: Caller, param: str = "id") -> File:
     """Return the file as `get` does, for this caller, without blocking."""
-    return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
+    return await service.call(caller.id, get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
 def get(service: Service, id: str, owner: str, *, admin: bool = False, param: str = "id") -> File:
@@ -179,15 +179,16 @@ def gone(param: str) -> ApiError:
 
 def keep_spool(
     service: Service, owner: str, name: str, purpose: str, spool: Spool, kind: str = _LINES, *, quota: int = 0,
-    id: str = "", picture_size: Size | None = None, keyless: bool = False,
+    id: str = "", picture_size: Size | None = None, keyless: bool = False, stored: int | None = None,
 ) -> File:  # fmt: skip
     """Store a file of this media type for its retention time. Raises `ArtifactError`, `StoreError`, and as
     `FileStore.add`."""
     id = id or new_file_id()
     key = service.artifacts.put_spool(spool, kind, partial(service.files.reserve, id))
     return service.files.add(
-        owner, name, purpose, spool.size, key, quota=quota, id=id, picture_size=picture_size, keyless=keyless
-    )
+        owner, name, purpose, spool.size, key, quota=quota, id=id, picture_size=picture_size, keyless=keyless,
+        stored=stored,
+    )  # fmt: skip
 
 
 def _quota(service: Service, caller: Caller) -> int:
@@ -199,16 +200,21 @@ def _quota(service: Service, caller: Caller) -> int:
 def _keep_upload(
     service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], info: PictureInfo | None, quota: int
 ) -> File:
-    """Store an upload. Blocks. Raises `ApiError`: 429 if the owner's quota is exceeded, 401 if keys are required by
-    now."""
+    """Store an upload. Blocks. Raises `ApiError`: 429 if the owner's quota or share of the store is exceeded, 401 if
+    keys are required by now."""
     try:
         spool, used = Spool.of(upload), service.files.used_bytes(owner)
         if quota and used + spool.size > quota:  # before anything is written; the record enforces the limit
             raise FilesFull(used, quota)
         kind, size = (_LINES, None) if info is None else (info.media_type, info.size)
-        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota, picture_size=size, keyless=not owner)
+        return keep_spool(
+            service, owner, name, purpose, spool, kind, quota=quota, picture_size=size, keyless=not owner,
+            stored=stored_limit(service, owner),
+        )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
+    except ShareFull:
+        raise store_share_full() from None
     except FilesFull as full:
         message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
         raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None

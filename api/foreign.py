@@ -78,10 +78,9 @@ class FieldNames:
             ours = self.names.get(name, name)
             if ours == name and name not in self.shared and name not in self.passed:
                 word = plain(name)
-                field = word and self.prefix + word
                 if not ignore_unknown or len(warnings) >= schemas.MAX_UNKNOWN:
-                    raise invalid_field(field, "is not known", "unknown_parameter")
-                warnings.append(schemas.is_ignored(field))
+                    raise schemas.unknown_field(self.prefix + (word or ""), word is not None)
+                warnings.append(schemas.is_ignored(self.prefix + (word or ""), word is not None))
                 continue
             if ours in given:
                 words = f"must not be given beside {given[ours]}"

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from operator import itemgetter
 from tempfile import SpooledTemporaryFile
 from typing import BinaryIO, cast
 
@@ -33,6 +34,7 @@ _MOST_BOUNDARY = 70  # characters, by RFC 2046
 _MOST_TYPE = 512  # bytes of the request's Content-Type
 _PARAMETER = r';\s*([\w.-]{1,40})=(?:"([^"\\]*)"|([^\s;"]+))\s*'
 _TYPE = re.compile(rf"multipart/form-data\s*((?:{_PARAMETER})*);?", re.IGNORECASE | re.ASCII)
+_LISTED = re.compile(r"([A-Za-z_][A-Za-z0-9_-]{0,63})\[([0-9]{0,4})\]")  # a part of a list, as clients name it
 _INLINE = 4096  # bytes that are parsed faster than a thread starts
 _SPOOLED = 64 * 1024  # bytes of a file in memory
 
@@ -42,6 +44,9 @@ async def form(
     request: Request, tenant: str, *, max_bytes: int, max_files: int, max_fields: int
 ) -> AsyncIterator[FormData]:
     """The form, with its files open as long as the context. `max_bytes` limits the whole body.
+
+    Parts that are named `field[]` or `field[0]` are of the field, in the order of their numbers. A file without a name
+    and without bytes, which browsers send of an input that nobody filled in, is not given.
 
     The forms of a tenant are read in turn, as `body.take_in` does.
 
@@ -107,11 +112,12 @@ class _Parts:
     """
 
     def __init__(self, boundary: bytes, max_files: int, max_fields: int) -> None:
-        self.items: list[tuple[str, str | UploadFile]] = []
+        self._items: list[tuple[int, str, str | UploadFile]] = []  # by their number in a list, else 0
         self._left = {"files": max_files, "fields": max_fields}
         self._text_left = _MOST_TEXT
         self._files: list[UploadFile] = []
-        self._name, self._text, self._file = "", bytearray(), cast(UploadFile | None, None)
+        self._name, self._number = "", 0
+        self._text, self._file = bytearray(), cast(UploadFile | None, None)
         self._field, self._value, self._disposition = bytearray(), bytearray(), bytearray()
         self._heads_left = _MOST_HEADS
         self._ended = False
@@ -128,6 +134,11 @@ class _Parts:
                 "on_end": self._end,
             },
         )
+
+    @property
+    def items(self) -> list[tuple[str, str | UploadFile]]:
+        """The parts by their fields' names, in order."""
+        return [(name, value) for _, name, value in sorted(self._items, key=itemgetter(0))]
 
     def feed(self, chunk: bytes) -> None:
         self._parser.write(chunk)
@@ -172,7 +183,9 @@ class _Parts:
         _, options = parse_options_header(bytes(self._disposition))
         if b"name" not in options:
             raise _invalid("a part has no name")
-        self._name = _decoded(options[b"name"])
+        self._name, self._number = _decoded(options[b"name"]), 0
+        if (listed := _LISTED.fullmatch(self._name)) is not None:
+            self._name, self._number = listed[1], int(listed[2] or 0)
         if b"filename" not in options:
             self._count("fields")
             return
@@ -198,7 +211,9 @@ class _Parts:
         self._text += data[start:end]
 
     def _end_part(self) -> None:
-        self.items.append((self._name, _decoded(self._text) if self._file is None else self._file))
+        if self._file is None or self._file.filename or self._file.size:
+            value = _decoded(self._text) if self._file is None else self._file
+            self._items.append((self._number, self._name, value))
 
     def _end(self) -> None:
         self._ended = True

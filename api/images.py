@@ -9,13 +9,13 @@ from typing import Any
 import anyio
 from fastapi import Request, Response
 
-from api import body, inline_images, schemas, streaming, submission
+from api import body, inline_images, picture_forms, schemas, streaming, submission
 from api.access import By
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
 from api.links import ImageLinks
 from api.presentation import results, size
-from api.rate_limits import charge_refusals
+from api.rate_limits import charge_refusals, enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
 from contract.image import ImageJob
@@ -32,15 +32,24 @@ _CLOSED = 499  # nobody reads it
     summary="Draw pictures and wait for them",
     response_model=schemas.Generated,
     responses={200: {"content": {"text/event-stream": {}}}},
-    openapi_extra={**schemas.document(ImageRequest), "parameters": [schemas.IDEMPOTENCY_KEY]},
+    openapi_extra={
+        **schemas.document(ImageRequest, ImageRequest, form=picture_forms.FILES[ImageRequest]),
+        "parameters": [schemas.IDEMPOTENCY_KEY],
+    },
 )
 async def generate(request: Request, service: Given, caller: By) -> Response:
     """Answer when all pictures are drawn; with `stream`, send events as they come.
 
     A client that disconnects before the end cancels the job, unless it sent an `Idempotency-Key`: then it may repeat
-    the request.
+    the request. A form's files are the pictures of its controls and image prompts.
     """
     caller.check("images")
+    if picture_forms.is_form(request):
+        await enforce_rate_limit(request, service, caller)
+        async with picture_forms.read(request, service, caller, ImageRequest) as (fields, pictures):
+            id = submission.idempotency_id(request, caller)
+            job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
+        return await answer(service, request, job, fields, stays=id is not None)
     async with charge_refusals(request, service, caller):
         fields = schemas.read(ImageRequest, await body.read(request, caller.id), ignore_unknown=service.ignore_unknown)
     id = submission.idempotency_id(request, caller)
@@ -56,7 +65,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageRequ
         source = streaming.stream_images(service, job, kind, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=stays)
-    return await inline_images.respond(service, generated(ended, links))
+    return await inline_images.respond(service, job.owner, generated(ended, links))
 
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:

@@ -117,10 +117,10 @@ async def _answer(request: Request, service: Service, caller: Caller, model: str
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
         ended = await images.finished(service, request, job, stays=id is not None)
     if _accepts(request, _JSON) and not _accepts(request, "image/", "*/*"):
-        return await inline_images.respond(service, images.generated(ended, None))
+        return await inline_images.respond(service, caller.id, images.generated(ended, None))
     picture = results(ended)[0]
     headers = {"X-Content-Type-Options": "nosniff"}
-    return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
+    return await stored_bytes.respond(service, caller.id, request, picture["key"], headers, picture.get("size_bytes"))
 
 
 def _accepts(request: Request, *kinds: str) -> bool:

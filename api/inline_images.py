@@ -60,8 +60,9 @@ def _part(service: Service, key: str, at: int, length: int) -> bytes:
 class InlineDocument:
     """A JSON document, some of whose values are `Inline`."""
 
-    def __init__(self, service: Service, document: Any) -> None:
-        self._service = service
+    def __init__(self, service: Service, tenant: str, document: Any) -> None:
+        """Images are read in the tenant's turn."""
+        self._service, self._tenant = service, tenant
         self._images: dict[str, Inline] = {}
         text = json.dumps(document, default=self._marked, separators=(",", ":"), allow_nan=False)
         self._pieces = list(self._split(text))
@@ -87,9 +88,11 @@ class InlineDocument:
             if image.key in self._sizes:
                 continue
             if image.size_bytes is None or not self._hold(_length(image.size_bytes)):
-                self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
+                self._sizes[image.key] = await self._service.stored(
+                    self._tenant, verified_size, self._service, image.key
+                )
                 continue
-            self._held[image.key] = data = await self._service.stored(_whole, self._service, image.key)
+            self._held[image.key] = data = await self._service.stored(self._tenant, _whole, self._service, image.key)
             self._sizes[image.key] = len(data)
         return self._whole_length()
 
@@ -133,11 +136,12 @@ class InlineDocument:
                     yield base64.b64encode(memoryview(data)[at : at + length])
             else:
                 for at, length in self._parts(piece):
-                    yield base64.b64encode(await self._service.stored(_part, self._service, piece.key, at, length))
+                    part = await self._service.stored(self._tenant, _part, self._service, piece.key, at, length)
+                    yield base64.b64encode(part)
 
 
-async def respond(service: Service, document: Any) -> StreamingResponse:
+async def respond(service: Service, tenant: str, document: Any) -> StreamingResponse:
     """The response with this JSON document, some of whose values are `Inline`. Raises `ArtifactError`."""
-    inline = InlineDocument(service, document)
+    inline = InlineDocument(service, tenant, document)
     headers = {"Content-Length": str(await inline.verify())}
     return StreamingResponse(inline.stream(), media_type="application/json", headers=headers)

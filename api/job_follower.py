@@ -27,9 +27,9 @@ _AGAIN_S = 1.0  # between retries while Redis is down
 
 
 class RunOnThread(Protocol):
-    """Runs a blocking Redis call on a thread."""
+    """Runs a blocking Redis call on a thread, in the tenant's turn."""
 
-    def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+    def __call__(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
 
 
 class JobFollower:
@@ -81,8 +81,8 @@ class JobFollower:
                 if event is not None:
                     yield event
                 else:
-                    record = await self.record(job)
-                    if record is None or record.state.final:
+                    summary = await self.summary(job)
+                    if summary is None or summary.state.final:
                         return
 
     async def final_record(self, job: Job) -> Job | None:
@@ -92,12 +92,21 @@ class JobFollower:
         return record
 
     async def end(self, job: Job) -> Job | None:
-        """Wait for the job's end. None: the service closes first. Raises `ApiError` if the job no longer exists."""
+        """Wait for the job's end; return its record. None: the service closes first. Raises `ApiError` if the job no
+        longer exists.
+        """
+        return await self._end(job, self.record)
+
+    async def summary_at_end(self, job: Job) -> Job | None:
+        """Wait as `end` does; return the record's summary."""
+        return await self._end(job, self.summary)
+
+    async def _end(self, job: Job, read: Callable[[Job], Awaitable[Job | None]]) -> Job | None:
         while not self._closing.is_set():
             async with aclosing(self.until_end(job)) as events:
                 async for _ in events:
                     pass
-            record = await self.record(job)
+            record = await read(job)
             if record is None and not self._closing.is_set():
                 raise job_lost()
             if record is not None and record.state.final:
@@ -106,10 +115,19 @@ class JobFollower:
         return None
 
     async def record(self, job: Job) -> Job | None:
-        """The job's record, as soon as Redis replies. None: it is gone, or the service closes."""
+        """The record of a job whose request is known, as soon as Redis replies. None: it is gone, or the service
+        closes.
+        """
+        return await self._read(job, lambda: self._store.reread(job))
+
+    async def summary(self, job: Job) -> Job | None:
+        """The summary of the job's record (`JobLists`), as `record` returns it."""
+        return await self._read(job, lambda: self._store.lists.summary(job.id))
+
+    async def _read(self, job: Job, read: Callable[[], Job | None]) -> Job | None:
         while not self._closing.is_set():
             try:
-                record = await self._call(self._store.get, job.id)
+                record = await self._call(job.owner, read)
             except StoreError as error:
                 log.warning("the record of job %s cannot be read yet: %s", job.id, error)
                 await self._pause()
@@ -125,7 +143,7 @@ class JobFollower:
     async def cancel(self, job: Job) -> bool:
         """Cancel a job that nobody waits for. False: Redis is down, and the job may continue."""
         try:
-            await self._call(self._store.cancel, job.id, job.incarnation)
+            await self._call(job.owner, self._store.cancel, job.id, job.incarnation)
         except StoreError as error:
             log.warning("job %s could not be cancelled and may continue: %s", job.id, error)
             return False

@@ -15,7 +15,7 @@ from api import admission, body, references, schemas, submission
 from api.access import By, Caller
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
-from api.presentation import job_object, retrieved
+from api.presentation import job_object, retrieved, running_forecast
 from api.rate_limits import charge_refusals, enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
@@ -83,22 +83,30 @@ async def _make(request: Request, service: Service, caller: Caller, id: str | No
     ),
 )
 async def list_jobs(request: Request, service: Given, caller: By) -> Response:
-    """The caller's jobs, newest first; with the scope admin, everybody's."""
+    """The caller's jobs, newest first; with the scope admin, everybody's.
+
+    A page may be short although others follow.
+    """
+    await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
     query = request.query_params
     state = query.get("status")
     if state is not None and state not in list(JobState):
         raise invalid_field("status", f"must be one of {', '.join(JobState)}")
     model = service.cards.seen_by(caller.id).served_name(query.get("model")) or ""
-    listed = await service.call(
-        service.store.page, None if caller.may("admin") else caller.id,
-        state=JobState(state) if state else None, model=model, after=after, limit=limit,
-    )  # fmt: skip
-    if listed is None:
-        raise missing()
     links = service.links(request)
-    data = [job_object(job, links, await service.forecast(job, near=False)) for job in listed.jobs]
-    return JSONResponse(page(data, more=listed.more, last=listed.after), headers=_FRESH)
+
+    def listed() -> Response:
+        jobs = service.store.lists.page(
+            None if caller.may("admin") else caller.id,
+            state=JobState(state) if state else None, model=model, after=after, limit=limit,
+        )  # fmt: skip
+        if jobs is None:
+            raise missing()
+        data = [job_object(job, links, running_forecast(job)) for job in jobs.jobs]
+        return JSONResponse(page(data, more=jobs.more, last=jobs.after), headers=_FRESH)
+
+    return await service.call(caller.id, listed)
 
 
 @router.get(
@@ -118,7 +126,7 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
     job = await find(service, id, caller)
     if wait_s and not job.state.final:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.follower.end(job), wait_s)
+            await asyncio.wait_for(service.follower.summary_at_end(job), wait_s)
         job = await find(service, id, caller)
     content = job_object(job, service.links(request), await service.forecast(job))
     return JSONResponse(retrieved(job, content), headers=_FRESH)
@@ -128,7 +136,7 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
     """Cancel a job that waits or runs. An ended job is returned unchanged."""
     record = await find(service, id, caller)
-    job = await service.call(service.store.cancel, id, record.incarnation)
+    job = await service.call(caller.id, service.store.cancel, id, record.incarnation)
     if job is None:
         raise no_job()
     return JSONResponse(job_object(job, service.links(request)))
@@ -137,10 +145,13 @@ async def cancel(id: str, request: Request, service: Given, caller: By) -> Respo
 @router.post("/v1/jobs/{id}/requeue", status_code=202, summary="Try a job again", response_model=schemas.JobObject)
 async def requeue(id: str, request: Request, service: Given, caller: By) -> Response:
     """Make a new job with the fields of this one, including the seed. 409 while it is live, and if it succeeded."""
-    job = await find(service, id, caller)
+    job = await find(service, id, caller, whole=True)
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
         raise ApiError(409, "Only a job that ended without success is tried again.", code="job_not_failed")
+    if job.dropped:
+        message = f"The request of this job had {job.dropped} bytes, which are not kept once a job has ended."
+        raise ApiError(409, message, code="request_not_kept")
     if await service.cards.find(job.model, KINDS[job.modality], caller.id) is None and service.cards.redis_answers:
         raise admission.unknown_model()
     again = await submission.resubmit(service, request, caller, job)
@@ -155,18 +166,20 @@ async def delete(id: str, request: Request, service: Given, caller: By) -> Respo
     incarnation = ""
     with contextlib.suppress(UnreadableRecord):  # deletes unreadable records too
         incarnation = (await find(service, id, caller)).incarnation
-    await service.call(service.store.erase, id, incarnation)
+    await service.call(caller.id, service.store.erase, id, incarnation)
     return JSONResponse({"id": id, "object": "job", "deleted": True})
 
 
-async def find(service: Service, id: str, caller: Caller) -> Job:
-    """The job of this id. Raises `ApiError` (404), also for malformed ids, and for others' jobs.
+async def find(service: Service, id: str, caller: Caller, *, whole: bool = False) -> Job:
+    """The job of this id, or its summary (`JobLists`) unless `whole`.
 
+    Raises `ApiError` (404), also for malformed ids, and for others' jobs.
     Raises `UnreadableRecord` for a job of this caller that a newer version wrote, or that is damaged.
     """
     check_id(id)
+    read = service.store.get if whole else service.store.lists.summary
     try:
-        job = await service.call(service.store.get, id)
+        job = await service.call(caller.id, read, id)
     except UnreadableRecord as error:
         if error.owner != caller.id and not caller.may("admin"):
             raise no_job() from None

@@ -58,12 +58,14 @@ class KeyLimits:
         """The costs of a request, whatever it is for."""
         return self._costs("requests", self.rate, ALL)
 
-    def job_costs(self, model: str, pictures: int = 0, tokens: int = 0) -> list[RateLimitCost]:
-        """The costs of a job of this model besides: a request of the model, its images, its tokens."""
+    def job_costs(self, model: str, pictures: int = 0, tokens: int = 0, text_model: str = "") -> list[RateLimitCost]:
+        """The costs of a job of this model besides: a request of the model, its images, its tokens, which are of
+        `text_model` if that is another.
+        """
         return [
             *self._costs("requests", self.rate, model),
             *self.picture_costs({model: pictures}),
-            *(self._costs("tokens", self.tokens, ALL, model, n=tokens) if tokens else ()),
+            *(self._costs("tokens", self.tokens, ALL, text_model or model, n=tokens) if tokens else ()),
         ]
 
     def picture_costs(self, counts: Mapping[str, int]) -> list[RateLimitCost]:

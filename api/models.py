@@ -55,18 +55,18 @@ async def forget(name: str, service: Given, caller: By) -> Response:
     """
     caller.check("admin")
     await service.cards.renew()
-    if not await service.call(service.registry.has_model, name):  # includes unreadable cards
+    if not await service.call(caller.id, service.registry.has_model, name):  # includes unreadable cards
         raise admission.unknown_model()
     served = any(model.name == name for worker in service.cards.now.workers for model in worker.models)
-    if served or await _first(service, name, JobState.RUNNING):
+    if served or await _first(service, caller, name, JobState.RUNNING):
         raise ApiError(409, "A worker serves this model, or a running job uses it.", param="name", code="model_served")
-    await service.call(service.registry.forget_model, name)
+    await service.call(caller.id, service.registry.forget_model, name)
     await asyncio.sleep(_HEARD_S)  # until every API process has polled the change and rejects jobs for it
     cancelled = 0
-    while waiting := await _first(service, name, JobState.QUEUED):
+    while waiting := await _first(service, caller, name, JobState.QUEUED):
         before = cancelled
         for id in waiting:
-            job = await service.call(service.store.cancel, id)
+            job = await service.call(caller.id, service.store.cancel, id)
             cancelled += job is not None and job.state is JobState.CANCELLED
         if cancelled == before:
             break
@@ -74,15 +74,17 @@ async def forget(name: str, service: Given, caller: By) -> Response:
     return JSONResponse({"id": name, "object": "model", "deleted": True, "cancelled": cancelled})
 
 
-async def _first(service: Service, model: str, state: JobState) -> list[str]:
+async def _first(service: Service, caller: Caller, model: str, state: JobState) -> list[str]:
     """Some jobs of all owners with this model and state, newest first; [] if there are none."""
     after = ""
     while True:
-        page = await service.call(service.store.page, None, state=state, model=model, after=after, limit=100)
+        page = await service.call(
+            caller.id, service.store.lists.ids, None, state=state, model=model, after=after, limit=100
+        )
         if page is None:  # the position to continue from is gone
             after = ""
-        elif page.jobs or not page.more:
-            return [job.id for job in page.jobs]
+        elif page.ids or not page.more:
+            return page.ids
         else:
             after = page.after
 

@@ -33,7 +33,7 @@ _IDLE_S = 15.0
 class Loader(Protocol):
     """`Service.stored`: runs a blocking read on a thread for the artifact store."""
 
-    async def __call__(self, function: Callable[[], T], /) -> T: ...
+    async def __call__(self, tenant: str, function: Callable[[], T], /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PictureDecoder:
             return hashlib.sha256(source.read()).hexdigest()
 
         async with self._turns.turn(tenant, source.size_bytes):
-            return replace(source, digest=await self._load(digest))
+            return replace(source, digest=await self._load(tenant, digest))
 
     async def measure(self, tenant: str, source: PictureSource) -> PictureInfo:
         """Check the picture's structure and header. Nothing is decoded."""
@@ -149,7 +149,7 @@ class PictureDecoder:
         self, tenant: str, cost: int, function: str, arguments: Any, source: PictureSource | None
     ) -> tuple[Any, list[bytes]]:
         async with self._turns.turn(tenant, cost):
-            blobs = [] if source is None else [await self._load(source.read)]
+            blobs = [] if source is None else [await self._load(tenant, source.read)]
             try:
                 return await self._turns.on_thread(self._processes.call, function, arguments, blobs)
             except (CallRefused, CallCrashed) as error:

@@ -22,6 +22,7 @@ from core.jobs.record import Job, JobState
 
 router = new_router("jobs")
 
+_LINKS = "(links)"  # no key's id: all readers of signed links, whose owner is not known yet, take turns as one tenant
 _NUMBER = re.compile(r"[0-9]{1,2}")
 _FOR_EVER = "private, max-age=31536000, immutable"
 _RANGE = {
@@ -42,7 +43,7 @@ async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     check_id(id)
     expires, now = request.query_params.get("expires", ""), service.cards.now
     # The signature covers the content the link was made for, so it exposes nothing of a later job with this id.
-    job = await service.call(service.store.get, id)
+    job = await service.call(_LINKS, service.store.lists.summary, id)
     pictures = [] if job is None else results(job)
     if job is not None and _NUMBER.fullmatch(k) and int(k) < len(pictures):
         content = job.incarnation and pictures[int(k)].get("key", "")
@@ -86,7 +87,9 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     if _has(request, headers["ETag"]):
         return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})
     try:
-        return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
+        return await stored_bytes.respond(
+            service, job.owner, request, picture["key"], headers, picture.get("size_bytes")
+        )
     except NoArtifact:
         raise _no_image() from None
 
@@ -103,7 +106,7 @@ async def preview(id: str, request: Request, service: Given, caller: By) -> Resp
     k = request.query_params.get("image", "0")
     if _NUMBER.fullmatch(k) is None:
         raise invalid_field("image", "must be the number of an image")
-    look = await service.call(service.store.preview, job.id, int(k), job.incarnation)
+    look = await service.call(caller.id, service.store.preview, job.id, int(k), job.incarnation)
     if look is None:
         return Response(status_code=204, headers={"Cache-Control": "no-store"})
     return Response(look, media_type="image/png", headers={"Cache-Control": "no-store"})

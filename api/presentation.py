@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ class QueueForecast:
     position: int | None = None
     start_s: float | None = None
     end_s: float | None = None
+
+
+def running_forecast(job: Job) -> QueueForecast | None:
+    """When a running job will end, by its progress; None if it does not run."""
+    if job.state is not JobState.RUNNING:
+        return None
+    done = (job.progress or {}).get("steps_done", 0) / max(1, (job.progress or {}).get("steps", 1))
+    elapsed_s = time.time() - (job.started or time.time())
+    return QueueForecast(end_s=max(0.0, elapsed_s) * (1 - done) / done if done else job.work_ms / 1000)
 
 
 def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = None) -> dict[str, Any]:

@@ -45,10 +45,12 @@ async def empty(name: str, service: Given, caller: By) -> Response:
     """Cancel every job that waited in the queue at the time of the request, of any owner. Running jobs continue."""
     caller.check("admin")
     _check(name)
-    left = (await service.call(service.store.backlog, name)).queued  # jobs that arrive meanwhile do not prolong it
+    left = (
+        await service.call(caller.id, service.store.backlog, name)
+    ).queued  # jobs that arrive meanwhile do not prolong it
     cancelled = 0
     while left > 0:
-        some = await service.call(service.store.empty, name, min(left, _PORTION))
+        some = await service.call(caller.id, service.store.empty, name, min(left, _PORTION))
         cancelled, left = cancelled + some, left - some
         if some < _PORTION:
             break
@@ -59,7 +61,7 @@ async def empty(name: str, service: Given, caller: By) -> Response:
 async def _switch(service: Service, caller: Caller, name: str, on: bool) -> Response:
     caller.check("admin")
     _check(name)
-    await service.call(service.registry.pause, name, on)
+    await service.call(caller.id, service.registry.pause, name, on)
     await service.cards.renew()
     return JSONResponse(_object(service, name))
 

@@ -13,12 +13,14 @@ from api.access import Caller
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.middleware import on_start
 from api.service import Service
+from core.jobs.connection import StoreFull
 from core.jobs.rates import RateLimitCost, RateLimitState
 
 _UNITS = ("requests", "pictures", "tokens")
 HEADERS = [f"x-ratelimit-{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in _UNITS]
 _FIELDS = {"pictures": "n", "tokens": "max_tokens"}  # of a single request, that say how much it asks for
 _SOON_S = 120  # a longer delay is not worth a client's automatic retries
+_STORED_S = 60  # until a retry, of a key that has no room in the store
 _STATE = "rate_limits"  # of a request: the headers, by name
 
 
@@ -58,14 +60,15 @@ async def charge_refusals(request: Request, service: Service, caller: Caller) ->
 async def charge(request: Request, service: Service, costs: Sequence[RateLimitCost], field: str | None = None) -> None:
     """Charge all of these costs, or none. Raises `ApiError` as `apply_rate_limits`."""
     if costs:
-        apply_rate_limits(request, costs, await service.call(service.rates.take, *costs), field)
+        states = await service.call(costs[0].tenant, service.rates.take, *costs)
+        apply_rate_limits(request, costs, states, field)
 
 
 async def refund(request: Request, service: Service, costs: Sequence[RateLimitCost]) -> None:
     """Take back what these cost, but requests, where their job was refused after the charge."""
     refunds = [cost for cost in costs if cost.unit != "requests"]
     if refunds:
-        await service.call(service.rates.refund, *refunds)
+        await service.call(refunds[0].tenant, service.rates.refund, *refunds)
     for name in [name for name in HEADERS if not name.endswith("-requests")]:
         request.scope["state"][_STATE].pop(name, None)
 
@@ -100,6 +103,26 @@ def too_large(cost: RateLimitCost, field: str | None = None) -> ApiError:
     """The 400 for a request that costs more than the whole limit, so that no wait helps."""
     message = f"{cost.cost} {cost.unit} are more than this key's limit of {_words(cost)} ever allows"
     return invalid_field(field or _FIELDS.get(cost.unit), message, _code(cost.unit))
+
+
+def stored_limit(service: Service, owner: str) -> int | None:
+    """The bytes of Redis that an owner's records may take; None: no limit. Raises `StoreFull` while it is so full that
+    nobody may create records.
+    """
+    now = service.cards.now
+    if now.memory.nearly_full:
+        raise StoreFull("Redis has nearly reached its memory limit")
+    percent = int(service.settings.key_stored.removesuffix("%") or 0)
+    return now.memory.share(percent, len(now.keys)) if owner else None
+
+
+def store_share_full() -> ApiError:
+    """The 429 for what would be stored of a key whose records take all the memory that they may."""
+    message = (
+        "The jobs, files and batches of this key take all the room in the service's store that they may; "
+        "erase some, or wait until they end or expire."
+    )
+    return ApiError(429, message, code="store_share_full", headers={"Retry-After": str(_STORED_S), **NO_RETRY})
 
 
 def _words(cost: RateLimitCost) -> str:

@@ -63,7 +63,9 @@ async def resolve(
     """Resolve pictures as `Resolver.uploads` does, without blocking."""
     if not any_named(fields, pictures):
         return NO_PICTURES
-    return await service.call(Resolver(service, caller.id, admin=caller.may("admin")).uploads, fields, pictures)
+    return await service.call(
+        caller.id, Resolver(service, caller.id, admin=caller.may("admin")).uploads, fields, pictures
+    )
 
 
 class Resolver:

@@ -6,6 +6,7 @@ Holds the limits common to all models; admission.py checks against a model's car
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -24,6 +25,7 @@ from contract.strict import FIELD, UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
 MAX_PICTURES = 1 + MAX_IMAGE_PROMPTS  # of an edit: its source, and image prompts
+_MOST_MEMBERS = 8  # of an object that an error names
 MAX_UNKNOWN = 32  # fields that are left out of a body
 _KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING, *ITEMS)  # of values, in an error's location
 
@@ -128,13 +130,26 @@ def read(
         if not unknown or not ignore_unknown or len(warnings) >= MAX_UNKNOWN:
             raise _invalid(kind, first, rules or {})
         path = (*first["loc"], *([first["ctx"]["name"]] if first["type"] == UNKNOWN else []))
-        warnings.append(is_ignored(_field(first)))
+        warnings.append(is_ignored(*_field(first)))
         fields = _without(fields, path)
 
 
-def is_ignored(field: str | None) -> str:
-    """The warning of an unknown field that is left out; without a name, of one that is no plain word."""
-    return f"{field or 'A field whose name is no plain word'}: is not known, and ignored"
+def is_ignored(field: str, is_whole: bool) -> str:
+    """The warning of an unknown field that is left out. `is_whole`: as `_field` returns it."""
+    return f"{_not_known(field.removesuffix('.'), is_whole)}, and ignored"
+
+
+def unknown_field(field: str, is_whole: bool) -> ApiError:
+    """A 400 for a field that is not known; if it is not whole, for one in it whose name is no plain word."""
+    field = field.removesuffix(".")
+    words = f"{_not_known(field, is_whole).removeprefix(f'{field}: ')}; DIPTYCH_UNKNOWN_FIELDS=warn leaves it out"
+    return invalid_field(field or None, words, "unknown_parameter")
+
+
+def _not_known(field: str, is_whole: bool) -> str:
+    if is_whole:
+        return f"{field}: is not known"
+    return f"{f'{field}: a' if field else 'A'} field whose name is no plain word is not known"
 
 
 def _without(value: Any, path: Sequence[int | str]) -> Any:
@@ -148,19 +163,25 @@ def _without(value: Any, path: Sequence[int | str]) -> Any:
     return _without(value, rest) if rest and part in _KINDS else value  # else another item has it
 
 
-def _field(error: ErrorDetails) -> str | None:
-    """The field of an error; None for one whose name is no plain word."""
+def _field(error: ErrorDetails) -> tuple[str, bool]:
+    """The field of an error, and whether that is all of its path: a name that is no plain word ends it."""
     parts = [plain(part) for part in error["loc"] if part not in _KINDS and not isinstance(part, int)]
     if error["type"] == UNKNOWN:
         parts.append(plain(error["ctx"]["name"]))
     if error["type"] == FIELD and error["ctx"]["field"]:
         parts.append(error["ctx"]["field"])
-    return None if None in parts else ".".join(part for part in parts if part is not None)
+    known = [part for part in takewhile(lambda part: part is not None, parts) if part is not None]
+    return ".".join(known), len(known) == len(parts)
 
 
 def _invalid(kind: type[BaseModel], first: ErrorDetails, rules: Rules) -> ApiError:
     """The answer to a body with this first error."""
-    field = _field(first)
+    name, is_whole = _field(first)
+    field = name or None
+    if first["type"] in ("extra_forbidden", UNKNOWN):
+        return unknown_field(name, is_whole)
+    if not is_whole:
+        return invalid_field(field, "a field in it is not valid" if field else "A field is not valid.")
     if first["type"] in rules:
         return invalid_field(field, rules[first["type"]])
     bounds = _bounds(kind, str(first["loc"][0])) if len(first["loc"]) == 1 else {}
@@ -177,16 +198,18 @@ def _bounds(kind: type[BaseModel], field: str) -> dict[str, float]:
     return {name: getattr(item, name) for item in metadata for name in ("ge", "le") if hasattr(item, name)}
 
 
-def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def document(
+    *kinds: type[BaseModel], form: Mapping[str, Any] | None = None, required: Sequence[str] = ()
+) -> dict[str, Any]:
     """OpenAPI for a body that one of these models validates, to be used as `openapi_extra`.
 
-    With `form` the first is a form with these additional files, the first of which is required.
+    With `form` the first is a form with these additional files, of which some are required.
     """
     content: dict[str, Any] = {}
     if form is not None:
         schema = _schema(kinds[0])
         schema["properties"] |= form
-        schema["required"] = [*schema.get("required", []), *list(form)[:1]]
+        schema["required"] = [*schema.get("required", []), *required]
         content["multipart/form-data"] = {"schema": schema}
         kinds = kinds[1:]
     if kinds:
@@ -212,13 +235,19 @@ def _inline(schema: Any, parts: dict[str, Any]) -> Any:
     return {name: _inline(inner, parts) for name, inner in schema.items() if name != "discriminator"}
 
 
+def _members(name: str) -> str:
+    """Name the fields of a nested object, by its class, where they are few."""
+    kinds = [StrictModel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    fields = next((kind.model_fields for kind in kinds if kind.__name__ == name), {})
+    names = [field.alias or name for name, field in fields.items()]
+    return f" with {', '.join(names)}" if 0 < len(names) <= _MOST_MEMBERS else ""
+
+
 def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError:
     if kind in ("model_type", "model_attributes_type"):
-        return invalid_field(field, "must be an object", "invalid_type")
-    if kind in ("extra_forbidden", UNKNOWN):
-        if field is None:
-            return invalid_field(None, "A field whose name is no plain word is not known.", "unknown_parameter")
-        return invalid_field(field, "is not known", "unknown_parameter")
+        return invalid_field(field, f"must be an object{_members(limits.get('class_name', ''))}", "invalid_type")
     if kind == FIELD:
         return invalid_field(field, limits["message"], limits["code"])
     if kind == "none_required":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -24,7 +23,7 @@ from api.key_limits import KeyLimits
 from api.links import ImageLinks
 from api.picture_decoder import PictureDecoder
 from api.picture_fetcher import PictureFetcher
-from api.presentation import QueueForecast
+from api.presentation import QueueForecast, running_forecast
 from api.queue import MessageProducer
 from api.timeout_pool import TimeoutThreadPool
 from core.artifacts import ArtifactError, Artifacts, StorageDown
@@ -47,12 +46,13 @@ from core.jobs.submissions import Submissions
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS = 24  # for Redis calls; its client has a few more connections, for the reaper and the cards
+_THREADS, _OF_TENANT = 24, 6  # for Redis calls, and those of one tenant; the client has more connections, for polling
 _KEYS = 4096  # whose limits are held resolved
 _PARSERS = 2  # of batch files, line by line
 _WRITERS = 4  # of uploads: each holds a few MiB
-_STORERS = 16  # threads for the artifact store, separate from those for Redis
+_STORERS, _STORERS_OF_TENANT = 16, 8  # threads for the artifact store, separate from those for Redis
 _INLINE_BYTES = 2**27  # of images in base64 that answers hold, besides the part of each that is being sent
+_SERVICE = "(service)"  # no key's id: calls that are no tenant's
 _WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
@@ -91,13 +91,14 @@ class Service:
         self.reaper = Reaper(self.store.upkeep, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
-        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._calls = FairLimiter(_THREADS, each=_OF_TENANT)
         self.follower = JobFollower(self.store, self.reader, self.call, self.closing)
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
         self.pictures = PictureDecoder(self.stored)
         self.fetcher = PictureFetcher(settings.fetch_images)
         self.inline_bytes = HeldBytes(_INLINE_BYTES)
+        self._storing = FairLimiter(_STORERS, each=_STORERS_OF_TENANT)
         self._storers = TimeoutThreadPool("storage", _STORERS)
 
     async def start(self) -> None:
@@ -131,19 +132,23 @@ class Service:
             raise RuntimeError("artifacts are read and written on threads of their own: see Service.stored")
         return self._artifacts
 
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a Redis call on a thread. It is not abandoned: a cancelled caller still waits for its end."""
+    async def call(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a Redis call on a thread, in the tenant's turn. It is not abandoned: a cancelled caller still waits for
+        its end.
+        """
 
         def run() -> T:
             _WAITS_FOR_REDIS.set(True)  # in this call's own context
             return function(*args, **kwargs)
 
-        return await anyio.to_thread.run_sync(run, limiter=self._threads)
+        return await self._calls.run(tenant, run)
 
-    async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def stored(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function as `call` does, to read or write artifacts. Raises `StorageDown` if that takes too long."""
+        within_s = self.settings.storage_s
         try:
-            return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
+            async with self._storing.turn(tenant, within_s=within_s):
+                return await self._storers.run(partial(function, *args, **kwargs), within_s)
         except TimeoutError:
             raise StorageDown("the artifact store does not respond in time") from None
 
@@ -159,7 +164,7 @@ class Service:
     async def lacking(self) -> str:
         """A sentence naming the rights that the Redis user lacks; empty if unknown."""
         try:
-            missing = await self.call(self._rights.missing)
+            missing = await self.call(_SERVICE, self._rights.missing)
         except StoreError:
             return ""
         return describe_missing(missing) if missing else ""
@@ -178,23 +183,17 @@ class Service:
         now = self.cards.now
         return ImageLinks(base, now.secret if now.guarded else None, lasts_s, now.clock)
 
-    async def forecast(
-        self, job: Job, near: bool = True, standing: QueuePosition | None = None
-    ) -> QueueForecast | None:
-        """A live job's queue position, estimated from the workers' costs; its exact position only if it is `near`.
+    async def forecast(self, job: Job, standing: QueuePosition | None = None) -> QueueForecast | None:
+        """A live job's queue position, estimated from the workers' costs.
 
         Redis is not queried if `standing` is given.
         """
-        if job.state.final:
-            return None
+        if job.state is not JobState.QUEUED:
+            return running_forecast(job)
         workers = self.cards.now.ready(job.modality)
         work_s = job.work_ms / 1000
-        if job.state is JobState.RUNNING:
-            done = (job.progress or {}).get("steps_done", 0) / max(1, (job.progress or {}).get("steps", 1))
-            elapsed_s = time.time() - (job.started or time.time())
-            return QueueForecast(end_s=max(0.0, elapsed_s) * (1 - done) / done if done else work_s)
-        if near and standing is None:
-            standing = await self.call(self.store.standing, job.id)
+        if standing is None:
+            standing = await self.call(job.owner, self.store.standing, job.id)
         if standing is None:
             return None
         backlog = standing.backlog

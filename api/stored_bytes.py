@@ -17,15 +17,16 @@ PIECE = 256 * 1024  # bytes of an artifact in memory at once, for each client
 
 
 async def respond(
-    service: Service, request: Request, key: str, headers: Mapping[str, str], size: int | None = None
+    service: Service, tenant: str, request: Request, key: str, headers: Mapping[str, str], size: int | None = None
 ) -> Response:
-    """The artifact, or, if `headers` have its `ETag`, the one requested range of it. `size` in bytes, if known.
+    """The artifact, or, if `headers` have its `ETag`, the one requested range of it. `size` in bytes, if known. Each
+    piece is read in the tenant's turn.
 
     What was read whole is verified: a small artifact before the response, a large one before its last piece, in place
     of which the connection is closed. Raises `NoArtifact`, `ArtifactError`, and `ApiError` (416).
     """
     if size is None or bodiless(request.scope):  # which reads nothing else of it
-        size = await service.stored(lambda: service.artifacts.size(key))
+        size = await service.stored(tenant, lambda: service.artifacts.size(key))
     tag = headers.get("ETag")
     span = None if tag is None else ranges.requested(request, size, tag)
     first, last = span or (0, size - 1)
@@ -35,10 +36,12 @@ async def respond(
     if span is not None:
         sent["Content-Range"] = f"bytes {first}-{last}/{size}"
     status = 200 if span is None else 206
-    head = b"" if bodiless(request.scope) else await service.stored(lambda: _first(service.artifacts, key, size, span))
+    head = b""
+    if not bodiless(request.scope):
+        head = await service.stored(tenant, lambda: _first(service.artifacts, key, size, span))
     if bodiless(request.scope) or first + len(head) > last:
         return Response(head, status, sent, media_type(key))
-    pieces = _pieces(service, key, head, first, last, verify=span is None)
+    pieces = _pieces(service, tenant, key, head, first, last, verify=span is None)
     return StreamingResponse(pieces, status, sent, media_type(key))
 
 
@@ -50,15 +53,19 @@ def _first(artifacts: Artifacts, key: str, size: int, span: tuple[int, int] | No
     return artifacts.read_part(key, first, min(PIECE, last - first + 1))
 
 
+def _piece(service: Service, key: str, at: int, length: int) -> bytes:
+    return service.artifacts.read_part(key, at, length)
+
+
 async def _pieces(
-    service: Service, key: str, head: bytes, first: int, last: int, *, verify: bool
+    service: Service, tenant: str, key: str, head: bytes, first: int, last: int, *, verify: bool
 ) -> AsyncIterator[bytes]:
     """The first piece and those after it. Raises `ArtifactError` before the last one if the content is damaged."""
     digest, piece = hashlib.sha256(), head
     for at in range(first, last + 1, PIECE):
         if at > first:
             length = min(PIECE, last - at + 1)
-            piece = await service.stored(lambda at, length: service.artifacts.read_part(key, at, length), at, length)
+            piece = await service.stored(tenant, _piece, service, key, at, length)
         if verify:
             digest.update(piece)
             if at + PIECE > last and digest.hexdigest() != digest_of(key):

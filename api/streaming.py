@@ -66,7 +66,7 @@ async def stream_images(
                 completed = f"{kind}.completed"
                 if "error" in data:  # clients raise over it, and look for bytes in what is completed
                     completed, data["code"] = f"{kind}.refused", data.pop("error")["code"]
-                document = InlineDocument(service, _document(completed, ended, data))
+                document = InlineDocument(service, job.owner, _document(completed, ended, data))
                 await document.verify()
                 before, after = format_sse_event(event=completed, data_str=_MARK).split(_MARK.encode())
                 open_event = True
@@ -98,7 +98,7 @@ def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
 
 async def _look(service: Service, job: Job, image: int) -> str | None:
     try:
-        look = await service.call(service.store.preview, job.id, image, job.incarnation)
+        look = await service.call(job.owner, service.store.preview, job.id, image, job.incarnation)
     except StoreError:
         return None
     return None if look is None else base64.b64encode(look).decode("ascii")

@@ -22,7 +22,7 @@ from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.predictions.objects import FORM
-from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund
+from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
@@ -86,12 +86,12 @@ async def submit(
     requests = [] if charged else caller.limits.request_costs()
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        costs = requests + caller.limits.job_costs(draft.model, draft.request.n)
+        costs = requests + caller.limits.job_costs(draft.model, draft.request.n, draft.tokens, draft.text_model)
         job, standing = await create(service, draft, request, costs, keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
-    existing = None if id is None else await service.call(service.store.get, id)
+    existing = None if id is None else await service.call(caller.id, service.store.lists.summary, id)
     if existing is not None:
         return _same(existing, caller, digest), None
     if refusal is not None:
@@ -99,7 +99,7 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard, caller.id)
         draft = draft_for(pictures, card)
-    costs = caller.limits.job_costs(draft.model, draft.request.n)
+    costs = caller.limits.job_costs(draft.model, draft.request.n, draft.tokens, draft.text_model)
     if pictured:
         count = partial(charge, request, service, costs)
         check = partial(check_deadline, service, card=card)
@@ -121,7 +121,8 @@ def _draft(
     service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    draft = admission.offered_draft(fields, card, service.cards.seen_by(caller.id), pictures)
+    seen, may_write = service.cards.seen_by(caller.id), caller.may("text")
+    draft = admission.offered_draft(fields, card, seen, pictures, may_write=may_write)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
 
 
@@ -137,14 +138,18 @@ def _attempt(
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
-    pictures = ImageJob.read(job.parameters).n if job.modality == "image" else 0
-    card = service.cards.seen_by(caller.id).model(job.model, TextCard) if job.modality == "text" else None
-    tokens = 0 if card is None else math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
+    seen, pictures, tokens, text_model = service.cards.seen_by(caller.id), 0, 0, ""
+    if job.modality == "image":
+        request_again = ImageJob.read(job.parameters)
+        pictures = request_again.n
+        tokens, text_model = admission.expansion(request_again, job.model, seen, may_write=caller.may("text"))
+    elif (card := seen.model(job.model, TextCard)) is not None:
+        tokens = math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
     draft = JobDraft(
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
-    costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens)
+    costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens, text_model)
     return (await create(service, draft, request, costs, keyless=not caller.id))[0]
 
 
@@ -165,7 +170,7 @@ async def check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -
     """Raise `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
-        backlog = await service.call(service.store.backlog, draft.modality)
+        backlog = await service.call(draft.owner, service.store.backlog, draft.modality)
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
 
 
@@ -182,7 +187,7 @@ async def create(
     Costs of requests, which are the first, count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
-    limits = service.limits(draft.owner).of_jobs(draft.model)
+    limits = replace(service.limits(draft.owner).of_jobs(draft.model), stored=stored_limit(service, draft.owner))
     always = sum(cost.unit == "requests" for cost in costs)
     creation = await service.submissions.make(
         draft, service.queue.message(draft.envelope), costs, always, limits, keyless=keyless
@@ -190,6 +195,8 @@ async def create(
     apply_rate_limits(request, costs, creation.charges)
     if creation.barred:
         raise key_required() if keyless else unknown_key()
+    if creation.stored:
+        raise store_share_full()
     if creation.job is None:
         raise _no_room(service, draft, creation, limits)
     return creation.job, creation.standing
@@ -257,7 +264,7 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
         if identity not in keys:
             data = await decode()
             keep = lambda key: service.store.upkeep.keep(key, _INPUT_S, hold=True)  # noqa: E731
-            keys[identity] = await service.stored(lambda: service.artifacts.put_kept(data, "image/png", keep))
+            keys[identity] = await service.stored(tenant, lambda: service.artifacts.put_kept(data, "image/png", keep))
         return keys[identity]
 
     async def fitted(upload: Upload, size: Size) -> str:

@@ -7,7 +7,8 @@ a failed job, and gets the same 400.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
@@ -19,11 +20,12 @@ from starlette.background import BackgroundTask
 
 from api import body, schemas, text_drafts
 from api.access import By, Caller
-from api.errors import job_error
+from api.errors import ApiError, job_error
 from api.events import EventStream
 from api.foreign import errors_at
 from api.images import finished, left, wait
 from api.job_follower import job_lost, not_followed
+from api.json_parts import LargeJSONResponse
 from api.rate_limits import enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
@@ -36,9 +38,12 @@ from contract.chat import ChatFields
 from contract.embeddings import EmbeddingFields
 from contract.responses import ResponseFields
 from contract.text import CompletionFields
+from core.artifacts import LAID, ArtifactError, fetch_result
 from core.jobs.connection import StoreError
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
+
+log = logging.getLogger(__name__)
 
 router = new_router("text")
 _KINDS: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
@@ -108,18 +113,27 @@ async def _answer(
                 raise job_error(begun)
             return EventStream(_stream(service, job, writer), lambda: service.follower.cancel(job))
         ended = await finished(service, request, job, stays=False)
-        result = ended.result or {}
+        result = await _result(service, ended)
         size = text_drafts.answer_size(job, result)
-        answer = await body.run_parser(caller.id, size, lambda: JSONResponse(text_drafts.answer(endpoint, job, result)))
+        answer = await body.run_parser(
+            caller.id, size, lambda: LargeJSONResponse(text_drafts.answer(endpoint, job, result))
+        )
         if endpoint == text_drafts.EMBEDDINGS:
             answer.background = BackgroundTask(_forget, service, ended)
         return answer
 
 
+async def _result(service: Service, job: Job) -> Mapping[str, Any]:
+    """The result of a job that succeeded. Raises `ArtifactError`."""
+    if LAID not in (job.result or {}):
+        return job.result or {}
+    return await service.stored(job.owner, lambda: fetch_result(job.result, service.artifacts.get))
+
+
 async def _forget(service: Service, job: Job) -> None:
-    """Erase a job whose result was delivered: embeddings are megabytes in Redis, and nobody asks for them again."""
+    """Erase a job whose result was delivered: embeddings are megabytes, and nobody asks for them again."""
     with suppress(StoreError):  # then it is kept as long as any job
-        await service.call(service.store.erase, job.id, job.incarnation)
+        await service.call(job.owner, service.store.erase, job.id, job.incarnation)
 
 
 async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenerator[bytes]:
@@ -133,13 +147,17 @@ async def _stream(service: Service, job: Job, writer: TextWriter) -> AsyncGenera
                     for chunk in writer.stream(event):
                         yield chunk
         ended = await service.follower.final_record(job)
+        chunks: Iterable[bytes]
         if ended is not None and ended.state is JobState.SUCCEEDED:
-            result = ended.result or {}
-
-            def rest() -> list[bytes]:
-                return [chunk for event in answers.result(result) for chunk in writer.stream(event)]
-
-            chunks = await body.run_parser(job.owner, response_size(job, result), rest)
+            try:
+                result = await _result(service, ended)
+            except ArtifactError as failure:
+                log.error("the result of job %s cannot be read: %s", job.id, failure)
+                unread = ApiError(500, "What was made cannot be read now.", code="artifact_unreadable")
+                chunks = writer.stream(Failure(unread.content))
+            else:
+                rest = lambda: [chunk for event in answers.result(result) for chunk in writer.stream(event)]  # noqa: E731
+                chunks = await body.run_parser(job.owner, response_size(job, result), rest)
         else:
             error = not_followed(service.closing.is_set()) if ended is None else job_error(ended)
             chunks = writer.stream(Failure(error.content))

@@ -6,10 +6,10 @@ A whole chat or completion is what its chunks join to, as clients join them; a r
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from api.json_parts import dumps
 from api.text_events import Begin, CallBegin, CallDelta, ChoiceEvent, Event, Failure, Finish, TextDelta, Usage
 from contract.text import TextJob
 from core.jobs.record import Job
@@ -294,7 +294,7 @@ class ResponseWriter(TextWriter):
 def _sse(content: Json, name: str = "") -> bytes:
     """A server-sent event of JSON, with a name if it has one."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
+    return f"{head}data: {dumps(content)}\n\n".encode("ascii")
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -1,7 +1,7 @@
 """Latency under Poisson arrivals: the engine against request-level batching, on one trace.
 
 The baseline uses the same kernels, precision and DeepCache schedule, through the engine's own runner: it differs only
-in when requests join and leave. Stock diffusers runs the trace too, if it is fast enough to keep up.
+in when requests join and leave. `benchmarks.rivals` compares with other runtimes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.harness import provenance, record
 from benchmarks.harness.loop import Loop
@@ -29,7 +28,6 @@ from benchmarks.harness.traces import (
     poisson,
     step_level,
 )
-from benchmarks.rungs import Stock, Variant
 from contract import plan
 from core.batching.engine import Engine
 from core.batching.request import Request
@@ -44,7 +42,7 @@ _TURNS = 3
 _ROUNDS = 4  # parts of the trace, played to all servers by turns
 _NAMES = {
     "engine": "step-level (engine)", "window_free": "request-level, no window",
-    "window_3s": "request-level, 3 s window", "diffusers": "diffusers, no window",
+    "window_3s": "request-level, 3 s window",
 }  # fmt: skip
 
 
@@ -58,18 +56,10 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         if settings.compile:
             runner.backend.wait()
             runner.prepare(measure_s=15.0)
-        pipeline = runtime.lane.call(lambda: Stock(settings, steps))
-        runtime.lane.call(lambda: pipeline.vary(Variant(BATCH, torch.get_num_threads())))
-
-        def stock(requests: Sequence[Request]) -> None:
-            jobs = [(request.parameters.prompt, request.parameters.seed) for request in requests]
-            runtime.lane.call(lambda: pipeline.draw(jobs))
 
         def same(requests: Sequence[Request]) -> None:
             draw_batch(runner, requests)
 
-        _static(stock, order)  # warms up
-        stock_capacity = _static(stock, order)
         capacity, saturated, ratio = _throughput(runtime.engine, same, order)
         rate = LOAD * capacity
         servers: dict[str, Server] = {
@@ -77,13 +67,11 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             "window_free": RequestLevel(same, 0.0).submit,
             "window_3s": RequestLevel(same, WINDOW_S).submit,
         }
-        if rate < 0.95 * stock_capacity:
-            servers["diffusers"] = RequestLevel(stock, 0.0).submit
         measured = _play(servers, order, rate, pictures)
         precision = runner.model.precision
     result: dict[str, Any] = {
         "rate_per_s": round(rate, 4), "load": LOAD, **measured, "capacity_per_s": round(capacity, 4),
-        "diffusers_capacity_per_s": round(stock_capacity, 4), "saturated_per_s": round(saturated, 4),
+        "saturated_per_s": round(saturated, 4),
         "saturated_ratio": round(ratio, 4),
         "p99_ratio": round(measured["engine"]["p99_s"] / measured["window_free"]["p99_s"], 4), "arrivals": pictures,
         "steps": steps, "model": Path(settings.model_name).name, "precision": precision,
@@ -97,7 +85,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
     ]  # fmt: skip
     record.table(
         f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "
-        f"(the engine's with a full queue: {saturated:.2f}/s; diffusers': {stock_capacity:.2f}/s)",
+        f"(the engine's with a full queue: {saturated:.2f}/s)",
         ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"), rows,
     )  # fmt: skip
     return record.publish("arrivals", result, results, artifacts=provenance.EMOJI_XL)

@@ -15,6 +15,7 @@ page's first table of a file follow the file's provenance and the measured parts
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import re
@@ -227,12 +228,22 @@ def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:
         yield root / name, plot.draw(result)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make figures", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing: exit code 1 if a page would change")
+    check = parser.parse_args(arguments).check
     try:
         changed = [(path, text) for path, text in written() if not path.is_file() or path.read_text("utf-8") != text]
     except FigureError as error:
         print(error, file=sys.stderr)
         return 2
+    if check and changed:
+        print(
+            f"{', '.join(path.name for path, _ in changed)}: run `make figures`. Either a file under benchmarks/ was "
+            "measured again, or code has changed that a table names as unchanged since it was measured.",
+            file=sys.stderr,
+        )
+        return 1
     for path, text in changed:
         path.write_text(text, "utf-8")
         print(f"written: {path.relative_to(provenance.ROOT)}")

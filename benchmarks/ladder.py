@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ _PREPARED_S = 300.0  # for anything else
 _ROUND = 32  # images of each rung at least before it is the next one's turn: drift of the machine meets all alike
 _TURN_S, _MOST_ROUNDS = 4.0, 16  # a fast rung's turn has more: its first and last images are in few's company
 _WARM = 8  # images before a rung's first turn
-_BATCHES = (4, 8)  # of the stock pipeline, beside single images
+BATCHES = (4, 8, 16)  # of a pipeline that draws batches, beside single images
 _GAIN = 1.03  # that a variant must bring to be taken
 NATIVE, AVX2 = "native", "avx2"
 _COMMAND = (sys.executable, "-m", "benchmarks.rungs")
@@ -123,11 +123,25 @@ class Contender:
         """Draw so many images; returns the seconds, and each process's ends of images, in seconds from its start."""
         parts = [count // len(self._processes)] * len(self._processes)
         parts[0] += count - sum(parts)
-        started = time.perf_counter()
-        for process, part in zip(self._processes, parts, strict=True):
-            process.signal(signal.SIGCONT)
-            process.send({"first": first, "count": part})
+        requests = []
+        for part in parts:
+            requests.append({"first": first, "count": part})
             first += part
+        return self._ask(requests)
+
+    def draw_prompts(self, prompts: Sequence[str], seeds: Sequence[int], folder: Path) -> None:
+        """Draw an image of each prompt, into a file of this folder that is named by its seed."""
+        every = len(self._processes)
+        self._ask(
+            {"prompts": prompts[number::every], "seeds": seeds[number::every], "folder": str(folder.resolve())}
+            for number in range(every)
+        )
+
+    def _ask(self, requests: Iterable[Mapping[str, Any]]) -> tuple[float, list[list[float]]]:
+        started = time.perf_counter()
+        for process, request in zip(self._processes, requests, strict=True):
+            process.signal(signal.SIGCONT)
+            process.send(request)
         answers = [process.answer(10 * _PREPARED_S) for process in self._processes]
         seconds = time.perf_counter() - started
         for process in self._processes:
@@ -198,10 +212,11 @@ class Ladder:
 class BestVariant:
     """Finds how a pipeline draws fastest, by short trials: one change of its variant after the other, in this order."""
 
-    def __init__(self, start: Start, changes: Sequence[Mapping[str, Any]], threads: int) -> None:
+    def __init__(self, start: Start, changes: Sequence[Mapping[str, Any]], first: Variant) -> None:
+        """`first` has all threads of the machine."""
         self._start = start
         self._changes = changes
-        self._threads = threads
+        self._first = first
         self.trials: list[dict[str, Any]] = []
         self._number = 10**6
 
@@ -210,29 +225,33 @@ class BestVariant:
 
         Without `processes` it is one process with all threads, as one client has them for itself.
         """
-        best = Variant(threads=self._threads)
+        best, seen = self._first, {self._first}
         with ExitStack() as stack:
             process = self._start(best, stack)
             rate = self._tried([process], best)
             for change in self._changes:
                 other = replace(best, **change)
+                if other in seen:  # a change is repeated after others, which may have made it worth it
+                    continue
+                seen.add(other)
                 limit_s = compile_limit_s if other.compile else _PREPARED_S
                 try:
                     best, rate = self._better(process, best, rate, other, limit_s)
                 except LeftOut as error:
                     self._note({"variant": asdict(other), "left_out": str(error)})
-                    if other.compile:  # its process still compiles: the last trial in it
-                        break
-        if self._threads == 1 or not processes:
+                    stack.close()  # it has ended, or still works on that variant
+                    process = self._start(best, stack)
+        count = self._first.threads
+        if count == 1 or not processes:
             return best, 1
-        alone = replace(best, threads=1)
+        alone = best.side_by_side()
         with ExitStack() as stack:
             try:
-                started = [self._start(alone, stack) for _ in range(self._threads)]
+                started = [self._start(alone, stack) for _ in range(count)]
                 if self._tried(started, alone, compile_limit_s + _PREPARED_S) > _GAIN * rate:
-                    return alone, self._threads
+                    return alone, count
             except LeftOut as error:
-                self._note({"variant": asdict(alone), "processes": self._threads, "left_out": str(error)})
+                self._note({"variant": asdict(alone), "processes": count, "left_out": str(error)})
         return best, 1
 
     def _better(
@@ -273,13 +292,15 @@ def best_stock(ladder: Ladder, *, alone: bool = False) -> tuple[Variant, int, li
     from core.graphs import compiler
 
     limit_s = ladder.compile_limit_s if compiler() is not None else 0.0
+    batches: list[dict[str, Any]] = [{"batch": batch} for batch in BATCHES if not alone]
     changes: list[dict[str, Any]] = [
-        *({"batch": batch} for batch in _BATCHES if not alone), {"channels_last": True}, {"bf16": True},
-        *([{"compile": True}] if limit_s > 0 else []),
+        *batches, {"channels_last": True}, {"bf16": True}, {"channels_last": True}, *batches,
+        *([{"compile": True}, *batches] if limit_s > 0 else []),
     ]  # fmt: skip
     search = BestVariant(
-        lambda variant, stack: ladder.start(STOCK, stack, variant)[0], changes, ladder.settings.threads or cores()
-    )
+        lambda variant, stack: ladder.start(STOCK, stack, variant)[0], changes,
+        Variant(threads=ladder.settings.threads or cores()),
+    )  # fmt: skip
     variant, count = search.find(processes=not alone, compile_limit_s=limit_s)
     return variant, count, search.trials
 

@@ -4,35 +4,59 @@
     python -m benchmarks.rivals --openvino build/openvino/bin/python
 
 It measures the latency of one image at a time, and images per second and latency with 16 requests in flight. Runtimes
-that draw one prompt, or one batch, at a time run in one process or in one for each core, whichever is faster.
+that draw one prompt, or one batch, at a time run in one process or in one for each core, whichever is faster. With
+`--captions` each draws these too, and the gates of `diptych evaluate` hold its images against diffusers' in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.harness import provenance, record
-from benchmarks.ladder import LIMIT_S, BestVariant, Contender, Ladder, Process, best_stock, environment_of
+from benchmarks.ladder import BATCHES, LIMIT_S, BestVariant, Contender, Ladder, Process, best_stock, environment_of
 from benchmarks.rungs import ENGINE, IN_FLIGHT, PROMPT, STOCK, LeftOut, Variant
 from core.config import Settings
 from core.digests import digest_of
 from core.threads import cores
+from evaluation import captions
+from evaluation.captions import Caption
+from evaluation.run import RunWriter
 from pipeline.checkpoints.load import defaults_of
 from pipeline.quantization.calibration import default_prompts
 
+
+@dataclass(frozen=True)
+class OpenVinoVariant(Variant):
+    """A configuration of one of OpenVINO's pipelines: also the decoder's precision, and options of its CPU plugin."""
+
+    int8_decoder: bool = False
+    static: bool = False  # shapes of the batch; single images always have them
+    pinned: bool = False  # threads to cores; those of several processes would share the first core
+    hint: str = ""  # PERFORMANCE_HINT
+
+    def side_by_side(self) -> Self:
+        return replace(super().side_by_side(), pinned=False)
+
+
+_SINGLE: tuple[dict[str, Any], ...] = ({"bf16": True}, {"int8_decoder": True}, {"pinned": True}, {"hint": "THROUGHPUT"})
+_BATCHED: tuple[dict[str, Any], ...] = tuple({"batch": batch} for batch in BATCHES)
 OPENVINO: dict[str, tuple[dict[str, Any], ...]] = {
-    "openvino-genai": ({"bf16": True},),
-    "optimum-intel": ({"batch": 4}, {"batch": 8}, {"bf16": True}),
+    "openvino-genai": _SINGLE,
+    "optimum-intel": (*_BATCHED, *_SINGLE, {"static": True}, *_BATCHED),
 }
 """OpenVINO's pipelines, with the changes to try; the first draws one prompt at a time."""
+BASE = "diffusers-fp32"
+"""The run that the gates compare with: the stock pipeline in fp32."""
 _DIPTYCH = ("+int8", "+deepcache")  # of as many steps as the others
 _TURNS = 5
 _ALONE = 4  # images, one after another, of each turn
@@ -70,11 +94,13 @@ def latencies(ends: Sequence[float], places: int) -> list[float]:
 
 def run(
     settings: Settings, *, steps: int, results: Path | None, openvino: Path | None, names: Sequence[str],
-    work: Path, compile_limit_s: float = LIMIT_S, turns: int = _TURNS,
+    work: Path, compile_limit_s: float = LIMIT_S, turns: int = _TURNS, texts: Sequence[Caption] = (),
+    real: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the runtimes in turns, and store medians; `openvino` is the interpreter of OpenVINO's pipelines.
 
-    Raises `BenchError` for a model without guidance, of which the engine has twice as many requests in flight.
+    Each draws the `texts` too, which are judged; FID is taken from `real`, or from the base. Raises `BenchError` for a
+    model without guidance, of which the engine has twice as many requests in flight.
     """
     defaults = defaults_of(settings.model_name, settings.variant)
     if defaults.rows(defaults.guidance_scale) == 1:
@@ -101,8 +127,10 @@ def run(
                     f"turn {turn + 1} of {turns}: {name} {rival.rates[-1]:.2f} images/s, "
                     f"{rival.latencies[-1]:.2f} s each; alone {rival.singles[-1]:.3f} s"
                 )
+        scored = _scored(rivals, ladder, texts, real, work / "runs") if texts else {}
     result = {
-        "rivals": rows(rivals), "left_out": left_out, "model": Path(settings.model_name).name, "steps": steps,
+        "rivals": rows(rivals), "scored": scored, "left_out": left_out,
+        "model": Path(settings.model_name).name, "steps": steps,
         "in_flight": IN_FLIGHT, "turns": turns, "images": _TOGETHER, "alone": _ALONE,
     }  # fmt: skip
     imported = set[str]().union(*(each.imported for rival in rivals.values() for each in (rival.alone, rival.together)))
@@ -155,10 +183,9 @@ def _prepared(name: str, ladder: Ladder, openvino: Path | None, work: Path, stac
             return process
 
         versions: dict[str, str] = {}
-        search = BestVariant(start, OPENVINO[name], ladder.settings.threads or cores())
+        first = OpenVinoVariant(threads=ladder.settings.threads or cores())
+        search, search_alone = BestVariant(start, OPENVINO[name], first), BestVariant(start, _SINGLE, first)
         best, count = search.find()
-        changes = [change for change in OPENVINO[name] if "batch" not in change]
-        search_alone = BestVariant(start, changes, ladder.settings.threads or cores())
         (single, _), tried = search_alone.find(processes=False), [*search.trials, *search_alone.trials]
     description = {"best": asdict(best), "processes": count, "best_alone": asdict(single), "trials": tried}
     if name != STOCK:
@@ -173,6 +200,49 @@ def _warmed(processes: Sequence[Process], description: Mapping[str, Any]) -> Con
     contender = Contender(processes, description)
     contender.draw(10**5, 8 * len(processes))
     return contender
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+def _scored(
+    rivals: Mapping[str, Rival], ladder: Ladder, texts: Sequence[Caption], real: str, folder: Path
+) -> dict[str, Any]:
+    """Draw the captions with each runtime and by the base, and return scores and gates by runtime."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        base, _ = ladder.start(STOCK, stack, Variant(batch=BATCHES[0], threads=ladder.settings.threads or cores()))
+        contenders = {BASE: Contender([base], {}), **{name: rival.together for name, rival in rivals.items()}}
+        for name, contender in contenders.items():
+            record.progress(f"{name} draws {len(texts)} captions")
+            _draw_run(contender, texts, folder / name)
+    words = ["compare", *(str(folder / name) for name in contenders), "--lens", "emoji-clip"]
+    words += ["--out", str(folder / "compared"), *(["--real", real] if real else [])]
+    command = [sys.executable, "-m", "cli", "evaluate", *words]
+    subprocess.run(command, cwd=provenance.ROOT, env=ladder.environment, stdout=subprocess.DEVNULL, check=True)
+    report = json.loads((folder / "compared" / "report.json").read_text("utf-8"))
+    parts = ("scores", "ratios", "pairs", "gates")
+    runs = {run["name"]: {part: run[part] for part in parts if part in run} for run in report["runs"]}
+    return {"captions": len(texts), "lens": report["lens"], "runs": runs}
+
+
+def _draw_run(contender: Contender, texts: Sequence[Caption], folder: Path) -> None:
+    """Draw captions into a run's folder, each by its index as the seed: all runtimes begin from torch's noise of it."""
+    drawn = folder.with_suffix(".drawn")
+    drawn.mkdir(parents=True)
+    contender.draw_prompts([text.text for text in texts], [text.index for text in texts], drawn)
+    writer = RunWriter(folder, {}, list(texts))
+    try:
+        writer.check_fingerprint({"model": folder.name})
+        for text in texts:
+            file = drawn / f"{text.index:05d}.png"
+            writer.add(text, text.index, file.name, file.read_bytes(), session=0, seconds=0.0)
+    finally:
+        writer.close()
+    shutil.rmtree(drawn)
+
+
+# -- OpenVINO's pipelines ----------------------------------------------------------------------------------------------
 
 
 def _openvino_command(interpreter: Path | None) -> Sequence[str]:
@@ -217,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--work", type=Path, default=provenance.ROOT / "build" / "rivals", metavar="DIR",
                         help="keeps the converted model")  # fmt: skip
+    parser.add_argument("--captions", type=Path, metavar="FILE", help="drawn by all and scored; default: none")
+    parser.add_argument("--real", default="", metavar="REF", help="what FID is taken from; default: the base's images")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else choices
@@ -228,9 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(
             Settings(**({"model": options.model} if options.model else {})), steps=options.steps,
             results=options.results, openvino=options.openvino, names=names, work=options.work,
-            compile_limit_s=options.compile_limit, turns=options.turns,
+            compile_limit_s=options.compile_limit, turns=options.turns, real=options.real,
+            texts=captions.read(options.captions) if options.captions else (),
         )  # fmt: skip
-    except record.BenchError as error:
+    except (record.BenchError, captions.PromptsError, subprocess.CalledProcessError) as error:
         record.progress(str(error))
         return 1
     return 0

@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Semaphore
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.harness import provenance
 from contract import plan, tuned
@@ -32,6 +32,8 @@ from pipeline.checkpoints.load import defaults_of, family_of
 from pipeline.families.family import ImageModel
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from workers.build import Runtime
 
 
@@ -78,19 +80,25 @@ IN_FLIGHT = 16  # twice as many of one row each
 MEASURE_S = 4.0  # for an engine's costs
 
 Jobs = Sequence[tuple[str, int]]
-Draw = Callable[[Jobs], list[float]]
-"""Draws an image for each (prompt, seed); returns when each ended, by `time.perf_counter`."""
+Keep = Callable[[int, "Image"], None]
+"""Keeps the image of a job, by its index."""
+Draw = Callable[[Jobs, Keep], list[float]]
+"""Draws an image for each (prompt, seed), and passes it on; returns when each ended, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration of the stock pipeline: images at once, CPU threads, memory format, precision, compiler."""
+    """A configuration of a pipeline: images at once, CPU threads, memory format, precision, compiler."""
 
     batch: int = 1
     threads: int = 1
     channels_last: bool = False
     bf16: bool = False
     compile: bool = False
+
+    def side_by_side(self) -> Self:
+        """Return the variant of one of several processes, each with one thread."""
+        return replace(self, threads=1)
 
 
 class LeftOut(RuntimeError):
@@ -120,7 +128,7 @@ class Stock:
         self._pipeline.set_progress_bar_config(disable=True)
         family = family_of(name, settings.variant)[0]
         self._part, self._steps = family.denoiser, steps
-        self._plain = getattr(self._pipeline, self._part)
+        self._plain, self._decode = getattr(self._pipeline, self._part), self._pipeline.vae.decode
         device, dtype = self._pipeline.device, torch.float32
         self._native = ImageModel(name, "", "fp32", device, dtype, family, self._pipeline.components, {}).native
         self._guidance = defaults_of(name, settings.variant).guidance_scale
@@ -135,25 +143,31 @@ class Stock:
         layout = torch.channels_last if variant.channels_last else torch.contiguous_format
         for part in (self._plain, self._pipeline.vae):
             part.to(memory_format=layout)
-        denoiser = torch.compile(self._plain) if variant.compile else self._plain
+        denoiser, decode = self._plain, self._decode
+        if variant.compile:  # of static shapes: a second batch size would be compiled for any
+            torch.compiler.reset()
+            denoiser, decode = (torch.compile(part, dynamic=False) for part in (denoiser, decode))
         setattr(self._pipeline, self._part, denoiser)
+        self._pipeline.vae.decode = decode
         self._batch = variant.batch
 
-    def draw(self, jobs: Jobs) -> list[float]:
+    def draw(self, jobs: Jobs, keep: Keep) -> list[float]:
         import torch
 
         ends: list[float] = []
         for start in range(0, len(jobs), self._batch):
             batch = jobs[start : start + self._batch]
-            self._pipeline(
+            images = self._pipeline(
                 [prompt for prompt, _ in batch],
                 width=self._native,
                 height=self._native,
                 num_inference_steps=self._steps,
                 guidance_scale=self._guidance,
                 generator=[torch.Generator().manual_seed(seed) for _, seed in batch],
-            )
+            ).images
             ends += [time.perf_counter()] * len(batch)
+            for index, image in enumerate(images, start):
+                keep(index, image)
         return ends
 
 
@@ -217,7 +231,7 @@ def closed_loop(runtime: Runtime, rung: Rung, steps: int) -> Draw:
     native, guidance = model.native, model.defaults.guidance_scale
     cached = plan.parse(runtime.settings.deepcache)
 
-    def draw(jobs: Jobs) -> list[float]:
+    def draw(jobs: Jobs, keep: Keep) -> list[float]:
         places = IN_FLIGHT if model.defaults.rows(guidance) > 1 else 2 * IN_FLIGHT
         room = Semaphore(places)
         futures, ends = [], []
@@ -237,8 +251,8 @@ def closed_loop(runtime: Runtime, rung: Rung, steps: int) -> Draw:
             future = runtime.engine.submit(Request(f"{prompt}-{seed}", "image", parameters))
             future.add_done_callback(done)
             futures.append(future)
-        for future in futures:
-            future.result()
+        for index, future in enumerate(futures):
+            keep(index, future.result().image)
         for _ in range(places):  # callbacks run after `result` returns
             room.acquire()
         return ends
@@ -255,10 +269,19 @@ def jobs(first: int, count: int) -> list[tuple[str, int]]:
 
 
 def timed(draw: Draw, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request for images."""
-    requests = jobs(request["first"], request["count"])
+    """The answer to a request for images: of numbers, or of `prompts` and `seeds`, whose images go to `folder`."""
+    folder = request.get("folder")
+    if folder is None:
+        requests = jobs(request["first"], request["count"])
+    else:
+        requests = list(zip(request["prompts"], request["seeds"], strict=True))
+
+    def keep(index: int, image: Image) -> None:
+        if folder is not None:
+            image.save(Path(folder) / f"{requests[index][1]:05d}.png")
+
     started = time.perf_counter()
-    ends = draw(requests)
+    ends = draw(requests, keep)
     return {"seconds": time.perf_counter() - started, "ends": [end - started for end in ends]}
 
 

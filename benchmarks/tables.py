@@ -21,7 +21,6 @@ _RIVALS = {
 }  # fmt: skip
 _BATCHING = {
     "engine": "step-level", "window_free": "request-level, no window", "window_3s": "request-level, 3 s window",
-    "diffusers": "stock diffusers, no window",
 }  # fmt: skip
 _TEXT = {
     "transformers-generate": "transformers `generate`, one at a time",
@@ -88,12 +87,19 @@ def _stock(stock: Mapping[str, Any]) -> str:
     return _variant(stock["best"], stock["processes"]) + (f" (not compiled: {'; '.join(left_out)})" if left_out else "")
 
 
+_OPTIONS = {
+    "channels_last": "channels_last", "compile": "torch.compile", "int8_decoder": "decoder in INT8",
+    "static": "static shapes", "pinned": "pinned threads",
+}  # fmt: skip
+
+
 def _variant(variant: Mapping[str, Any], processes: int) -> str:
     batch, threads = variant["batch"], f"{variant['threads']} thread{'s' * (variant['threads'] > 1)}"
     parts = [
         f"{processes} processes, {threads} each" if processes > 1 else f"one process, {threads}",
         f"batches of {batch}" if batch > 1 else "single images", "bf16" if variant["bf16"] else "fp32",
-        *(["channels_last"] if variant["channels_last"] else []), *(["torch.compile"] if variant["compile"] else []),
+        *(label for name, label in _OPTIONS.items() if variant.get(name)),
+        *([f"hint {variant['hint']}"] if variant.get("hint") else []),
     ]  # fmt: skip
     return ", ".join(parts)
 
@@ -103,8 +109,10 @@ def _rival_rows(result: Result) -> Rows:
 
 
 def _rivals(result: Result, scored: Result) -> Rows:
+    runs = result.get("scored", {}).get("runs", {})
     for row in _rival_rows(result):
-        yield {**row, "gates": _gates(row["name"], scored)}
+        gates = [gate["verdict"] for gate in runs.get(row["name"], {}).get("gates", [])]
+        yield {**row, "gates": ", ".join(gates) or _gates(row["name"], scored)}
 
 
 def _rivals_note(result: Result, _: Result) -> str:
@@ -267,8 +275,7 @@ TABLES: dict[str, Table | Text] = {
         lambda result: cell(
             "{arrivals} Poisson arrivals at {rate_per_s:.2f}/s, {load:.0%} of the throughput of full static batches; "
             "{model}, {precision}, DeepCache {cached}. With a full queue step-level batching reaches "
-            "{saturated_per_s:.2f}/s, {saturated_ratio:.2f}× the {capacity_per_s:.2f}/s of full static batches; stock "
-            "diffusers reaches {diffusers_capacity_per_s:.2f}/s in such batches.",
+            "{saturated_per_s:.2f}/s, {saturated_ratio:.2f}× the {capacity_per_s:.2f}/s of full static batches.",
             {**result, "cached": result["deepcache"] or "off"})),
     "serve": Table(("serve",), (
         ("through HTTP, Redis and Celery", "{label}"), ("median", "{median}"), ("p99", "{p99}")), _serve,

@@ -13,23 +13,24 @@ import importlib
 import io
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from cli.arguments import CommandFailed, UsageError
+from cli.interruption import Interruption
 from contract.printable import printable_lines
-from core.threads import uninterruptible
+from core.threads import exit_process
 
 _FAMILIES = (
     "generate", "chat", "serve", "keys", "models", "doctor", "convert", "quantize", "captions", "evaluate", "tune",
     "tune_kernels", "mlperf", "bench",
 )  # fmt: skip
 _FAMILY_OF = {"api": "serve", "worker": "serve", "tune-kernels": "tune_kernels"}  # of commands that have another name
+_SERVICES = ("serve", "api", "worker")  # for which SIGTERM is the usual end
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code."""
+def main(arguments: Sequence[str] | None = None, interruption: Interruption | None = None) -> int:
+    """Run a command and return the exit code. `interruption`: what interrupts it, if that is more than Ctrl-C."""
     options = parser(_families(sys.argv[1:] if arguments is None else arguments)).parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     for library in ("torch", "filelock", "urllib3", "httpx"):
@@ -37,10 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text at all
     try:
-        return _run(options)
+        try:
+            return _run(options)
+        except (Exception, SystemExit) as error:
+            if interruption is not None and interruption.signal is not None:
+                raise KeyboardInterrupt from error  # libraries may report it as an error of theirs
+            raise
     except KeyboardInterrupt as error:
-        print(f"stopped: {printable_lines(str(error))}" if str(error) else "stopped", file=sys.stderr)
-        return 130
+        code = 130 if interruption is None else interruption.exit_code
+        if code:
+            print(f"stopped: {printable_lines(str(error))}" if str(error) else "stopped", file=sys.stderr)
+        return code
     except BrokenPipeError:  # the reader of our output has closed it: print nothing, and fail no flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -93,15 +101,21 @@ class _Version(argparse.Action):
 
 
 def entry() -> None:
-    """The console script: run `main`, and end at once where a thread runs that cannot be interrupted."""
-    if os.getpid() == 1:
-        # For process 1, as of a container, the kernel drops a SIGTERM that has no handler. Services replace this one.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    """The console script: run `main`, and end the process whatever its threads do."""
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    interruption = Interruption(stopped_by_sigterm=0 if command in _SERVICES else 143)
+    interruption.install()  # for process 1, as of a container, the kernel drops a SIGTERM that has no handler
     # Imports make millions of objects that stay: at Python's own threshold, scanning them is a fifth of the start.
     gc.set_threshold(50_000, 10, 10)
-    code = main()
-    if uninterruptible():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    try:
+        code = main(interruption=interruption)
+        interruption.handled()
+    except SystemExit as end:  # of argparse
+        code = end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:  # outside of the command itself
+        code = interruption.exit_code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    interruption.handled()
+    exit_process(code)

@@ -46,7 +46,8 @@ again with the row's next seed; a row that never becomes one is left out, told, 
 A template is what the model is asked instead of our own words, the subject in place of {subject}: a chat's message, or,
 for a model without a chat template, a text that it continues to the line's end.
 
-exit codes: 0 all captions are there; 1 some could not be made; 2 the input cannot be used, and is named; 130 stopped
+exit codes: 0 all captions are there; 1 some could not be made; 2 the input cannot be used, and is named;
+130 stopped (143: by SIGTERM)
 """
 _MOST = 1_000_000
 _MOST_ATTEMPTS = 1000
@@ -68,7 +69,7 @@ def add(commands: Commands) -> None:
         "--subjects",
         type=Path,
         metavar="FILE",
-        help="what captions are about, in turn: one a line, or a .tsv or .csv with a column caption, prompt or name",
+        help="what captions are about in turn: one a line, or a .tsv, .csv, .json, .jsonl with caption, prompt or name",
     )
     captions.add_argument("--template", type=Path, metavar="FILE", help="what the model is asked; see below")
     captions.add_argument("--temperature", type=float, metavar="T", help="0.7 of emoji-lm, 1 of others by default")
@@ -149,7 +150,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
         rows = prompts.read(path, columns=captions.COLUMNS, names=captions.IDS)
     except captions.PromptsError as error:
         raise UsageError(f"--subjects: {error}") from error
-    if path.suffix.lower() != ".csv":  # whose cells may hold line ends
+    if path.suffix.lower() not in prompts.DELIMITERS:  # whose cells may hold line ends
         for before, after in pairwise(rows):
             if after.row > before.row + 1:
                 raise UsageError(f"--subjects: {path}: row {before.row + 1} is empty")

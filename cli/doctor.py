@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from core.kernels.device import DeviceInfo
 
 _LITTLE_DISK = 2 * 2**30
-_OLDEST_REDIS = (6, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,21 +210,28 @@ def _disk(settings: Settings) -> Iterator[Finding]:
 def _redis(settings: Settings) -> Iterator[Finding]:
     from core.jobs.connection import StoreError
     from core.jobs.registry import Registry
-    from deployment.redis import RedisError, address_in, executable
+    from deployment.redis import address_in
+    from deployment.redis_programs import OLDEST, RedisError, choose
 
-    url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
-    if not url:
+    folder = settings.data_dir.expanduser() / "redis"
+    url = settings.redis_url or address_in(folder)
+    program = None
+    if not settings.redis_url:
         try:
-            yield Finding("well", "redis", f"{executable()}, which `diptych serve` starts")
+            program = choose(folder)
         except RedisError as error:
             yield Finding("ill", "redis", str(error))
+            return
+    origin = "; bundled: for this machine alone, updated with Diptych" if program and program.bundled else ""
+    if not url:
+        yield Finding("well", "redis", f"{program}, which `diptych serve` starts{origin}")
         return
     registry = Registry(url)
     try:
         condition = registry.condition()
         version = tuple(int(part) for part in condition["version"].split(".")[:2])
-        text = f"{condition['version']}, {condition['used']} used of {condition['most']}"
-        yield Finding("well" if version >= _OLDEST_REDIS else "ill", "redis", text)
+        text = f"{condition['server']}, {condition['used']} used of {condition['most']}{origin}"
+        yield Finding("well" if version >= OLDEST else "ill", "redis", text)
         if condition["policy"] != "noeviction":
             yield Finding(
                 "ill",

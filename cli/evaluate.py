@@ -39,7 +39,8 @@ _EXAMPLES = """examples:
 A run that was stopped, in whatever way, goes on where it was when the same command is given again. The seed of the
 k-th caption, from 0, is the seed offset plus k: runs with equal offsets share their noise, picture by picture.
 
-exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped (Ctrl-C)
+exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be used, and is named;
+130 stopped with Ctrl-C (143: by SIGTERM)
 """
 
 
@@ -95,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a .tsv or .csv with columns id and caption (or file and name)"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a .tsv, .csv, .json, .jsonl with id and caption (or file and name)",
     )
     parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="the run's folder")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N captions")

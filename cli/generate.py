@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cli.arguments import (
     FOLDERS,
+    CommandFailed,
     Commands,
     UsageError,
     add_command,
@@ -44,6 +45,7 @@ from cli.request import (
 )
 from contract.control import DEPTH, Control
 from contract.image_prompt import ImagePrompt
+from core.failures import NotFinite
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -64,7 +66,8 @@ Each picture's PNG holds its parameters in the text chunks "parameters" (as
 AUTOMATIC1111's web UI has them), "diptych" and "fingerprint". Where a file of the same
 name lies in DIR, from an earlier command with the same prompt and seed, it is replaced.
 
-exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
+exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named;
+130 stopped with Ctrl-C (143: by SIGTERM)
 """
 
 
@@ -82,7 +85,7 @@ def add(commands: Commands) -> None:
         dest="file",
         type=Path,
         metavar="FILE",
-        help="more prompts: one a line, or a .tsv/.csv with a column prompt or caption (and id: names the files)",
+        help="more prompts: one a line, or a .tsv, .csv, .json, .jsonl with prompt or caption (and id: names files)",
     )
     generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of FILE")
     add_out(generate)
@@ -256,7 +259,9 @@ def read_controls(options: argparse.Namespace, size: tuple[int, int]) -> list[tu
 def prepared(
     controls: Sequence[Control], images: Sequence[Image], size: tuple[int, int], depth: DepthEstimator | None
 ) -> tuple[Control, ...]:
-    """The controls with their pictures at this size, as their networks read them. Raises `UsageError`."""
+    """The controls with their pictures at this size, as their networks read them. Raises `UsageError`, and
+    `CommandFailed` for a depth model that returns NaN.
+    """
     from core.pictures import fitted
     from workers.sources import prepare
 
@@ -265,7 +270,10 @@ def prepared(
     completed = []
     for control, image in zip(controls, images, strict=True):
         pixels = fitted(image, size, cast("Fit", control.fit or "crop")).tobytes()
-        completed.append(replace(control, image=prepare(control, pixels, size, depth)))
+        try:
+            completed.append(replace(control, image=prepare(control, pixels, size, depth)))
+        except NotFinite as error:
+            raise CommandFailed(f"--control-preprocessor: {error}") from error
     return tuple(completed)
 
 

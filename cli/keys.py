@@ -73,7 +73,9 @@ def add(commands: Commands) -> None:
     gone.add_argument("id", metavar="ID", help="as `keys list` has it")
     group = gone.add_mutually_exclusive_group()
     group.add_argument("--keep-jobs", action="store_true", help="let its jobs and batches go on; as if nothing is said")
-    group.add_argument("--cancel-jobs", action="store_true", help="cancel its jobs and batches")
+    group.add_argument(
+        "--cancel-jobs", action="store_true", help="cancel its jobs and batches, and erase them, its files and pictures"
+    )
     gone.set_defaults(run=_revoke)
     verbs.add_parser(
         "open", help="ask for no key", description="Serve without keys again, after the last one was revoked."
@@ -140,7 +142,7 @@ def _follow_up(options: argparse.Namespace) -> None:
     from core.jobs.batches import BatchStore
     from core.jobs.connection import RedisClient, StoreError
     from core.jobs.store import JobStore
-    from core.jobs.tenants import cancel_all, usage
+    from core.jobs.tenants import TenantRecords, cancel_all, usage
 
     settings = read_settings(options)
     named = settings.model_copy(update={"redis_url": _url(settings)})
@@ -148,12 +150,18 @@ def _follow_up(options: argparse.Namespace) -> None:
     store, batches = JobStore.of(named, client), BatchStore.of(named, client)
     try:
         answer = (cancel_all if options.cancel_jobs else usage)(store, batches, options.id)
+        erased = TenantRecords(client).erase(store, options.id) if options.cancel_jobs else None
     except StoreError as error:
         raise CommandFailed(f"the key is revoked; its jobs are not looked at: {error}") from error
     finally:
         client.close()
     if options.cancel_jobs:
         print(f"cancelled: {answer.jobs} jobs, {answer.batches} batches")
+    if erased is not None:
+        print(
+            f"erased: {erased.jobs} jobs, {erased.batches} batches and {erased.files} files, with their pictures; "
+            f"about {erased.store_bytes / 2**20:.1f} MiB of Redis and {erased.file_bytes / 2**20:.1f} MiB of files"
+        )
     elif answer.jobs or answer.batches:
         print(f"{answer.jobs} jobs and {answer.batches} batches of it go on; --cancel-jobs ends them")
 

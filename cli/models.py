@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def _models(options: argparse.Namespace) -> int:
         if options.url is not None:
             raise CommandFailed(f"--url: no service answers ({getattr(error, 'reason', error)})") from error
         print(f"{settings.model_name}  (would be loaded here; no service answers at {url})")
-        _print_added(settings.models_dir)
+        _print_added(settings.model_stores)
         return 0
     for model in offered:
         card = model["diptych"]
@@ -99,10 +100,11 @@ def _models(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_added(store: Path) -> None:
+def _print_added(stores: Iterable[Path]) -> None:
     from pipeline.checkpoints.model_store import names
 
-    for name in names(store):
+    folders = {name: store for store in reversed([*stores]) for name in names(store)}
+    for name, store in sorted(folders.items()):
         is_model = any((store / name / file).is_file() for file in ("model_index.json", "config.json"))
         print(f"{name}  (added; {f'--model {name} loads it' if is_model else f'a folder of adapters: {store / name}'})")
 
@@ -115,12 +117,11 @@ def _list(options: argparse.Namespace) -> int:
     text = EMBEDDED_TEXT_MODEL.name
     if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file():
         print(f"{text}  (embedded, for text; DIPTYCH_TEXT_MODEL, unless it is off or another)")
-    store = read_settings(options).models_dir
-    _print_added(store)
+    stores = read_settings(options).model_stores
+    _print_added(stores)
     for asset in release_assets.listed().values():
-        if not (store / asset.name).exists():
-            size = f"{asset.size_bytes / 1e6:.0f} MB"
-            print(f"{asset.name}  (not installed; `diptych models add {asset.name}` downloads it, {size})")
+        if not any((store / asset.name).exists() for store in stores):
+            print(f"{asset.name}  (not installed; {asset.remedy}, {asset.size_bytes / 1e6:.0f} MB)")
     return 0
 
 
@@ -132,7 +133,8 @@ def _embedded() -> list[str]:
 def _remove(options: argparse.Namespace) -> int:
     from pipeline.checkpoints import model_store
 
-    store = read_settings(options).models_dir
+    stores = read_settings(options).model_stores
+    store = next((store for store in stores if options.name in model_store.names(store)), stores[0])
     embedded = {path.name for path in EMBEDDED_MODEL.parent.glob("*")}
     if options.name in embedded and options.name not in model_store.names(store):
         raise UsageError(f"NAME: {options.name} is embedded: it is part of the package, and goes with it")
@@ -154,7 +156,7 @@ def _add(options: argparse.Namespace) -> int:
 
         added = model_store.add(
             options.source,
-            settings.models_dir,
+            settings.model_stores[0],
             model_store.AddOptions(
                 checkpoint_options(options),
                 int(options.max_gib * _GIB),

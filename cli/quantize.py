@@ -63,7 +63,7 @@ def add(commands: Commands) -> None:
     quantize.add_argument("--scheme", choices=SCHEMES, default="int8", help="default: %(default)s")
     quantize.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="to calibrate on: one a line, or a .tsv/.csv; default: 64 captions that come with the code",
+        help="to calibrate on: one a line, or a .tsv, .csv, .json, .jsonl; default: 64 captions in the code",
     )  # fmt: skip
     quantize.add_argument("--limit", type=int, metavar="N", help="only the first N prompts; default: 64")
     quantize.add_argument("-o", "--out", type=Path, metavar="DIR", help="for the variant; default: the cache")

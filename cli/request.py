@@ -89,7 +89,11 @@ def _add(parser: argparse.ArgumentParser, flag: str, kind: Any, text: str, name:
 
 def flag_of(name: str) -> str:
     """The option that gives this field."""
-    return FLAGS.get(name) or "--" + name.replace("_", "-")
+    return FLAGS.get(name) or f"--{_dashed(name)}"
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def destination(name: str) -> str:
@@ -223,7 +227,7 @@ def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> Non
     for name, (declaration, _, description, _) in declarations(kind).items():
         if name != "image":
             text = f"{description}; one for each {flag}, or one for all"
-            _add(parser, f"{flag}-{name}", declaration, text, name, action="append", default=[])
+            _add(parser, f"{flag}-{_dashed(name)}", declaration, text, name, action="append", default=[])
 
 
 def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
@@ -234,9 +238,9 @@ def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
     set_values = {name: getattr(options, f"{prefix}_{name}") for name in declarations(kind) if name != "image"}
     for name, values in set_values.items():
         if values and not count:
-            raise UsageError(f"{flag}-{name}: is of {'a ' * (kind is Control)}{flag}, and there is none")
+            raise UsageError(f"{flag}-{_dashed(name)}: is of {'a ' * (kind is Control)}{flag}, and there is none")
         if len(values) not in (0, 1, count):
-            raise UsageError(f"{flag}-{name}: is given {len(values)} times, for {count} of {flag}")
+            raise UsageError(f"{flag}-{_dashed(name)}: is given {len(values)} times, for {count} of {flag}")
     if count and not set_values["model"]:
         raise UsageError(f"{flag}-model: must name the {_READERS[kind]} that reads {flag}")
     entries = [{name: values[n % len(values)] for name, values in set_values.items() if values} for n in range(count)]

@@ -86,7 +86,7 @@ def _serve(options: argparse.Namespace) -> int:
     _check_extra()
     from deployment.address import AddressError
     from deployment.devices import NoDevices, visible_gpus
-    from deployment.redis import RedisError
+    from deployment.redis_programs import RedisError
     from deployment.serve import DataError, serve
 
     settings = read_settings(options)

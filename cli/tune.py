@@ -76,7 +76,9 @@ def add(commands: Commands) -> None:
         "Draw prompts by many plans, and name the fastest that lose little.",
         _ABOUT,
     )
-    tune.add_argument("--prompts", type=Path, metavar="FILE", required=True, help="one a line, or a .tsv/.csv")
+    tune.add_argument(
+        "--prompts", type=Path, metavar="FILE", required=True, help="one a line, or a .tsv, .csv, .json or .jsonl"
+    )
     tune.add_argument("-o", "--out", type=Path, metavar="DIR", required=True, help="for pictures and the report")
     tune.add_argument("--limit", type=int, default=128, metavar="N", help="prompts of finalists; default: %(default)s")
     tune.add_argument("--gates", metavar="NAME=PERCENT:DB[:FIGURE=LIMIT…],…", help="of named plans; see below")

@@ -1,4 +1,5 @@
-"""Parses prompt weights in the syntax of AUTOMATIC1111's web UI: `(words)`, `(words:1.3)`, `[words]`, `BREAK`.
+"""Parses prompt weights in the syntax of AUTOMATIC1111's web UI, and writes them: `(words)`, `(words:1.3)`, `[words]`,
+`BREAK`.
 
 Runs in time linear in the text's length: groups are at most `MAX_DEPTH` deep.
 """
@@ -22,6 +23,8 @@ _TOKEN = re.compile(
 )
 _BREAK = re.compile(r"\bBREAK\b")  # without the spaces around it, which would take quadratic time
 _EDITED = re.compile(r"\||:\s*[0-9.]+\s*$")  # within square brackets: another prompt from some step on
+_SPECIAL = re.compile(r"[\\()\[\]]")
+_WORDS = re.compile(r"\bAND\b|<\w+:|^[^\S\n]*Negative prompt:", re.MULTILINE)  # to the web UI; see `unbroken`
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):")
 
 
@@ -55,6 +58,39 @@ def read(text: str) -> str | WeightedPrompt:
     for mark, first in [(mark, first) for mark, left in groups.items() for _, first in left]:
         _multiply(pieces, first, _FACTORS[mark])
     return _merged(pieces)
+
+
+def write(prompt: str | WeightedPrompt) -> str:
+    """Return the text that is read as this prompt, which has no breaks, here and by the web UI: the inverse of `read`.
+
+    A weight has at most nine decimals. Weights of another syntax keep their numbers, which other arithmetic reads.
+    """
+    parts = ((prompt, 1.0),) if isinstance(prompt, str) else prompt.parts
+    written = ((unbroken(_escaped(text)), weight) for text, weight in parts)
+    return "".join(text if weight == 1 else f"({text}:{_decimal(weight)})" for text, weight in written)
+
+
+def unbroken(text: str) -> str:
+    """Return a text in this syntax that is read alike here, and alike by the web UI, whose words `AND`, `<name:…>` and,
+    at the beginning of a line, `Negative prompt:` are no text: an empty group in them makes them text, and so an
+    escaped text's `BREAK`.
+    """
+    return _WORDS.sub(_with_group, text)
+
+
+def _with_group(match: re.Match[str]) -> str:
+    word = match[0]
+    first = 1 + len(word) - len(word.lstrip())  # its first letter, behind blanks
+    return f"{word[:first]}(){word[first:]}"
+
+
+def _escaped(text: str) -> str:
+    """Return the text with its brackets and backslashes escaped, and no `BREAK` in it."""
+    return _BREAK.sub("B()REAK", _SPECIAL.sub(r"\\\g<0>", text))
+
+
+def _decimal(weight: float) -> str:
+    return f"{weight:.9f}".rstrip("0").rstrip(".")
 
 
 def _check_networks(text: str) -> None:

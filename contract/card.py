@@ -14,7 +14,7 @@ from contract import loras, pipeline_call
 from contract.bounds import MAX_SEED
 from contract.control import CANNY
 from contract.errors import Invalid
-from contract.offered import list_offered
+from contract.offered import check_offered, list_offered
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
@@ -100,7 +100,9 @@ class ImageOffer(ImageLimits):
     it reads, and `sources` the kinds of request that it draws, of that module; None: all. `options` are what
     `pipeline_options` may have: by name the `type`, and `default`, `minimum` and `maximum` if there are; None: only
     the form is checked. `checker` is what the service does to pictures that its checker flags (`contract.content`);
-    "": there is none; None: not checked.
+    "": there is none; None: not checked. `refusals` say of fields with names of files, such as `loras`, why it takes
+    none, as where its worker has no folder of them; None: not announced. `upscale_filters` enlarge a finished image
+    without a network; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -126,6 +128,12 @@ class ImageOffer(ImageLimits):
     sources: Collection[str] | None = None
     options: Mapping[str, Mapping[str, Any]] | None = None
     checker: str | None = None
+    refusals: Mapping[str, str] | None = None
+    upscale_filters: Collection[str] | None = None
+
+    def refusal(self, kind: str) -> str | None:
+        """Return why it takes no files of a kind, by the offer's field of their names; "": it does; None: unknown."""
+        return None if self.refusals is None else self.refusals.get(kind, "")
 
     def draws_from(self, kind: str) -> bool:
         """Return whether the model draws requests of this kind, of those of `contract.pipeline_call`."""
@@ -175,11 +183,10 @@ class ImageOffer(ImageLimits):
             raise Invalid("lora", "must name one, or be empty")
         if not named or self.loras is None:
             return
-        if not self.loras:
-            raise Invalid("lora", "is not offered by this model: its worker has no DIPTYCH_LORA_DIR")
         for lora in named:
-            if lora.name not in self.loras:
+            if self.loras and lora.name not in self.loras:
                 raise Invalid("lora", f"there is no LoRA {lora.name}; {list_offered(self.loras)}")
+            check_offered("lora", lora.name, self.loras, self.refusal("loras"))
 
     def check_size(self, width: int, height: int) -> None:
         """Raise `Invalid` for a size that the model does not offer."""
@@ -243,7 +250,8 @@ class TextOffer:
     `max_prompt_logprobs` bounds the log probabilities of a job's prompts, those of the likeliest tokens included.
     `tool_format` is how calls of tools are written, of `contract.tools`; "": not announced. `embedding_dimensions` is
     the width of an embedding; 0: the model gives none. `generates`: it answers, and does not only embed. `beam_search`:
-    it also does by beam search; false: not announced.
+    it also does by beam search; false: not announced. `token_bytes` are the bytes of a text that one token has at most;
+    0: not announced, or any number of them. `options` are those of `contract.text.LATER_OPTIONS` that it reads.
     """
 
     context: StrictInt = 0
@@ -259,6 +267,8 @@ class TextOffer:
     embedding_dimensions: StrictInt = 0
     generates: StrictBool = True
     beam_search: StrictBool = False
+    token_bytes: StrictInt = 0
+    options: tuple[StrictStr, ...] = ()
 
 
 BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
@@ -327,8 +337,8 @@ class ImageCard(_Card):
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
     offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`, `image_prompts`, `cascades`, `fields`,
-    `sources`, `options` and `checker`. `loop`: "diffusers" for a model that runs by diffusers' own loop, "" for one of
-    a native family.
+    `sources`, `options`, `checker`, `refusals` and `upscale_filters`. `loop`: "diffusers" for a model that runs by
+    diffusers' own loop, "" for one of a native family.
     """
 
     modality: Literal["image"] = "image"
@@ -361,6 +371,8 @@ class ImageCard(_Card):
     options: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     loop: StrictStr = ""
     checker: StrictStr = ""
+    refusals: dict[StrictStr, StrictStr] | None = None
+    upscale_filters: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:

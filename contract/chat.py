@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Tag, field_validator, model_validator
 
 from contract.bounds import LIST, NOTHING
 from contract.errors import UNSUPPORTED
 from contract.json_schema import AnswerSchema, FormatType, SchemaName, schema_text
-from contract.messages import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, Words, text_of
-from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
-from contract.text import BY_KIND, MAX_LOGPROBS, TOOL_CHOICE, ConversationBody, TextFields, TextJob, ToolChoice
+from contract.messages import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    READS_TEXT,
+    Called,
+    Conversation,
+    Part,
+    Words,
+    text_of,
+)
+from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, at_most, field_error
+from contract.text import (
+    BY_KIND,
+    MAX_LOGPROBS,
+    MAX_TEMPLATE_OPTIONS,
+    NO_LIMIT,
+    TOOL_CHOICE,
+    ConversationBody,
+    TextFields,
+    TextJob,
+    ToolChoice,
+)
 from contract.tools import MAX_TOOLS, NamedTool, Tool, tool_values
 
 _FUNCTIONS = "is of an older API; tools and tool_choice take its place"
@@ -39,7 +60,7 @@ _NoAudio = Annotated[None, _refused("audio is not offered"), Field(description="
 
 
 class TextPart(Part):
-    type: Literal["text", "refusal"]
+    type: Annotated[Literal["text", "refusal"], READS_TEXT]
     prompt_cache_breakpoint: IgnoredValue = None
     cache_control: IgnoredValue = None
 
@@ -137,6 +158,34 @@ _CHATS: Any = [
 ]
 
 
+_NOT_OPTIONS = (
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+_OPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_MOST_OPTION = 1000  # characters of a text
+
+
+def _are_options(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if not _OPTION.fullmatch(name) or name in _NOT_OPTIONS:
+            raise field_error("", f"must have names of letters, digits and _, and none of {', '.join(_NOT_OPTIONS)}")
+        if not isinstance(value, str | int | float) or (isinstance(value, str) and len(value) > _MOST_OPTION):
+            raise field_error(
+                "", f"must have values that are true, false, numbers, or texts of {_MOST_OPTION} characters"
+            )
+    return options
+
+
+TemplateOptions = Annotated[
+    dict[str, Any],
+    Field(max_length=MAX_TEMPLATE_OPTIONS),
+    at_most(MAX_TEMPLATE_OPTIONS),
+    AfterValidator(_are_options),
+]
+
+
 class ChatFields(TextFields, ConversationBody):
     """`POST /v1/chat/completions`."""
 
@@ -147,6 +196,9 @@ class ChatFields(TextFields, ConversationBody):
     logprobs: bool | None = Field(default=None, description="true: log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="and of so many of the likeliest")
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: Annotated[
+        TemplateOptions | None, Field(description="what the model's chat template is given besides")
+    ] = None
     reasoning_effort: IgnoredText = None
     verbosity: IgnoredText = None
     prediction: Annotated[Any, Field(description=f"{IGNORED}: it changes no answer")] = None
@@ -164,6 +216,11 @@ class ChatFields(TextFields, ConversationBody):
         None, _refused("a search of the web is not offered"), Field(description="not offered")
     ] = None
     moderation: Annotated[None, _refused("moderation is not offered"), Field(description="not offered")] = None
+
+    @field_validator("max_tokens", "max_completion_tokens", mode="before", check_fields=False)
+    @classmethod
+    def _no_limit(cls, value: Any) -> Any:
+        return None if type(value) is int and value == NO_LIMIT else value
 
     @model_validator(mode="after")
     def _together(self) -> ChatFields:
@@ -194,6 +251,7 @@ class ChatFields(TextFields, ConversationBody):
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             json_schema=None if format is None else schema_text(format.type, format.json_schema),
+            chat_template_kwargs=self.chat_template_kwargs or None,
             warnings=[*self.warnings, *(f"{name}: has no effect" for name in unused)] or None,
         )
 

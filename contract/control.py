@@ -18,6 +18,8 @@ MAX_CONTROLS = 4  # per request
 MAX_MODE = 63
 CANNY, DEPTH = "canny", "depth"
 PREPROCESSORS = (CANNY, DEPTH)
+LOW, HIGH = 100, 200  # thresholds of canny, as of the gradient's L1 norm
+MAX_THRESHOLD = 2040
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Control(PictureInput):
     As pixels it is of the request's size. `preprocessor` is what makes the network's picture of the given one, of
     `PREPROCESSORS`; "": it is read as given. `mode` is the kind of the picture, for networks that read several
     (ControlNet-Union), by its number. `fit` is how a picture of another size comes to the request's; "": as an edit's
-    source does, else by crop.
+    source does, else by crop. The thresholds are canny's.
     """
 
     FIELD: ClassVar[str] = FIELD
@@ -55,8 +57,18 @@ class Control(PictureInput):
         "it), stretch; exact: it must have that size; default: crop, and in an edit as its source",
     ] = ""
 
+    low_threshold: Annotated[
+        int, Field(ge=0, le=MAX_THRESHOLD), "of canny: the gradient of weak edges, which count beside strong ones; 100"
+    ] = LOW
+    high_threshold: Annotated[
+        int, Field(ge=0, le=MAX_THRESHOLD), "of canny: the gradient of strong edges; 200 by default"
+    ] = HIGH
+
     def check(self) -> None:
         PictureInput.check(self)
+        for name, default in (("low_threshold", LOW), ("high_threshold", HIGH)):
+            if self.preprocessor != CANNY and getattr(self, name) != default:
+                raise Invalid(f"{FIELD}.{name}", "is of the preprocessor canny alone")
         if self.preprocessor and self.preprocessor not in PREPROCESSORS:
             raise Invalid(f"{FIELD}.preprocessor", f"must be one of {', '.join(PREPROCESSORS)}")
         if self.fit and self.fit not in get_args(Fit):

@@ -27,7 +27,8 @@ def solo_s(card: ImageCard, job: ImageJob) -> float:
 def _vae_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds of an image's decoding and upscaling; by a tiny decoder without an announced cost as by the VAE."""
     tiny = job.picture.vae == TINY and card.costs.vae_tiny_s
-    enlarged = 0 if job.picture.upscale is None else math.prod(job.picture.size) * 1e-6 * card.costs.upscale_megapixel_s
+    by_network = job.picture.upscale is not None and not job.picture.upscale.is_filter
+    enlarged = math.prod(job.picture.size) * 1e-6 * card.costs.upscale_megapixel_s if by_network else 0
     return enlarged + (card.costs.vae_tiny_s if tiny else card.costs.vae_s)
 
 

@@ -294,7 +294,9 @@ def check_unread(picture: ImageParameters, offer: ImageOffer) -> None:
     offer.check_loras(picture.lora)
     offer.check_vae(picture.vae)
     if picture.upscale is not None:
-        picture.upscale.check(offer.upscalers)
+        picture.upscale.check(offer.upscalers, offer.refusal("upscalers"), offer.upscale_filters)
+        if picture.upscale.is_filter:
+            picture.upscale.check_filtered(picture.width, picture.height)
     pipeline_call.check_options(picture.pipeline_options, offer.options)
     offer.check_size(picture.width, picture.height)
 
@@ -310,7 +312,7 @@ def limits(offer: ImageOffer) -> dict[str, float]:
 def check_inputs(pictures: Mapping[str, Sequence[Any]], offer: ImageOffer) -> None:
     """Raise `Invalid` for pictures of the fields of `PICTURES` that the model does not offer to read."""
     for field, kind in PICTURES.items():
-        check_all(kind, pictures[field], getattr(offer, kind.OFFER))
+        check_all(kind, pictures[field], getattr(offer, kind.OFFER), offer.refusal(kind.OFFER))
     control.check_preprocessors(pictures[control.FIELD], offer.preprocessors)
 
 

@@ -279,6 +279,9 @@ def _read_scheduler(request: dict[str, Any], offer: ImageOffer) -> None:
         request["scheduler"] = named.scheduler
         if named.curve is not None:
             request.setdefault("schedule_type", named.curve)
+    elif named is not None and named.scheduler is not None:
+        offered = ", ".join(offer.schedulers)
+        raise Invalid("scheduler", f"must be one of {offered}; the nearest is {named.scheduler}")
 
 
 def _check_offered(request: Given, offer: ImageOffer) -> None:

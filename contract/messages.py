@@ -9,9 +9,10 @@ import json
 import math
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from contract.bounds import WORD
+from contract.errors import UNSUPPORTED
 from contract.strict import MAX_NAME, IgnoredValue, StrictModel, field_error
 
 MAX_MESSAGES = 1000
@@ -23,6 +24,18 @@ MAX_DEPTH = 56  # of these
 
 
 Words = Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
+
+
+def _reads_text(kind: Any) -> Any:
+    name = next((name for word, name in _OTHERS.items() if isinstance(kind, str) and word in kind), None)
+    if name is not None:
+        raise field_error("", f"{name} are not read: the models here read text alone", UNSUPPORTED)
+    return kind
+
+
+_OTHERS = {"image": "pictures", "audio": "sounds", "video": "videos", "file": "files"}
+READS_TEXT = BeforeValidator(_reads_text)
+"""Refuses the type of a part that is no text by what it is."""
 
 
 class Part(StrictModel):
@@ -49,7 +62,11 @@ class Called(StrictModel):
     """A function that an earlier answer called."""
 
     name: str = Field(max_length=MAX_NAME)
-    arguments: str = Field(max_length=MAX_ARGUMENTS, description="a JSON object, as text")
+    arguments: Annotated[
+        str,
+        BeforeValidator(lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value),
+        Field(max_length=MAX_ARGUMENTS, description="a JSON object, as text, or as it is"),
+    ]
 
     _value: dict[str, Any] = PrivateAttr()
 

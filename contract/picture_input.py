@@ -170,10 +170,17 @@ class PictureInput:
         return cls(**record)
 
 
-def check_all(kind: type[PictureInput], pictures: Sequence[PictureInput], offered: Collection[str] | None) -> None:
-    """Raise `Invalid` for what no model takes, and for names that are not `offered`; None: not checked."""
+def check_all(
+    kind: type[PictureInput],
+    pictures: Sequence[PictureInput],
+    offered: Collection[str] | None,
+    reason: str | None = None,
+) -> None:
+    """Raise `Invalid` for what no model takes, and for names that are not `offered`; None: not checked. `reason`: as in
+    `check_offered`.
+    """
     if len(pictures) > kind.MOST:
         raise Invalid(kind.FIELD, f"must be at most {kind.MOST}, not {len(pictures)}")
     for picture in pictures:
         picture.check()
-        check_offered(f"{kind.FIELD}.model", picture.model, offered)
+        check_offered(f"{kind.FIELD}.model", picture.model, offered, reason)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SYNTAXES = (COMPEL, A1111)
 MAX_CLIP_SKIP = 31
+EXPANSION_TOKENS = 96  # of an expanded prompt: the length SDXL reads of one, with some margin
 FIELDS = ("prompt_weighting", "prompt_2", "negative_prompt_2", "clip_skip")
 """What only some families of models read."""
 
@@ -43,7 +44,7 @@ def check(request: Mapping[str, Any], offer: ImageOffer) -> None:
         if request[name] is None and name != "prompt":
             continue
         words = _words(name, check_text(name, request[name], offer.max_prompt_characters), weighting)
-        if name == "prompt" and not words.strip():
+        if name == "prompt" and not words.strip() and weighting != A1111:  # in the web UI an empty one draws
             raise Invalid(name, "must not be empty")
     if request["negative_prompt_2"] is not None and request["negative_prompt"] is None:
         raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")

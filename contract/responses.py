@@ -13,7 +13,17 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from contract.bounds import LIST, MAX_SEED, OBJECT
 from contract.errors import UNSUPPORTED, Invalid
 from contract.json_schema import AnswerSchema, FormatType, SchemaName, schema_text
-from contract.messages import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Called, Conversation, Part, Words, text_of
+from contract.messages import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    READS_TEXT,
+    Called,
+    Conversation,
+    Part,
+    Words,
+    text_of,
+)
 from contract.strict import MAX_IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, field_error
 from contract.text import BY_KIND, MAX_TEMPERATURE, TOOL_CHOICE, ConversationBody, TextJob, ToolChoice
 from contract.tools import MAX_TOOLS, Function, FunctionName, tool_values
@@ -31,7 +41,7 @@ def _type(value: Any) -> str:
 
 
 class InputPart(Part):
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Annotated[Literal["input_text", "output_text", "text", "refusal"], READS_TEXT]
     logprobs: IgnoredValue = None
 
 

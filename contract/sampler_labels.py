@@ -14,9 +14,9 @@ from contract.schedule import CURVES, SPACINGS, TYPES
 AUTOMATIC = "automatic"
 SAMPLERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Euler": (("euler", "flow-euler", "edm-euler"), ("k_euler",)),
-    "Euler a": (("euler-ancestral",), ("k_euler_a", "k_euler_ancestral", "euler ancestral")),
-    "DPM++ 2M": (("dpm++2m",), ("k_dpmpp_2m", "dpmsolvermultistep")),
-    "DPM++ 2M SDE": (("dpm++2m-sde",), ("k_dpmpp_2m_sde", "dpm++2msde")),
+    "Euler a": (("euler-ancestral",), ("k_euler_a", "k_euler_ancestral", "euler ancestral", "euler_ancestral")),
+    "DPM++ 2M": (("dpm++2m",), ("k_dpmpp_2m", "dpmsolvermultistep", "dpmpp_2m")),
+    "DPM++ 2M SDE": (("dpm++2m-sde",), ("k_dpmpp_2m_sde", "dpm++2msde", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu")),
     "LCM": (("lcm",), ("k_lcm",)),
     "TCD": (("tcd",), ()),
     "DDIM": (("euler",), ()),  # without noise, which is the default everywhere, DDIM is Euler's method
@@ -29,6 +29,8 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
         (  # history of the steps before, or solvers of order 2
             "euler", "dpm++ 2m", "heun", "k_heun", "dpm2", "k_dpm_2", "lms", "k_lms", "dpm fast", "k_dpm_fast",
             "dpm adaptive", "k_dpm_ad", "ddim cfg++", "plms", "unipc",
+            "heunpp2", "dpm_2", "dpm_fast", "dpm_adaptive", "uni_pc", "uni_pc_bh2", "ipndm", "ipndm_v", "deis",
+            "res_multistep", "gradient_estimation",
             "PNDMScheduler", "LMSDiscreteScheduler", "UniPCMultistepScheduler", "DEISMultistepScheduler",
             "DPMSolverSinglestepScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
         ), _SOLVER,
@@ -37,7 +39,8 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
         (  # noise at every step
             "euler a", "dpm++ 2m sde", "lcm", "tcd", "dpm++ sde", "k_dpmpp_sde", "dpm++ 2s a", "k_dpmpp_2s_a",
             "dpm++ 3m sde", "k_dpmpp_3m_sde", "dpm++ 2m sde heun", "k_dpmpp_2m_sde_heun", "dpm2 a", "k_dpm_2_a",
-            "restart",
+            "restart", "dpm_2_ancestral", "dpmpp_sde", "dpmpp_sde_gpu", "dpmpp_2s_ancestral", "dpmpp_3m_sde",
+            "dpmpp_3m_sde_gpu", "ddpm",
             "DPMSolverSDEScheduler", "SASolverScheduler",
         ), _NOISY,
     ),
@@ -56,7 +59,11 @@ SCHEDULES: Mapping[str, tuple[str, str | None]] = {
     "simple": ("Simple", "trailing"),
 }  # fmt: skip
 """AUTOMATIC1111's noise schedules by name: the label, and the `schedule_type`."""
-CURVE_LABELS = {curve: label for label, curve in SCHEDULES.values() if curve in CURVES}
+SCHEDULE_LABELS: Mapping[str, str] = {
+    "linspace": "Normal", "leading": "DDIM", "trailing": "SGM Uniform",
+    **{curve: label for label, curve in SCHEDULES.values() if curve in CURVES},
+}  # fmt: skip
+"""What a schedule type is called in a picture's parameters."""
 SCHEDULE_TYPES: Mapping[str, tuple[str, ...]] = {
     "euler": TYPES, "dpm++2m": TYPES, "dpm++2m-sde": TYPES, "euler-ancestral": SPACINGS, "flow-euler": CURVES,
 }  # fmt: skip
@@ -85,8 +92,9 @@ def label(scheduler: str) -> str:
 def read(name: str, offered: Collection[str]) -> Sampling | None:
     """Return what a name is for a model that has these samplers; None for a name that is unknown."""
     key = name.strip().lower()
-    if key in offered:
-        return Sampling(key)
+    own = next((scheduler for scheduler in offered if scheduler.lower() == key), None)
+    if own is not None:
+        return Sampling(own)
     suffix = _SUFFIX.fullmatch(_KARRAS.get(key, key))
     key, curve = (key, None) if suffix is None else (suffix["sampler"], _CURVES.get(suffix["curve"], suffix["curve"]))
     known = _LABELS.get(key)

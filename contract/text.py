@@ -7,7 +7,7 @@ since it counts tokens. null means not given.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, fiel
 from contract.bodies import InBody, declarations, with_fields_of
 from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, OBJECT, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
-from contract.errors import UNSUPPORTED, Invalid
+from contract.errors import CONTEXT_LENGTH, UNSUPPORTED, Invalid
 from contract.field_names import RANDOM
 from contract.messages import MAX_CHARACTERS, Words
 from contract.strict import IGNORED, MAX_NAME, IgnoredText, IgnoredValue, StrictModel, at_most, field_error
@@ -27,8 +27,11 @@ MAX_PROMPT_LOGPROBS = 131_072  # of a job: tokens of all prompts × answers × (
 MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens per request
 MAX_METADATA = 16  # as in OpenAI's API
-MAX_STOPS = 4  # as in OpenAI's API
+MAX_STOPS = 16  # OpenAI's API has 4
+MAX_STOP_TOKENS = 128
+MAX_TEMPLATE_OPTIONS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_TOKENS = 10_000_000  # of an answer, at most, whatever the model
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MAX_REPETITION = 10.0
@@ -37,6 +40,7 @@ MAX_INPUTS = 2048  # of an embedding request, as in OpenAI's API
 MAX_INPUT_TOKENS = 300_000  # of all inputs, as there
 MAX_EMBEDDED = 2**21  # numbers of all embeddings of a request
 NO_EMBEDDINGS, EMBEDS_ONLY = "gives no embeddings", "gives embeddings only"
+NO_LIMIT = -1  # of tokens, as other servers have it
 _COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
 _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -93,7 +97,7 @@ class TextJob:
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), "how many answers, 1 by default"] = 1
     max_tokens: Annotated[int | None, Field(ge=1), "of the answer, at most"] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED), "equal seeds give equal answers"] = None
-    stop: Annotated[list[str] | None, InBody(Stop), "up to four texts that end the answer and are left out"] = None
+    stop: Annotated[list[str] | None, InBody(Stop), "up to 16 texts that end the answer and are left out"] = None
     temperature: Annotated[
         float | None, Field(ge=0, le=MAX_TEMPERATURE), "1 by default; 0: always the likeliest token"
     ] = None
@@ -107,6 +111,13 @@ class TextJob:
         dict[str, float] | None,
         Field(max_length=MAX_BIASED),
         "by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
+    ] = None
+    min_tokens: Annotated[
+        int | None, Field(ge=0, le=MAX_TOKENS), "0 by default: before that many the answer's end is not chosen"
+    ] = None
+    ignore_eos: Annotated[bool | None, "true: the model's own end does not end the answer"] = None
+    stop_token_ids: Annotated[
+        list[int] | None, Field(max_length=MAX_STOP_TOKENS), "tokens that end the answer and are left out"
     ] = None
     use_beam_search: Annotated[bool | None, "true: the n best answers of a beam search of this width"] = None
     length_penalty: Annotated[
@@ -124,6 +135,7 @@ class TextJob:
     tools_required: bool | None = None
     tool_format: str | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     warnings: list[str] | None = None
     embedding: str | None = None
     dimensions: int | None = None
@@ -167,6 +179,7 @@ class TextJob:
 
     def check(self, offer: TextOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer."""
+        self._check_length(offer)
         if self.embedding is not None:
             self._check_embeddings(offer)
             return
@@ -182,8 +195,27 @@ class TextJob:
             raise Invalid("echo", _OLDER)
         if self.beams and not offer.beam_search:
             raise Invalid("use_beam_search", _OLDER)
+        for name in LATER_OPTIONS:
+            if getattr(self, name) and name not in offer.options:
+                raise Invalid(name, _OLDER)
+        if len(self.stop or ()) > (offer.max_stops or 4):  # as of workers that do not say
+            raise Invalid("stop", f"must be at most {offer.max_stops or 4}, not {len(self.stop or ())}")
         if self.tools and offer.tool_format not in CALLS:
             raise Invalid(TOOLS, _OTHER_CALLS if offer.tool_format else _OLDER, UNSUPPORTED)
+
+    def _check_length(self, offer: TextOffer) -> None:
+        """Refuse prompts that cannot fit, by their bytes: before a worker counts tokens, and never one that fits."""
+        room = offer.context - (self.embedding is None and self.max_tokens != 0)  # one token is to come at least
+        field = MESSAGES if self.messages is not None else "prompt" if self.embedding is None else "input"
+        least = [_least_tokens(prompt, offer.token_bytes) for prompt in self.prompts or []]
+        if self.messages is not None:
+            least.append(sum(_least_tokens(text, offer.token_bytes) for text in _user_texts(self.messages)))
+        if offer.context and max(least, default=0) > room:
+            words = f"at least {max(least)} tokens are more than the model's context of {offer.context}"
+            raise Invalid(field, words, CONTEXT_LENGTH)
+        if self.embedding is not None and sum(least) > MAX_INPUT_TOKENS:
+            words = f"at least {sum(least)} tokens are more than the {MAX_INPUT_TOKENS} of a request"
+            raise Invalid(field, words)
 
     def _check_embeddings(self, offer: TextOffer) -> None:
         width = offer.embedding_dimensions
@@ -204,6 +236,26 @@ class TextJob:
         return replace(self, tool_format=offer.tool_format)
 
 
+def _least_tokens(prompt: str | list[int], token_bytes: int) -> int:
+    if isinstance(prompt, list):
+        return len(prompt)
+    return -(-len(prompt.encode("utf-8", "surrogatepass")) // token_bytes) if token_bytes else 0
+
+
+def _user_texts(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts that every chat template shows, without the white space that some trim: not those of the assistant, of
+    which templates leave out thoughts.
+    """
+    for message in messages:
+        if message.get("role") == "user":
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            texts = (part.get("text") for part in parts if isinstance(part, dict))
+            yield from (text.strip() for text in texts if isinstance(text, str))
+
+
+LATER_OPTIONS = ("min_tokens", "ignore_eos", "stop_token_ids", "chat_template_kwargs")
+"""Fields that not all workers read; a model's offer says which it does."""
 _OLDER = "is not known to the worker that announced this model last, which is of an older version"
 _NO_TOOLS = "tools: the model's chat template has none: it answers with text, unless tool_choice requires a call"
 _OTHER_CALLS = (
@@ -270,6 +322,23 @@ class TextFields(TextBody):
         logit_bias: dict[str, float] | None
 
     stream_options: StreamOptions | None = None
+    repeat_penalty: float | None = Field(
+        default=None, gt=0, le=MAX_REPETITION, allow_inf_nan=False, description="another name of repetition_penalty"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("repeat_penalty") is None:
+            return value
+        if value.get("repetition_penalty") not in (None, value["repeat_penalty"]):
+            raise field_error("repeat_penalty", "is another name of repetition_penalty; give one of them")
+        return {**value, "repetition_penalty": value["repeat_penalty"]}
+
+    @field_validator("top_k", mode="before", check_fields=False)
+    @classmethod
+    def _all_tokens(cls, value: Any) -> Any:
+        return 0 if type(value) is int and value == NO_LIMIT else value
 
     @field_validator("seed", mode="before", check_fields=False)
     @classmethod
@@ -302,6 +371,18 @@ class TextFields(TextBody):
         return self
 
     @model_validator(mode="after")
+    def _options_of_the_end(self) -> TextFields:
+        given = self.given
+        constrained = given.get("tools") or getattr(given.get("response_format"), "type", "text") != "text"
+        for name in ("min_tokens", "ignore_eos"):
+            if given.get(name) and constrained:
+                raise field_error(name, "does not go with response_format and tools, whose grammars end the answer")
+        limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+        if any(0 <= limit < (given.get("min_tokens") or 0) for limit in limits):
+            raise field_error("min_tokens", "must be at most max_tokens")
+        return self
+
+    @model_validator(mode="after")
     def _options_of_a_stream(self) -> TextFields:
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "is for streams alone; set stream to true")
@@ -313,7 +394,7 @@ _BEAMS = {"length_penalty": 1, "early_stopping": False}
 _NO_BEAMS = {
     "stream": False, "seed": None, "stop": None, "temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0,
     "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": None, "response_format": None,
-    "tools": None,
+    "tools": None, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": None,
 }  # fmt: skip
 """Fields that beam search is refused with, and the values that ask for nothing."""
 
@@ -368,7 +449,10 @@ class CompletionFields(TextFields):
         default=None, ge=1, le=MAX_CHOICES, description="the width of a beam search, at least n; else n"
     )
     max_tokens: int | None = Field(
-        default=None, ge=0, description="of the answer, at most; 16 by default; 0, only with echo: the prompt alone"
+        default=None,
+        ge=NO_LIMIT,
+        description="of the answer, at most; 16 by default; -1: as many as there is room for; 0, only with echo: the "
+        "prompt alone",
     )
     echo: bool | None = Field(
         default=None, description="true: texts begin with their prompt, and logprobs are of its tokens too"
@@ -400,8 +484,9 @@ class CompletionFields(TextFields):
         """The job of this request. Raises `Invalid`."""
         check_prompts("prompt", self.prompts)
         limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        most = None if limit == NO_LIMIT else limit
         return self._job(
-            prompts=self.prompts, max_tokens=limit, logprobs=self.logprobs, echo=self.echo or None, best_of=self.best_of
+            prompts=self.prompts, max_tokens=most, logprobs=self.logprobs, echo=self.echo or None, best_of=self.best_of
         )
 
 

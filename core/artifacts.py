@@ -6,17 +6,19 @@ import contextlib
 import errno
 import hashlib
 import io
+import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -26,6 +28,11 @@ from obstore.store import LocalStore, from_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+log = logging.getLogger(__name__)
+
+LAID: Final = "laid"  # field of a job's result: the key of the artifact that has it
+_LARGE: Final = 65_536  # characters of a result in JSON: a thousand tokens' top log probabilities are megabytes
 
 _SUFFIXES: Final = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg", "application/jsonl": "jsonl"}
 _MEDIA_TYPES: Final = {suffix: media_type for media_type, suffix in _SUFFIXES.items()}
@@ -346,3 +353,25 @@ def _client(url: str, within_s: float) -> ObjectStore:
         },
         retry_config={"max_retries": _TRIES - 1, "retry_timeout": timedelta(seconds=last_try_s)},
     )
+
+
+def lay_result(result: dict[str, Any], put: Callable[[bytes, str], str]) -> dict[str, Any]:
+    """Return the result as a record has it. `put` stores bytes of a media type and returns their key; if it cannot, a
+    large result is kept in the record too.
+    """
+    text = json.dumps(result, allow_nan=False, separators=(",", ":"))
+    if len(text) <= _LARGE:
+        return result
+    try:
+        return {LAID: put(text.encode("ascii"), "application/jsonl")}
+    except ArtifactError as error:
+        log.warning("a result of %d bytes is kept in Redis: %s", len(text), error)
+        return result
+
+
+def fetch_result(recorded: Mapping[str, Any] | None, get: Callable[[str], bytes]) -> Mapping[str, Any]:
+    """Return the result of a record, empty for None. `get` returns an artifact's bytes. Raises what it raises."""
+    if recorded is None or LAID not in recorded:
+        return recorded or {}
+    result: Mapping[str, Any] = json.loads(get(recorded[LAID]))
+    return result

@@ -21,6 +21,7 @@ from contract import limits, model_names, parallel, plan, urls
 from contract.content import Action, read_labels
 from contract.precision import Choice, ImageChoice
 
+USUAL_DATA = Path("~/.local/share/diptych")
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's architecture with random weights, where it is not installed
@@ -69,9 +70,10 @@ class Settings(BaseSettings):
         description="a CLIP's folder, which scores the drafts of cascades; empty: emoji-clip beside an embedded model, "
         "else no cascades",
     )
-    models_dir: Path = Field(
-        default=Path("~/.local/share/diptych/models"),
-        description="where `diptych models add` puts models, which are then found by name",
+    models_dir: Path | None = Field(
+        default=None,
+        description="where `diptych models add` puts models, which are then found by name; empty: models/ in the data "
+        "folder",
     )
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
     precision: ImageChoice = Field(
@@ -247,9 +249,7 @@ class Settings(BaseSettings):
 
     # The service: addresses by which its parts find each other.
     redis_url: str = Field(default="", description="redis:// or rediss://…; empty: `serve` starts a Redis of its own")
-    data_dir: Path = Field(
-        default=Path("~/.local/share/diptych"), description="pictures, and the embedded Redis's file"
-    )
+    data_dir: Path = Field(default=USUAL_DATA, description="pictures, added models, and the embedded Redis's file")
     artifacts_url: str = Field(default="", description="where pictures go; empty: file:// in the data folder")
     storage_s: float = Field(
         default=20.0, gt=0, le=600, allow_inf_nan=False, description="how long the store of pictures may take to answer"
@@ -331,6 +331,11 @@ class Settings(BaseSettings):
         default="50%",
         pattern=f"^({limits.SHARE.pattern.pattern})?$",
         description="of a queue, or jobs, that one key's may be; empty: no limit",
+    )
+    key_stored: str = Field(
+        default="40%",
+        pattern="^([1-9][0-9]?%|100%)?$",
+        description="of Redis's memory that the records of one key may take; empty: no limit",
     )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
@@ -450,9 +455,9 @@ class Settings(BaseSettings):
 
     @field_validator("cache_dir", "data_dir", "models_dir")
     @classmethod
-    def _has_home(cls, value: Path) -> Path:
+    def _has_home(cls, value: Path | None) -> Path | None:
         try:
-            return value.expanduser()
+            return value and value.expanduser()
         except RuntimeError as error:  # ~ of an unknown user
             raise ValueError("refers to a home folder that does not exist") from error
 
@@ -478,10 +483,10 @@ class Settings(BaseSettings):
         """The model to load: the configured one, the embedded one, or its stand-in.
 
         A name without a folder of its own may be that of an embedded model, such as "emoji-z", or of one in
-        `models_dir`.
+        `model_stores`.
         """
         if name := _names(self.model, self.models)[0]:
-            return _located(name, "model_index.json", self.models_dir)
+            return _located(name, "model_index.json", self.model_stores)
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property
@@ -499,13 +504,22 @@ class Settings(BaseSettings):
     def text_model_name(self) -> str | None:
         """The text model to load: the configured one, or the embedded one if it is installed. None: no text.
 
-        A name without a folder of its own may be that of an embedded model, or of one in `models_dir`.
+        A name without a folder of its own may be that of an embedded model, or of one in `model_stores`.
         """
         if self.text_model == "off":
             return None
         if name := _names(self.text_model, self.text_models)[0]:
-            return _located(name, "config.json", self.models_dir)
+            return _located(name, "config.json", self.model_stores)
         return str(EMBEDDED_TEXT_MODEL) if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file() else None
+
+    @property
+    def model_stores(self) -> list[Path]:
+        """Where added models are looked for; new ones are put into the first. Those in the usual data folder are found
+        beside another one's, since versions until 0.3 put all of them there.
+        """
+        if self.models_dir is not None:
+            return [self.models_dir.expanduser()]
+        return [*dict.fromkeys(folder.expanduser() / "models" for folder in (self.data_dir, USUAL_DATA))]
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -536,10 +550,10 @@ def _names(model: str, models: str) -> list[str]:
     return [*dict.fromkeys(names)] or [""]
 
 
-def _located(name: str, file: str, models_dir: Path) -> str:
-    """The folder with this file of an embedded model of this name, or of one in `models_dir`; else the name."""
+def _located(name: str, file: str, stores: list[Path]) -> str:
+    """The folder with this file of an embedded model of this name, or of one in `stores`; else the name."""
     if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
-        for where in (EMBEDDED_MODEL.parent, models_dir.expanduser()):
+        for where in (EMBEDDED_MODEL.parent, *stores):
             if (where / name / file).is_file():
                 return str(where / name)
     return name

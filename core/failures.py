@@ -1,4 +1,4 @@
-"""Device errors in the engine's words: out of memory, or device lost. Imports no torch."""
+"""Errors of devices and networks in the engine's words: out of memory, device lost, not finite. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ class OutOfMemory(RuntimeError):
 
 class DeviceLost(RuntimeError):
     """An error that sticks to the device: no later result from this process could be trusted."""
+
+
+class NotFinite(FloatingPointError):
+    """A network returned NaN or infinity: `network` names it and its precision, and holds nothing of a request."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        self.network = network
+
+    def __str__(self) -> str:
+        return f"{self.network} returned NaN or infinity"
 
 
 def device_error(error: BaseException) -> BaseException:

@@ -1,7 +1,9 @@
-"""Numbers of threads that compute, and kinds of threads: of low priority, uninterruptible at exit, or vital."""
+"""Numbers of threads that compute, threads of low priority, vital ones, and the end of a process that has threads."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -16,6 +18,7 @@ GPU_THREADS = 2  # of a worker on a GPU: its CPU work is small, and more threads
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # last: tokenizers
 LIMITED: set[str] = set()  # variables that this process has limited itself by
 _NICE = 15
+_EXIT_HANDLERS_S = 5.0
 _BEHIND = 14  # steps of niceness, a factor of 1.25 each, that leave a thread a twenty-fifth of a processor
 
 
@@ -108,10 +111,31 @@ def end_without_memory() -> None:
     sys.unraisablehook = hook
 
 
-class UninterruptibleThread(threading.Thread):
-    """A thread that cannot be stopped. The interpreter would abort when exiting while it runs."""
+def exit_process(code: int) -> NoReturn:
+    """End the process: kill its descendants, run what is registered for the exit, and exit without finalization.
+
+    A finalizing interpreter unwinds each daemon thread that asks for its lock. In a thread that computes in C++, such
+    as one that loads a model, the C++ runtime then aborts the process. So the interpreter is never finalized.
+    """
+    _kill_descendants()
+    # It removes temporary folders and writes logs. A thread may hold a lock that it needs, for as long as it computes.
+    handlers = threading.Thread(target=atexit._run_exitfuncs, name="exit", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started, for want of memory
+        handlers.start()
+        handlers.join(_EXIT_HANDLERS_S)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader has gone, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
-def uninterruptible() -> bool:
-    """Return whether such a thread is running: then the process has to end by `os._exit`."""
-    return any(isinstance(thread, UninterruptibleThread) for thread in threading.enumerate())
+def _kill_descendants() -> None:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return  # no children; psutil takes longer to import than many a command runs
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()

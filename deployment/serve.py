@@ -19,7 +19,8 @@ from core.logs import informs
 from deployment.address import is_private, listen, url
 from deployment.children import Backoff, ChildProcess, child_environment, end_all, reason
 from deployment.devices import worker_environments
-from deployment.redis import RedisError, RedisServer
+from deployment.redis import RedisServer
+from deployment.redis_programs import RedisError
 from deployment.screen import StatusDisplay
 from deployment.signals import StopSignals
 from deployment.watch import Readiness, ReadinessWatcher
@@ -181,7 +182,7 @@ class _Stack:
         self._parts.append(_Part("Redis", redis.spawn, lambda: redis.process.poll() if redis.process else 0))
         while not redis.answers() and not self._stop.asked:
             if not redis.running:
-                raise RedisError(f"redis-server did not start: {redis.last_words()}")
+                raise RedisError(f"Redis did not start: {redis.last_words()}")
             time.sleep(0.01)
 
     def _start_worker(self, worker: ChildProcess) -> None:

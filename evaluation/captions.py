@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from contract.characters import text_error
 from pipeline.text import prompts
 from pipeline.text.prompts import PromptsError as PromptsError
 
-COLUMNS = ("caption", "prompt", "name")  # `name` is the caption column of the embedded data
+COLUMNS = ("caption", "prompt", "text", "name")  # `name` is the caption column of the embedded data
 IDS = ("id", "file")
 
 
@@ -28,8 +30,9 @@ class Caption:
 def read(path: Path, limit: int | None = None) -> list[Caption]:
     """Read the captions of a file, the first `limit` of them.
 
-    A `.tsv` or `.csv` has a header with a column `caption`, `prompt` or `name`, and ids in a column `id` or `file`
-    (else rows are their own ids). Any other file holds one caption per line.
+    A `.tsv` or `.csv` has a header with a column `caption`, `prompt`, `text` or `name`, and ids in a column `id` or
+    `file` (else rows are their own ids); objects of a `.json` or `.jsonl` have such fields. Any other file holds one
+    caption per line.
 
     Raises:
         PromptsError: as `pipeline.text.prompts.read`, and for text that is no valid prompt; names the row.
@@ -45,14 +48,17 @@ def read(path: Path, limit: int | None = None) -> list[Caption]:
 
 
 def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> bytes:
-    """Render a `.tsv` that `read` accepts. Raises ValueError for a cell that would not be read back unchanged."""
-    lines = ["\t".join(columns)]
+    """Render a `.tsv` that `read` accepts, quoted as `csv` does. Raises ValueError for a cell that would be read back
+    changed, or is of several lines."""
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, delimiter=prompts.DELIMITERS[".tsv"], lineterminator="\n")
+    writer.writerow(columns)
     for row in rows:
         for cell in row:
             if not cell or cell != cell.strip() or set("\t\r\n") & set(cell):
                 raise ValueError(f"{cell!r} is no cell of a table with tabs")
-        lines.append("\t".join(row))
-    return ("\n".join(lines) + "\n").encode()
+        writer.writerow(row)
+    return table.getvalue().encode()
 
 
 def digest(captions: list[Caption]) -> str:

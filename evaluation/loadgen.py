@@ -119,17 +119,36 @@ def run(test: LoadGenSettings, task: LoadGenTask, out: Path, warn: Callable[[str
     sut = library.ConstructSUT(answering.issue, answering.flush)
     count = min(len(task), settings.performance_sample_count_override or len(task))
     qsl = library.ConstructQSL(len(task), count, lambda indices: None, lambda indices: None)
-    try:
-        library.StartTestWithLogSettings(sut, qsl, settings, log)
-    finally:
-        library.DestroyQSL(qsl)
-        library.DestroySUT(sut)
+
+    def run_test() -> None:
+        try:
+            library.StartTestWithLogSettings(sut, qsl, settings, log)
+        finally:
+            library.DestroyQSL(qsl)
+            library.DestroySUT(sut)
+
+    # Ctrl-C interrupts the main thread alone: an exception in what LoadGen calls would abort the process.
+    _in_thread(run_test)
     if answering.failed:
         raise LoadGenError(f"{answering.failed} samples failed; the first: {answering.problem}")
     if test.mode == ACCURACY:
         return Result(None, {}, "", short)
     summary, messages = read_summary(out / "mlperf_log_summary.txt")
     return Result(summary.get("Result is") == "VALID", summary, messages, short)
+
+
+def _in_thread(function: Callable[[], None]) -> None:
+    """Run a function on a thread of its own, and wait for it. Raises what it raises."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="loadgen", daemon=True).start()
+    result.result()
 
 
 def too_few(test: LoadGenSettings, settings: Any) -> str | None:

@@ -19,16 +19,11 @@ import torch
 from torch import Tensor
 
 from core.ops.branches import LowRank, PackedAdapter, branch
+from core.peft_config import LayerPatterns, Targets, check_fields
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TARGETS = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
 _KEY = re.compile(rf"base_model\.model\.((?:[\w]+\.)*(?:{_TARGETS}))\.lora_([AB])\.weight")
-# Fields of adapter_config.json that say of an adapter more than what is read, and the values that say nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,), "fan_in_fan_out": (False,),
-    "modules_to_save": ([],), "trainable_token_indices": ([],), "layer_replication": ([],), "use_qalora": (False,),
-    "target_parameters": ([],), "alora_invocation_tokens": ([],), "init_lora_weights": (True, False, "gaussian", "eva"),
-}  # fmt: skip
 
 
 class AdapterSource(Protocol):
@@ -67,9 +62,7 @@ def factors(config: Any, state: Mapping[str, Tensor], network: Any) -> dict[str,
     """
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} is no object")
-    for field, values in _NEUTRAL.items():
-        if (value := config.get(field)) is not None and value not in values:
-            raise ValueError(f"{CONFIG}: {field} {repr(value)[:60]} is not supported")
+    check_fields(config, CONFIG)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         if (match := _KEY.fullmatch(key)) is None:
@@ -77,10 +70,22 @@ def factors(config: Any, state: Mapping[str, Tensor], network: Any) -> dict[str,
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
         raise ValueError(f"{WEIGHTS} is empty")
-    return {layer: _factor(config, layer, pair, network) for layer, pair in pairs.items()}
+    targets = Targets(CONFIG, config)
+    for layer in pairs:
+        targets.check(layer)
+    alphas, ranks = (LayerPatterns(f"{CONFIG}: {name}", config.get(name)) for name in ("alpha_pattern", "rank_pattern"))
+    return {
+        layer: _factor(
+            {**config, "lora_alpha": alphas.value(layer, config.get("lora_alpha")),
+             "r": ranks.value(layer, config.get("r"))},
+            layer, pair, network,
+        )
+        for layer, pair in pairs.items()
+    }  # fmt: skip
 
 
 def _factor(config: Mapping[str, Any], layer: str, pair: Mapping[str, Tensor], network: Any) -> LowRank:
+    """`config` has the layer's own `lora_alpha` and `r`."""
     try:
         module = network.get_submodule(layer)
         sizes = int(module.in_features), int(module.out_features)
@@ -97,25 +102,14 @@ def _factor(config: Mapping[str, Any], layer: str, pair: Mapping[str, Tensor], n
         )
     if not (down.is_floating_point() and bool(down.isfinite().all()) and bool(up.isfinite().all())):
         raise ValueError(f"{layer} holds what is no finite number")
-    alpha = _of_layer(config, "alpha_pattern", layer, config.get("lora_alpha"))
+    alpha = config["lora_alpha"]
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise ValueError(f"{CONFIG}: lora_alpha must be a number")
     if not abs(alpha) * float(up.abs().max()) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{CONFIG}: lora_alpha is too large: {layer} overflows")
-    if _of_layer(config, "rank_pattern", layer, config.get("r")) != rank:
+    if config["r"] != rank:
         raise ValueError(f"{layer} is of rank {rank}, which is not what {CONFIG} says")
     return LowRank(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _of_layer(config: Mapping[str, Any], field: str, layer: str, usual: Any) -> Any:
-    """The value of the first of a field's patterns that fits the end of a layer's name, as PEFT reads them."""
-    patterns = config.get(field) or {}
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{CONFIG}: {field} is no object")
-    for pattern, value in patterns.items():
-        if layer == pattern or layer.endswith(f".{pattern.removeprefix('^').removesuffix('$')}"):
-            return value
-    return usual
 
 
 class TorchAdapter:

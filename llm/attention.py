@@ -130,9 +130,16 @@ def _seen(keys: Tensor, positions: Tensor, window: int, chunk: int) -> Tensor:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
-    """SDPA; with `cap`, which that does not have, step by step."""
-    if not cap:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
-    scores = cap * torch.tanh(query @ keys.mT * scale / cap)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32)
-    return weights.to(query.dtype) @ values
+    """SDPA; with `cap`, which that does not have, step by step.
+
+    Keys that are not finite make NaN of the rows that see them, and of no others: SDPA adds its mask to the scores.
+    """
+    strange = ~keys.isfinite().all(-1)[..., None, :]
+    keys = keys.masked_fill(strange.mT, 0)
+    if cap:
+        scores = cap * torch.tanh(query @ keys.mT * scale / cap)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32)
+        out = weights.to(query.dtype) @ values
+    else:
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+    return out.masked_fill((seen & strange).any(-1, keepdim=True), torch.nan)

@@ -196,7 +196,7 @@ def _adjust_(logits: Tensor, parts: Sequence[ScheduledTokens], counts: TokenCoun
         penalties = sample.Penalties(repetition, presence, frequency, *counts.seen(penalized))
         rows = _rows(penalized, logits)
         logits[rows] = sample.penalize(logits[rows], penalties)
-    biases = [(part.first, bias) for part in parts if (bias := part.work.bias) is not None]
+    biases = [(part.first, bias) for part in parts if (bias := part.work.bias(part.position)) is not None]
     if biases:
         sample.bias_(logits, *zip(*biases, strict=True))
 
@@ -213,7 +213,7 @@ def _constrain_(logits: Tensor, parts: Sequence[ScheduledTokens]) -> dict[int, I
             except Invalid as error:
                 refused[i] = error
                 continue
-        if work.bias is not None:
+        if work.bias(part.position) is not None:
             left = logits[part.first] > -torch.inf
             if not bool((left & allowed[i].to(left.device) if i in allowed else left).any()):
                 refused[i] = Invalid("logit_bias", "excludes every possible next token")

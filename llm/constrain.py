@@ -219,7 +219,7 @@ def _checked(schema: str) -> str:
     satisfies.
     """
     try:
-        parsed = json.loads(schema)
+        parsed = json.loads(schema, parse_constant=_no_constant)
     except ValueError:
         raise Invalid(FIELD, "is not JSON") from None
     except RecursionError:
@@ -229,6 +229,11 @@ def _checked(schema: str) -> str:
     text = check_json_schema(parsed)
     check_schema(parsed, FIELD)
     return text
+
+
+def _no_constant(name: str) -> Any:
+    """Raises ValueError: NaN and infinities are no JSON."""
+    raise ValueError(name)
 
 
 def _allowed(mask: bytes, vocabulary: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from contract.errors import Invalid
 
 Node = int  # the identity of a schema, or a number for a part of it
 
+_DIGITS = 9  # of an index in a JSON pointer: no schema has a list as long
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -103,7 +105,7 @@ class _Formula:
             return [self._node(declared.get(name, additional)) for name in required]
         if type == "array":
             min_items = schema.get("minItems", 0)
-            count = int(min_items) if isinstance(min_items, int | float) else 0
+            count = int(min_items) if isinstance(min_items, int) or _is_finite(min_items) else 0
             items = schema.get("items")
             first = _list(schema.get("prefixItems")) or _list(items)
             additional = schema.get("additionalItems") if isinstance(items, list) else items
@@ -117,11 +119,15 @@ class _Formula:
         for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
             if isinstance(target, dict):
                 target = target.get(name)
-            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            elif isinstance(target, list) and name.isdecimal() and len(name) <= _DIGITS and int(name) < len(target):
                 target = target[int(name)]
             else:
                 return None
         return target
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _list(value: Any) -> list[Any]:

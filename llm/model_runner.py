@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import Invalid
+from core.failures import NotFinite
 from core.kernels.kv_cache import PAGE, TokenBatch
 from llm.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
 from llm.constrain import GrammarMatcher
@@ -213,18 +214,25 @@ class ModelRunner:
                 part.tokens = ()
         sampled = [part for part in step.sampled if part.tokens is None]
         best = greedy_tokens(logits, sampled, self.execution.best)
-        if min(best, default=0) < 0:
-            rows = [(part, part.rows) for part in sampled]
-            for part, its_rows in rows + [(part, range(*where.indices(len(best)))) for part, where in step.scored]:
-                if any(best[row] < 0 for row in its_rows):
-                    part.error = self._nan()
-            sampled = [part for part in sampled if part.error is None]
+        nan = {row for row, token in enumerate(best) if token < 0}
         for part, where in step.scored:  # before `choose`, which overwrites logits
-            if part.error is None:
+            if nan.isdisjoint(range(*where.indices(len(best)))):
                 part.scores = prompt_logprobs(logits[where], part)
+            else:
+                part.error = self._nan()
+        if nan:
+            for part in sampled:
+                if part.first in nan:
+                    part.error = self._nan()
+            # Nobody uses rows behind a wrong guess; which these are is known once tokens are chosen.
+            logits[sorted(nan)] = 0
+            best = [max(0, token) for token in best]
+        sampled = [part for part in sampled if part.error is None]
         for part, chosen in zip(sampled, choose(logits, sampled, best, self._counts), strict=True):
             if isinstance(chosen, Invalid):
                 part.error = chosen
+            elif not nan.isdisjoint(part.rows[: len(chosen.tokens)]):
+                part.error = self._nan()
             else:
                 part.tokens, part.logprobs = chosen
 
@@ -232,10 +240,10 @@ class ModelRunner:
         """Take the tokens of greedy parts from the most likely ones, and the numbers of right guesses behind them."""
         counts = iter(known[len(step.tokens.output_rows) :])
         for part in step.sampled:
-            if min(known[part.rows.start : part.rows.stop]) < 0:
-                part.error = self._nan()
             right = next(counts) if part.guess.tokens else 0
             part.tokens = known[part.first : part.first + right + 1]
+            if min(part.tokens) < 0:
+                part.error = self._nan()
 
     def _pool(self, step: Step) -> None:
         """Pool the forward's hidden states; prompts whose states are not finite get an error."""
@@ -248,9 +256,9 @@ class ModelRunner:
             else:
                 part.error = self._nan()
 
-    def _nan(self) -> FloatingPointError:
+    def _nan(self) -> NotFinite:
         model = self.execution.model
-        return FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+        return NotFinite(f"{model.name} in {model.precision}")
 
     # -- before it serves ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from contract.text import (
     MAX_BIASED,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKENS,
     MAX_STOPS,
     TextJob,
 )
@@ -67,7 +68,9 @@ class TextParameters:
     length_penalty: float = 1.0
     early_stopping: bool = False
     adapter: str = ""
-    ignore_end: bool = False  # go on to max_tokens: for benchmarks
+    ignore_end: bool = False  # go on to max_tokens, or to one of `stop_token_ids`
+    min_tokens: int = 0  # before them no token that ends the answer is chosen
+    stop_token_ids: tuple[int, ...] = ()  # which end it as the model's own do
 
     @property
     def greedy(self) -> bool:
@@ -126,6 +129,7 @@ def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
         check_whole("logprobs", parameters.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
     _check_bias(parameters.logit_bias, vocabulary)
     _check_stop(parameters.stop)
+    _check_end(parameters, vocabulary)
     _check_beams(parameters)
     if parameters.json_schema is not None and not isinstance(parameters.json_schema, str):
         raise Invalid("json_schema", "must be text")
@@ -141,7 +145,7 @@ def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> 
     check_whole("max_tokens", parameters.max_tokens, 0, MAX_SEED)
     if len(parameters.prompt) + parameters.max_tokens > context:
         field, words = "prompt", f"{len(parameters.prompt)} tokens"
-        if not parameters.embed:
+        if len(parameters.prompt) + 1 <= context:  # fewer tokens to come would do
             field, words = "max_tokens", f"{words} of prompt and {short(parameters.max_tokens)} to come"
         raise Invalid(field, f"{words} are more than the model's context of {context}", CONTEXT_LENGTH)
 
@@ -154,7 +158,8 @@ def _check_beams(parameters: TextParameters) -> None:
     check_whole("n", parameters.answers, 1, parameters.beams)
     if not parameters.greedy:
         raise Invalid("temperature", "must be 0 in a beam search")
-    alone = {name: getattr(parameters, name) for name in ("stop", "logit_bias", "json_schema", "tool_grammar")}
+    names = ("stop", "logit_bias", "json_schema", "tool_grammar", "min_tokens", "stop_token_ids")
+    alone = {name: getattr(parameters, name) for name in names}
     alone |= {"prompt_logprobs": parameters.prompt_logprobs, "repetition_penalty": parameters.penalized}
     if field := next((name for name, value in alone.items() if value), None):
         raise Invalid(field, "does not go with a beam search")
@@ -171,6 +176,18 @@ def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
         check_number("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     if len({token for token, _ in bias}) < len(bias):
         raise Invalid("logit_bias", "names a token twice")
+
+
+def _check_end(parameters: TextParameters, vocabulary: int) -> None:
+    check_flag("ignore_eos", parameters.ignore_end)
+    check_whole("min_tokens", parameters.min_tokens, 0, parameters.max_tokens)
+    ids = parameters.stop_token_ids
+    if not isinstance(ids, tuple) or len(ids) > MAX_STOP_TOKENS:
+        raise Invalid("stop_token_ids", f"must be at most {MAX_STOP_TOKENS} tokens")
+    if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+        raise Invalid("stop_token_ids", f"token ids must be between 0 and {vocabulary - 1}")
+    if (parameters.min_tokens or parameters.ignore_end) and (parameters.json_schema or parameters.tool_grammar):
+        raise Invalid("min_tokens" if parameters.min_tokens else "ignore_eos", "does not go with a grammar")
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -371,7 +371,7 @@ class TextRunner:
         parameters, grammar = request.parameters, request.checked
         matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(
-            parameters, self.model.tokenizer, self.model.vocabulary, matcher,
+            parameters, self.model.tokenizer, self.model.vocabulary, matcher, ends=self.model.ends,
             pooling=self.model.pooling if parameters.embed else None,
             beams=BeamSearch(parameters, self.model.ends, self.model.vocabulary) if parameters.beams else None,
         )  # fmt: skip

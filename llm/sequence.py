@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from contract.text import MAX_BIAS
 from llm import sample
 from llm.adapters import TextAdapter
 from llm.beam_search import BeamSearch
@@ -26,10 +27,10 @@ class SequenceState:
     """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
-        "__weakref__", "adapter", "beams", "bias", "cached", "computed", "drafted", "drawn_on_device", "features",
-        "finish", "guessable", "guessed", "guesses", "holding", "index", "logprobs", "matcher", "modifies_logits",
-        "own", "pace", "parameters", "pending", "pending_row", "plain", "pooled", "pooling", "prompt",
-        "prompt_logprobs", "row", "settings", "tokens", "writer",
+        "__weakref__", "_bias", "_first_bias", "adapter", "beams", "cached", "computed", "drafted", "drawn_on_device",
+        "features", "finish", "guessable", "guessed", "guesses", "holding", "index", "logprobs", "matcher",
+        "modifies_logits", "own", "pace", "parameters", "pending", "pending_row", "plain", "pooled", "pooling",
+        "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -39,10 +40,13 @@ class SequenceState:
         vocabulary: int,
         matcher: GrammarMatcher | None,
         *,
+        ends: Collection[int] = (),
         pooling: Pooling | None = None,
         beams: BeamSearch[SequenceState] | None = None,
     ) -> None:
-        """`pooling` is the model's, of a prompt that is embedded. `beams` is the search that this is the prompt of."""
+        """`ends` are the tokens that end an answer of the model. `pooling` is that of a prompt that is embedded.
+        `beams` is the search that this is the prompt of.
+        """
         self.beams = beams
         self.adapter: TextAdapter | None = None
         if beams is not None:
@@ -71,16 +75,26 @@ class SequenceState:
         self.finish: Finish | None = None
         self.pace: AcceptanceRate | None = None  # of guesses, once there may be any
         self.settings = None if parameters.greedy else _settings(parameters)
-        self.bias = _bias(parameters)
+        self._bias = _bias(parameters.logit_bias)
+        self._first_bias = self._bias  # of the first `min_tokens`
+        if parameters.min_tokens:
+            excluded = {*parameters.stop_token_ids, *(() if parameters.ignore_end else ends)}
+            others = [pair for pair in parameters.logit_bias if pair[0] not in excluded]
+            self._first_bias = _bias([*others, *((token, -MAX_BIAS) for token in sorted(excluded))])
         # Whether the model's logits are modified before a token is chosen: by penalties and grammars, which depend on
         # each token in turn, and a bias, which guesses ignore: then there are none.
-        self.modifies_logits = parameters.penalized or matcher is not None or self.bias is not None
+        biases = [bias for bias in (self._first_bias, self._bias) if bias is not None]
+        self.modifies_logits = parameters.penalized or matcher is not None or bool(biases)
         # Whether its tokens are the most likely ones of the model's logits, and nothing else is requested of these.
         self.plain = parameters.greedy and parameters.logprobs is None and not self.modifies_logits
         # Whether the device alone can draw its tokens; one that has none to choose from is told so by the host, which
         # also ranks beams.
-        excluded = self.bias is not None and self.bias.excludes_all(vocabulary)
-        self.drawn_on_device = matcher is None and beams is None and not excluded
+        exhausted = any(bias.excludes_all(vocabulary) for bias in biases)
+        self.drawn_on_device = matcher is None and beams is None and not exhausted
+
+    def bias(self, position: int) -> sample.LogitBias | None:
+        """Return what is added to the logits of the token at this position."""
+        return self._first_bias if position < self.prompt + self.parameters.min_tokens else self._bias
 
     @property
     def answered(self) -> int:
@@ -152,7 +166,7 @@ class SequenceState:
         for token in tokens:
             emitted += 1
             own.append(token)
-            if token in ends and not self.parameters.ignore_end:
+            if (token in ends and not self.parameters.ignore_end) or token in self.parameters.stop_token_ids:
                 self.finish = "stop"
                 break
             if self.matcher is not None:
@@ -182,8 +196,8 @@ class SequenceState:
         )  # fmt: skip
 
 
-def _bias(parameters: TextParameters) -> sample.LogitBias | None:
-    return sample.LogitBias.of(parameters.logit_bias) if parameters.logit_bias else None
+def _bias(bias: Sequence[tuple[int, float]]) -> sample.LogitBias | None:
+    return sample.LogitBias.of(bias) if bias else None
 
 
 def _settings(parameters: TextParameters) -> sample.RowSettings:

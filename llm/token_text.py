@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte, of SentencePiece's vocabularies
 _SPACE = "\u2581"  # of SentencePiece's, in place of a space
 _REPLACEMENT = "\ufffd"
+_COMPOSED = 4  # NFC makes at most so many bytes one: of nine of a Korean syllable three
 
 
 def _byte_characters() -> dict[str, int]:
@@ -47,3 +50,51 @@ def describe(tokenizer: Any, token: int, *, first: bool = False) -> dict[str, An
         elif all(character in _BYTES for character in piece):
             entry["bytes"] = [_BYTES[character] for character in piece]
     return entry
+
+
+def longest_token_bytes(tokenizer: Any) -> int:
+    """Return how many bytes of a text one token has at most; 0: any number, as the tokenizer may leave some out.
+
+    `tokenizer` is one of the tokenizers library. Only vocabularies of bytes, GPT-2's and SentencePiece's with a
+    fallback to bytes, have each byte in a token, and only if nothing that precedes them shortens a text.
+    """
+    state = json.loads(tokenizer.to_str())
+    model, vocabulary = state["model"], state["model"].get("vocab") or {}
+    steps = _steps(state.get("pre_tokenizer"), "pretokenizers")
+    if model.get("type") != "BPE" or state.get("truncation") or not all(map(_keeps_all, steps)):
+        return 0
+    bytelevel = any(step["type"] == "ByteLevel" for step in steps)  # each character of a token is one byte
+    if bytelevel:
+        complete = all(character in vocabulary for character in _BYTES)
+    else:
+        complete = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    normalizers = _steps(state.get("normalizer"), "normalizers")
+    added = state.get("added_tokens") or []
+    if (
+        not complete
+        or not all(map(_lengthens, normalizers))
+        or any(token["lstrip"] or token["rstrip"] for token in added)
+    ):
+        return 0
+    pieces = [len(piece if bytelevel else piece.encode()) for piece in vocabulary]
+    longest = max(*pieces, *(len(token["content"].encode()) for token in added), 1)
+    return longest * _COMPOSED if any(step["type"] == "NFC" for step in normalizers) else longest
+
+
+def _steps(step: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    if step is None:
+        return []
+    return [inner for each in step[name] for inner in _steps(each, name)] if step["type"] == "Sequence" else [step]
+
+
+def _keeps_all(step: Mapping[str, Any]) -> bool:
+    """Return whether a pre-tokenizer passes on each character."""
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace") or (
+        step["type"] in ("Split", "Punctuation") and step.get("behavior") != "Removed"
+    )
+
+
+def _lengthens(step: Mapping[str, Any]) -> bool:
+    """Return whether a normalizer leaves as many bytes at least; NFC's compositions are a known part of them."""
+    spaces = step["type"] == "Replace" and (step.get("pattern"), step.get("content")) == ({"String": " "}, _SPACE)
+    return spaces or step["type"] in ("NFC", "Prepend")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from core.digests import digest_of
+from core.failures import NotFinite
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.folder import ModelError, Part
 from pipeline.extensions.vision import fit, normalization
@@ -42,10 +44,15 @@ class ClipScorer:
 
     @torch.inference_mode()
     def score(self, image: Image, prompt: str) -> float:
-        """Return 100 times the cosine of a picture, RGB, and its prompt, which is truncated to the model's context."""
+        """Return 100 times the cosine of a picture, RGB, and its prompt, which is truncated to the model's context.
+        Raises `NotFinite`.
+        """
         network = self._network
         ids = self._tokenizer([prompt], truncation=True, max_length=self._length, return_tensors="pt").input_ids
         text = network.text_projection(network.text_model(input_ids=ids).pooler_output)
         pixels = fit(image, self._side, self._mean, self._std)
         picture = network.visual_projection(network.vision_model(pixel_values=pixels).pooler_output)
-        return float(100 * F.cosine_similarity(text, picture))
+        score = float(100 * F.cosine_similarity(text, picture))
+        if not math.isfinite(score):
+            raise NotFinite(f"the fp32 CLIP {self.name}")
+        return score

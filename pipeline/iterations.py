@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from contract.card import TINY
-from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
+from core.failures import NotFinite
 from core.graphs import ExecutableKey
 from core.transfers import to_device
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
-from pipeline.backends.phases import DECODES, DEEP, ENCODE, IMAGE, STEPS, UPSCALE, VAE, VAE_TINY
+from pipeline.backends.phases import DECODES, DEEP, ENCODE, IMAGE, STEPS, UPSCALE, VAE, VAE_TINY, decoder_in_fp32
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.extensions import costs
 from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.extensions.extension import Extension, Finish, StepBatch
 from pipeline.extensions.refining import REFINER
 from pipeline.fingerprint import fingerprint
+from pipeline.finite import NetworkEnd, all_finite, denoiser_label, first_errors, network_name
 from pipeline.memory_ledger import MemoryLedger
 from pipeline.pixels import edit, tiling, vae
 from pipeline.pixels.picture import Picture
 from pipeline.request_state import ImageState, NarrowedState
-from pipeline.sampling import denoise
+from pipeline.sampling import denoise, samplers
 from pipeline.sampling.kept_features import gather, keep
 from pipeline.text.conditioning import ConditionedRequest, Conditioner
 from pipeline.text.encode import MarkedPrompt
@@ -47,6 +48,22 @@ class Iteration(NamedTuple):
 
     compute: Callable[[], Any]
     commit: Callable[[Any], Mapping[str, Outcome]]
+
+
+class _Encoded(NamedTuple):
+    """What was encoded for one request."""
+
+    own: ConditionedRequest
+    refined: denoise.Conditioning | None
+    ends: list[NetworkEnd]
+
+
+class _Decoded(NamedTuple):
+    """A picture's pixels [H, W, 3] on the CPU; `error` if they are of what is not finite."""
+
+    pixels: torch.Tensor
+    error: Exception | None = None
+    warning: str = ""
 
 
 class _Step(NamedTuple):
@@ -102,12 +119,17 @@ class IterationBuilder:
         (request,) = requests
         parameters, state = request.parameters, request.work
 
-        def compute() -> edit.EncodedSource:
+        def compute() -> tuple[edit.EncodedSource, NetworkEnd]:
             with self._run_ahead.iteration(math.inf, self._observer(group, 1, False)):
-                return edit.encode(self._model, parameters, state.generator)  # one by one: a retry does not repeat it
+                # One by one: a retry does not repeat it.
+                source = edit.encode(self._model, parameters, state.generator)
+                values = [latents for latents in source if latents is not None]
+                encoder = network_name("VAE's encoder", self._model, self._model.vae.dtype)
+                return source, NetworkEnd(encoder, all_finite(values))
 
-        def commit(source: edit.EncodedSource) -> dict[str, Outcome]:
-            state.source = source
+        def commit(encoded: tuple[edit.EncodedSource, NetworkEnd]) -> dict[str, Outcome]:
+            state.source, end = encoded
+            state.ends.append(end)
             request.phase = ENCODE
             return {request.id: Outcome(progress=(0, state.table.steps))}
 
@@ -117,7 +139,7 @@ class IterationBuilder:
         """Compute the conditioning and starting latents of each request."""
         states: list[ImageState] = [request.work for request in requests]
 
-        def compute() -> list[tuple[ConditionedRequest, denoise.Conditioning | None]]:
+        def compute() -> list[_Encoded]:
             conditioner, bucket = self._conditioners[group.backend], _ENCODE_BUCKET if group.mode else 0
             rows, before = sum(state.most_rows for state in states), conditioner.encoder.misses
             plain = self._encodes_alone(group, requests)
@@ -131,18 +153,24 @@ class IterationBuilder:
             with self._run_ahead.iteration(expected_s, observe_new):
                 encoded = conditioner([request.parameters for request in requests], states, bucket)
                 refined = self._refined_conditions(requests, bucket)
-                for request, state, own in zip(requests, states, encoded, strict=True):
+                ends = []
+                for request, state, own, second in zip(requests, states, encoded, refined, strict=True):
+                    ends.append(self._encoders_ends(state, own, second))
                     for field in state.extensions:
-                        self._extensions[field].prepare(request.parameters, state, own.hidden)
+                        kind = self._extensions[field]
+                        if outputs := list(kind.prepare(request.parameters, state, own.hidden)):
+                            end = NetworkEnd(f"the {kind.networks}", all_finite(outputs), kind.model_field or field)
+                            ends[-1].append(end)
                     if state.x is None:  # a retry must not draw again
                         state.x, state.kept = self._prepare_latents(request.parameters, state)
                 new = conditioner.encoder.misses > before
-            return list(zip(encoded, refined, strict=True))
+            return list(map(_Encoded, encoded, refined, ends))
 
-        def commit(encoded: list[tuple[ConditionedRequest, denoise.Conditioning | None]]) -> dict[str, Outcome]:
+        def commit(encoded: list[_Encoded]) -> dict[str, Outcome]:
             outcomes = {}
-            for request, state, (own, refined) in zip(requests, states, encoded, strict=True):
+            for request, state, (own, refined, ends) in zip(requests, states, encoded, strict=True):
                 assert state.x is not None
+                state.ends += ends
                 first = state.take_conditioning(own.conditioning, refined)
                 masked = None if state.source is None else state.source.masked
                 state.trajectory = denoise.DenoisingState(
@@ -193,28 +221,37 @@ class IterationBuilder:
         return Iteration(compute, commit)
 
     def decode_latents(self, group: BatchGroup, requests: list[Request]) -> Iteration:
-        """Decode the finished pictures. One that is not finite fails alone."""
+        """Decode the finished pictures. A request one of whose networks gave what is not finite fails alone; a picture
+        that its decoder made so in fp16 is decoded again in fp32.
+        """
+        states: list[ImageState] = [request.work for request in requests]
         latents = [request.work.trajectory.x for request in requests]
 
-        def compute() -> list[tuple[torch.Tensor, bool]]:
+        def compute() -> list[_Decoded]:
             plan = self._backends[group.backend].plan(group, len(latents), live=True)
             iteration = self._run_ahead.iteration(math.inf, self._observer(group, plan.rows, plan.compiled))
             with torch.inference_mode(), iteration:
                 padded = torch.cat(latents + latents[:1] * (plan.rows - len(latents)))
-                pixels = vae.to_host(plan.function(padded)[: len(latents)])
-                finite: list[bool] = torch.isfinite(padded[: len(latents)]).flatten(1).all(1).tolist()
-            return list(zip(pixels, finite, strict=True))
+                rows, flags = plan.function(padded)
+                pixels, decoder = vae.to_host(rows[: len(latents)]), self._decoder_name(group.phase)
+                ends = [[*s.ends, *self._step_ends(s)] for s in states]
+                with_decoder = [[*own, NetworkEnd(decoder, flags[row])] for row, own in enumerate(ends)]
+                errors = first_errors(with_decoder)
+            decoded = list(map(_Decoded, pixels, errors))
+            for row, error in enumerate(errors):
+                if isinstance(error, NotFinite) and error.network == decoder:
+                    with torch.inference_mode():
+                        decoded[row] = self._decoded_again(group.phase, latents[row], error)
+            return decoded
 
-        def commit(decoded: list[tuple[torch.Tensor, bool]]) -> dict[str, Outcome]:
+        def commit(decoded: list[_Decoded]) -> dict[str, Outcome]:
             outcomes = {}
-            for request, (pixels, finite) in zip(requests, decoded, strict=True):
-                if finite:
-                    outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
-                else:
-                    nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
-                    field = next((kind.field for kind in self._steps if kind.field in request.work.extensions), None)
-                    error = FloatingPointError(nan) if field is None else Invalid(field, f"with it {nan}")
+            for request, (pixels, error, warning) in zip(requests, decoded, strict=True):
+                if error is not None:
                     outcomes[request.id] = Outcome(error=error)
+                    continue
+                request.work.warnings += [warning] if warning else []
+                outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
             return outcomes
 
         return Iteration(compute, commit)
@@ -308,6 +345,49 @@ class IterationBuilder:
         marked = any(isinstance(prompt, MarkedPrompt) for r in requests for prompt in r.work.prompts.prompts)
         return not (adapted or more or marked)
 
+    def _encoders_ends(
+        self, state: ImageState, own: ConditionedRequest, refined: denoise.Conditioning | None
+    ) -> list[NetworkEnd]:
+        """Return the ends of the text encoders of a request."""
+        adapted = next((field for field in state.extensions if self._extensions[field].conditioner is not None), "")
+        tensors = [own.hidden, *own.conditioning.tensors.values()]
+        ends = [NetworkEnd(network_name("text encoders", self._model), all_finite(tensors), adapted)]
+        if refined is not None:
+            encoders = network_name("text encoders", self._backends[REFINER].model)
+            ends.append(NetworkEnd(encoders, all_finite(refined.tensors.values())))
+        return ends
+
+    def _step_ends(self, state: ImageState) -> list[NetworkEnd]:
+        """Return the ends of the networks of a request's steps, after the last one."""
+        assert state.trajectory is not None
+        ends = [
+            NetworkEnd(f"the {kind.networks}", flag, kind.model_field or field)
+            for field, lease in state.extensions.items()
+            if (flag := (kind := self._extensions[field]).finite_steps(lease)) is not None
+        ]
+        brought = next((kind.field for kind in self._steps if kind.field in state.extensions), "")
+        latents = all_finite([state.trajectory.x])
+        model, handed_over = self._model, None if state.refinement is None else state.refinement.finite
+        if handed_over is not None:
+            ends.append(NetworkEnd(network_name(denoiser_label(model), model), handed_over, brought))
+            model, brought = self._backends[REFINER].model, ""
+        return [*ends, NetworkEnd(network_name(denoiser_label(model), model), latents, brought)]
+
+    def _decoder_name(self, phase: str) -> str:
+        tiny = self._model.tiny_vae if phase == VAE_TINY else None
+        if tiny is not None:
+            return network_name("tiny VAE", self._model, tiny.network.dtype)
+        return network_name("VAE", self._model, self._model.vae.dtype)
+
+    def _decoded_again(self, phase: str, latents: torch.Tensor, error: NotFinite) -> _Decoded:
+        """Decode one picture [1, C, h, w] in fp32, if its decoder returned `error` in fp16."""
+        decode = decoder_in_fp32(self._model, phase)
+        if decode is None:
+            return _Decoded(torch.empty(0), error)
+        pixels, flags = decode(latents)
+        (again,) = first_errors([[NetworkEnd(f"{error.network}, in fp32 too,", flags[0])]])
+        return _Decoded(vae.to_host(pixels)[0], again, f"{error}: the picture was decoded again in fp32")
+
     def _observer(self, group: BatchGroup, rows: int, compiled: bool) -> Callable[[float], None]:
         """Return what updates the costs of the group's backend with the seconds of an iteration."""
         key = ExecutableKey(group.phase, rows, group.size)
@@ -336,7 +416,9 @@ class IterationBuilder:
         if not parameters.preview_every or moved.step % parameters.preview_every or not moved.left:
             return None
         if (decode := self._main.phases.get(VAE_TINY)) is not None:
-            return vae.reduced(decode(moved.x0), _PREVIEW_SIDE)
+            pixels, finite = decode(moved.x0)
+            preview = vae.reduced(pixels, _PREVIEW_SIDE)  # waits for the device
+            return preview if bool(finite.all()) else None
         if self._previews is None:
             self._previews = vae.LinearPreview(self._model, self._main.phases[VAE])
         return self._previews(moved.x0)
@@ -376,4 +458,6 @@ class IterationBuilder:
                 "model": second.model.name, "weights": second.model.digest, "precision": second.model.precision,
                 "executable": executable,
             }  # fmt: skip
-        return Picture(image, request.parameters, printed, tuple(state.warnings), state.sampler)
+        parameters = request.parameters
+        own_type = samplers.schedule_type(self._model.scheduler_config, state.sampler, parameters.schedule)
+        return Picture(image, parameters, printed, tuple(state.warnings), state.sampler, own_type)

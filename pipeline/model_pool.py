@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from pipeline.extensions.asset_cache import Asset, AssetCache, ReadFile
 from pipeline.extensions.registry import KINDS
 from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.runner import ImageRunner
+from pipeline.tenant_threads import TenantThreads
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _TAKEN_S = 2.0  # after which a model that was loaded for a request, which did n
 _SHARE = 4  # a model that waits for room waits so many times as long as it loads, at least `_LEAST_S`
 _LEAST_S = 1.0
 _ASKED_S = 2.0  # a model whose requests wait is asked for more often than that
+_CHECKS = 8  # requests that are checked at once, each of another tenant
 _RETRY_S = 5.0  # between attempts to load a model that could not be loaded
 
 
@@ -134,7 +136,7 @@ class ModelPool(Generic[R]):
         self._retry_at: dict[str, float] = {}  # when a model that could not be loaded is tried again
         self._waiting: dict[str, tuple[float, float]] = {}  # since when a model waits for room, and when it last did
         self._next, self._next_seen = "", 0.0  # the model that is loaded for a request which waits
-        self._threads = ThreadPoolExecutor(1, "checks")
+        self._threads = TenantThreads("checks", _CHECKS)
         self._closed = threading.Event()
         self.retry_admission: Callable[[], object] = lambda: None  # the engine's
 
@@ -275,7 +277,7 @@ class ModelPool(Generic[R]):
         runner, checked = self._models.content(lease), request.checked
         if not isinstance(checked, Checked) or checked.runner() is not runner:
             # Not on this thread: it reads files.
-            result = self._threads.submit(_check, runner, request)
+            result = self._threads.submit(request.tenant, _check, runner, request)
             self._checks[request.id] = Check(request, lease, result)
             result.add_done_callback(lambda _: self.retry_admission())
             return NotYet(_resource(request.model), pending=True)
@@ -373,7 +375,7 @@ class ModelPool(Generic[R]):
     def close(self) -> None:
         """Close all models."""
         self._closed.set()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
         with self._offloading:
             runners = [*(self._models.resident(name) for name in self.names)]
             runners += [read.content for read in self._offloaded.values()]

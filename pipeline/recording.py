@@ -14,7 +14,7 @@ from typing import Any
 from core.batching.runner import Lane
 from core.cuda_graphs import GraphCache
 from core.graphs import ExecutableKey
-from core.threads import UninterruptibleThread, started
+from core.threads import started
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class BackgroundRecorder:
         with self._lock:
             self._again = True
             if self._thread is None and not self._closing.is_set():
-                thread = UninterruptibleThread(target=self._run, name="record", daemon=True)
+                thread = threading.Thread(target=self._run, name="record", daemon=True)
                 self._thread = thread if started(thread) else None
 
     def wait(self, timeout_s: float | None = None) -> bool:

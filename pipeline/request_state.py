@@ -13,6 +13,7 @@ from contract.picture_input import PictureInput
 from pipeline.backends.backend import MAIN
 from pipeline.backends.phases import DEEP, SHALLOW
 from pipeline.extensions.refining import REFINER, Refinement
+from pipeline.finite import NetworkEnd
 from pipeline.pixels.edit import EncodedSource
 from pipeline.sampling import denoise, sigmas
 from pipeline.text.encode import RequestPrompts
@@ -47,6 +48,7 @@ class ImageState:
     finish: Any = None  # what remains of its decoded picture: an `extension.Finish`
     encoder: str = MAIN  # the backend whose conditioner encodes its prompts
     refinement: Refinement | None = None  # of its last steps
+    ends: list[NetworkEnd] = field(default_factory=list)  # of networks that have run for it, in order
 
     @property
     def step(self) -> int:

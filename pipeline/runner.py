@@ -119,7 +119,7 @@ class ImageRunner:
         return CheckedInputs(parameters, prompts, refined, extensions)
 
     def _requested(self, parameters: ImageParameters) -> list[Extension[Any]]:
-        return [kind for field, kind in self.extensions.items() if getattr(parameters, field, None)]
+        return [kind for field, kind in self.extensions.items() if kind.is_requested(parameters)]
 
     def _named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
         folders = (kind.vocabulary for kind in self.extensions.values() if kind.vocabulary is not None)

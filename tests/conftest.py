@@ -47,9 +47,10 @@ from install import has_gpu  # noqa: E402
 from tests import forks  # noqa: E402
 from tests.children import python_path  # noqa: E402
 from tests.parallel import pytest_addoption, pytest_runtestloop  # noqa: E402
+from tests.skips import pytest_terminal_summary  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems  # noqa: E402
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtestloop"]
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtestloop", "pytest_terminal_summary"]
 
 # Triton's kernels run in its interpreter where there is no GPU. Set here, because Triton reads it as each kernel is
 # defined, and other tests may import the kernels before those that run them do.

@@ -119,6 +119,37 @@ def _compile_launches() -> None:
     interpreter.InterpretedFunction.run = run
 
 
+def _multiply_in_order() -> None:
+    """Sum the products of `tl.dot` in the order of k, each rounded to the accumulator's type.
+
+    The interpreter asks numpy's BLAS, whose order depends on the processor and on the shape, so that on some processors
+    a row by itself has other bits than among others. Here what makes them differ is the kernel.
+    """
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    def data(value: Any) -> Any:
+        kind = value.dtype.scalar
+        if kind.primitive_bitwidth == 8 and kind.is_floating():
+            return interpreter._convert_float(value.data, kind, language.float16, None).view(np.float16)
+        return value.data
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        x, y, kind = data(a), data(b), d.data.dtype
+        if kind.kind == "i":  # exact whatever the order: levels of 8 bits
+            total = np.matmul(x.astype(np.float64), y.astype(np.float64)).astype(kind)
+        else:
+            total, x, y = np.zeros(d.data.shape, kind), x.astype(kind), y.astype(kind)
+            part = np.empty_like(total)
+            for k in range(x.shape[-1]):
+                total += np.multiply(x[..., k, None], y[..., k, None, :], out=part)
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if not CUDA:
     _patch_once()
+    _multiply_in_order()
     _compile_launches()

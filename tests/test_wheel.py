@@ -236,7 +236,10 @@ def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) ->
         [bare / "python", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "emoji-xl-turbo  (added; --model" in done.stdout and "emoji-z  (not installed; `diptych" in done.stdout
+    assert (
+        "emoji-xl-turbo  (added; --model" in done.stdout
+        and "emoji-z  (not installed; `diptych models add emoji-z.zip`" in done.stdout
+    )
     assert "noise" not in done.stderr
     assert (tmp_path / "run" / "scores.json").is_file()
 
@@ -263,7 +266,7 @@ def test_it_quantizes(bare: Path, tmp_path: Path) -> None:
 def test_a_model_that_was_left_out_is_named_with_its_command(bare: Path, tmp_path: Path) -> None:
     done = run(bare, "generate", "a hat", "--model", "emoji-z", where=tmp_path)
     assert done.returncode == 2
-    assert "emoji-z: is not installed; `diptych models add emoji-z` downloads it" in done.stderr
+    assert "emoji-z: is not installed; `diptych models add emoji-z.zip` unpacks it" in done.stderr
 
 
 def test_what_needs_an_extra_names_it(bare: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import queue
 import signal
 import sys
@@ -19,7 +18,7 @@ from celery.worker import state
 
 from core import traces
 from core.config import Settings
-from core.threads import VitalThread, end_without_memory, uninterruptible
+from core.threads import VitalThread, end_without_memory, exit_process
 from workers.app import Build, create
 from workers.thread_pool import ThreadPool
 from workers.worker import Worker
@@ -35,8 +34,7 @@ def run(settings: Settings, build: Build | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code.
 
     `build` builds the engine and its job handlers, by default from the settings. Raises what `build` raises
-    (`ModelError`), and `SettingsError`. If a compilation or a CUDA graph capture runs at the end, this
-    exits the process instead of returning: neither can be interrupted, and the interpreter would abort on exit.
+    (`ModelError`), and `SettingsError`. After a stop this exits the process instead of returning: its threads compute.
     """
     _speak_plainly()
     end_without_memory()
@@ -119,7 +117,7 @@ class GracefulShutdown:
     def install(self) -> None:
         """Install the signal handlers, and start all threads that the end needs. Main thread only."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.ask())
+            signal.signal(number, lambda number, _: self.ask(130 if number == signal.SIGINT else 0))
         for thread in self._threads:
             thread.start()
 
@@ -129,11 +127,10 @@ class GracefulShutdown:
         self._asked.put(None)
 
     def finish(self) -> None:
-        """Close everything after Celery has ended. Exits the process if the interpreter cannot exit cleanly."""
+        """Close everything after Celery has ended, and exit the process."""
         self._worker.close()
         traces.end()
-        if uninterruptible():
-            self._exit()
+        exit_process(self._code)
 
     def _run(self) -> None:
         self._asked.get()
@@ -148,14 +145,13 @@ class GracefulShutdown:
     def _watch(self) -> None:
         self._begun.wait()
         time.sleep(min(self._drain_s + _GRACE_S, threading.TIMEOUT_MAX))
-        self._exit()
+        exit_process(self._code)
 
     def _drain(self) -> None:
         worker = self._worker
         if worker.tasks is None:  # still loading: no job is in flight
             worker.deregister()
-            self._exit()
-            return
+            exit_process(self._code)
         log.info("stopping: no new jobs; running jobs have %g s to finish", self._drain_s)
         worker.drain()
         until = time.monotonic() + self._drain_s
@@ -167,14 +163,7 @@ class GracefulShutdown:
         if not worker.idle(_PATIENCE_S):  # an iteration that hangs, or a Redis that does not reply
             worker.tasks.hand_back_all()
             worker.deregister()
-            self._exit()
-
-    def _exit(self) -> None:
-        try:
-            logging.shutdown()
-            sys.stdout.flush()
-        finally:
-            os._exit(self._code)
+            exit_process(self._code)
 
 
 def _speak_plainly() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.control import CANNY, PREPROCESSORS
 from contract.plan import OFF, DeepCache
+from contract.upscale import LANCZOS
 from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
@@ -17,6 +18,8 @@ from pipeline.families.diffusers import LOOP
 from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.model_pool import Pooled
 from pipeline.runner import ImageRunner
+
+_NEVER = ("loras", "upscalers", "controls", "embeddings")  # of pipelines by diffusers' own loop
 
 
 def image_card(
@@ -40,6 +43,7 @@ def image_card(
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
     defaults, extensions = model.defaults, runner.extensions.values()
     names: dict[str, Any] = {extension.card_field: tuple(extension.asset_names()) for extension in extensions}
+    refusals = {extension.card_field: extension.refusal for extension in extensions}
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
     costs = ImageCosts(
@@ -69,6 +73,8 @@ def image_card(
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
         **names,
+        refusals={name: reason for name, reason in refusals.items() if reason},
+        upscale_filters=(LANCZOS,),
         preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),
@@ -97,6 +103,7 @@ def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
         kernels="torch",
         kernels_reason="by diffusers' own loop",
         options={name: dict(option) for name, option in (offer.options or {}).items()},
+        refusals=dict.fromkeys(_NEVER, "pipelines by diffusers' own loop take none"),
         loop=LOOP,
         **offered,
     )

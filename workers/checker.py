@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.content import read_labels
 from core.batching.pending import Aborted
-from core.threads import UninterruptibleThread
 from pipeline.checkpoints.folder import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class _QueueChecker:
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
-            UninterruptibleThread(target=self._run, name=f"checker-{number}", daemon=True) for number in range(threads)
+            threading.Thread(target=self._run, name=f"checker-{number}", daemon=True) for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()

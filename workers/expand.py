@@ -15,13 +15,13 @@ from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
 from contract.errors import Invalid
 from contract.image import ImageParameters
+from contract.prompts import EXPANSION_TOKENS
 from contract.text import TextJob
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler
 
 FIELD = "expand_prompt"
-MOST_TOKENS = 96  # the length SDXL reads of a prompt, with some margin
 TEMPERATURE = 0.7  # so that another seed gives another image
 INSTRUCTION = (
     "You write prompts for an image generator. Rewrite what you are given as one fuller prompt: keep everything that "
@@ -40,7 +40,7 @@ def expansion_requests(pictures: Sequence[ImageParameters], handler: JobHandler 
 
 def _requests(picture: ImageParameters, handler: JobHandler, instruction: str) -> list[Any]:
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": picture.prompt}]
-    job = TextJob(messages=messages, max_tokens=MOST_TOKENS, seed=picture.seed, temperature=TEMPERATURE)
+    job = TextJob(messages=messages, max_tokens=EXPANSION_TOKENS, seed=picture.seed, temperature=TEMPERATURE)
     try:
         return handler.requests(job)
     except Invalid as error:

@@ -221,7 +221,7 @@ class ImageJobHandler:
         self, job: ImageJob, outputs: Sequence[Picture], artifact_writer: ArtifactWriter,
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:  # fmt: skip
-        form = ImageFormat(job.output_format, job.output_compression)
+        form, outputs = ImageFormat(job.output_format, job.output_compression), [one.enlarged() for one in outputs]
         checked = check(self._checker, job.checker or self._action, outputs, stopped)
         images = [
             self._kept(picture, each, form, artifact_writer) for picture, each in zip(outputs, checked, strict=True)

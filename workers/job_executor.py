@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from contract.content import as_recorded
 from contract.errors import Invalid
 from core import traces
+from core.artifacts import lay_result
 from core.batching.engine import Aborted, Engine, Expired
 from core.batching.request import Outcome, Request
 from core.jobs.record import Claim
@@ -81,8 +82,11 @@ class JobExecutor:
             result = expand.add_prompts(result, parameters)
         if job.cascade is not None and drafts:
             result = cascades.add_drafts(result, drafts, (job.cascade.draft, claim.model), parameters[0])
+        result = as_recorded(result)
+        if claim.modality == "text":
+            result = lay_result(result, artifact_writer.put)
         work.artifacts = artifact_writer.keys
-        return {**as_recorded(result), "engine_s": round(engine_s, 6)}
+        return {**result, "engine_s": round(engine_s, 6)}
 
     def _expanded(self, work: ActiveJob, pictures: list[Any], deadline: float) -> list[Any]:
         """The image parameters with prompts expanded by the text model. Raises as `ActiveJob.make`."""

@@ -60,7 +60,7 @@ def prepare(
 
     picture = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
     if choice.preprocessor != DEPTH:
-        return canny.edges(picture).tobytes()
+        return canny.edges(picture, choice.low_threshold, choice.high_threshold).tobytes()
     if depth is None:
         raise not_offered(DEPTH)
     return depth(picture).tobytes()

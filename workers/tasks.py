@@ -20,6 +20,7 @@ from core import traces
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.engine import Aborted, Closed, Engine, Expired
 from core.batching.runner import OutOfMemory
+from core.failures import NotFinite
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim
 from core.jobs.store import JobStore
@@ -258,6 +259,8 @@ def _told(error: Exception) -> tuple[str, str]:
             return "content_check_failed", str(error)
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"
+        case NotFinite():
+            return "not_finite", printable_message(str(error), _MOST_LOGGED)
         case ArtifactError():
             reason = printable_message(str(error), _MOST_LOGGED)
             return "artifact_error", f"an artifact could not be kept or read: {reason}"

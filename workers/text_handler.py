@@ -15,7 +15,15 @@ from contract.bounds import next_seed
 from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.messages import MAX_CHARACTERS
-from contract.text import MAX_BIASED, MAX_INPUT_TOKENS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, TextJob
+from contract.text import (
+    LATER_OPTIONS,
+    MAX_BIASED,
+    MAX_INPUT_TOKENS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_STOPS,
+    TextJob,
+)
 from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
 from llm import token_text, tool_calls
@@ -29,7 +37,8 @@ if TYPE_CHECKING:
 
 _USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias", "json_schema")  # converted from the job's fields
+# Converted from the job's fields.
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "stop_token_ids", "logit_bias", "json_schema")
 _PASSED = [item.name for item in fields(TextParameters) if hasattr(TextJob, item.name) and item.name not in _OTHERWISE]
 
 
@@ -76,6 +85,8 @@ class TextJobHandler:
             embedding_dimensions=0 if model.pooling.reason else int(model.config.hidden_size),
             generates=model.generates,
             beam_search=model.generates,
+            token_bytes=token_text.longest_token_bytes(self._tokenizer),
+            options=LATER_OPTIONS,
         )
         self._card = None if resident is None else self._card_of(runner)
 
@@ -131,14 +142,17 @@ class TextJobHandler:
             values.update(temperature=0.0, answers=job.n)
         bias = _bias(job.logit_bias or {})
         grammar = self._tool_grammar(job)
+        rooms = [self._room(prompt, job) for prompt in prompts]
         if job.scores_prompts:
             _check_prompt_logprobs(job, sum(map(len, prompts)))
         return [
             TextParameters(
                 prompt=prompt,
-                max_tokens=self._room(prompt, job) if job.max_tokens is None else job.max_tokens,
+                max_tokens=room if job.max_tokens is None else job.max_tokens,
                 seed=None if job.seed is None else next_seed(job.seed, k),
                 stop=tuple(job.stop or ()),
+                stop_token_ids=tuple(job.stop_token_ids or ()),
+                ignore_end=bool(job.ignore_eos),
                 logit_bias=bias,
                 json_schema=job.json_schema if grammar is None else None,
                 tool_grammar=grammar,
@@ -146,7 +160,7 @@ class TextJobHandler:
                 continues=job.messages is None,
                 **values,
             )
-            for prompt in prompts
+            for prompt, room in zip(prompts, rooms, strict=True)
             for k in range(1 if job.beams else job.n)
         ]
 
@@ -172,7 +186,7 @@ class TextJobHandler:
         # Log probabilities of prompts come with the whole text, at the end: they are too many for the engine's thread.
         hidden = any(request.prompt_logprobs for request in requests)
         limits = [(request.max_tokens or 1) * max(1, request.beams) for request in requests]
-        return TextJobProgress(self, limits, hidden=hidden)
+        return TextJobProgress(self, limits, requests[0].stop_token_ids if requests else (), hidden=hidden)
 
     def build_result(
         self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
@@ -187,7 +201,7 @@ class TextJobHandler:
                 "text": text.text,
                 "finish_reason": text.finish,
                 "tokens": len(text.tokens),
-                "logprobs": self.logprobs(text.logprobs),
+                "logprobs": self.logprobs(text.logprobs, job.stop_token_ids or ()),
                 **({} if text.cumulative_logprob is None else {"cumulative_logprob": text.cumulative_logprob}),
             }
             for text in outputs
@@ -214,9 +228,11 @@ class TextJobHandler:
             "cached_tokens": sum(text.cached for text in outputs),
         }
 
-    def logprobs(self, tokens: Sequence[Logprob]) -> list[dict[str, Any]]:
-        """Log probabilities as stored in the job, with each token's text. The end token is left out."""
-        return [self._entry(entry) for entry in tokens if entry.token not in self._ends]
+    def logprobs(self, tokens: Sequence[Logprob], stops: Sequence[int]) -> list[dict[str, Any]]:
+        """Log probabilities as stored in the job, with each token's text. Tokens that end answers are left out, `stops`
+        among them.
+        """
+        return [self._entry(entry) for entry in tokens if entry.token not in self._ends and entry.token not in stops]
 
     def _entry(self, entry: Logprob) -> dict[str, Any]:
         top = [{**self._piece(token), "logprob": value} for token, value in entry.top]
@@ -245,21 +261,22 @@ class TextJobHandler:
         return {"text": echoed + text.text, "logprobs": entries}
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
+        """How many tokens may come after a prompt. Raises `Invalid`, naming its field, if there is no room for one."""
         room = self._most_tokens - len(prompt)
         if job.beams:  # each with pages of its own, and two to come
             from llm.pages import PAGE
 
             pages = (self._offer.cache_tokens - len(prompt)) // PAGE // job.beams
             room = min(room, (pages - 2) * PAGE)
-        if room < 1:
-            field = "prompt" if job.messages is None else "messages"
+        if room < (0 if job.max_tokens == 0 else 1):
+            field = "prompt" if job.messages is None else MESSAGES
             words = f"{len(prompt)} tokens are more than the model's context of {self._context}"
             raise Invalid(field, words, CONTEXT_LENGTH)
         return room
 
     def _prompts(self, job: TextJob) -> list[tuple[int, ...]]:
         if job.messages is not None:
-            return [self._chat(job.messages, job.tools)]
+            return [self._chat(job.messages, job.tools, job.chat_template_kwargs or {})]
         if not isinstance(job.prompts, list) or not job.prompts:
             raise Invalid("prompt", "is missing")
         return [self._plain(prompt) for prompt in job.prompts]
@@ -277,10 +294,10 @@ class TextJobHandler:
         tokenizer = self._model_tokenizer
         return tokenizer.get_chat_template(tools=tools) if getattr(tokenizer, "chat_template", None) else None
 
-    def _chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:
+    def _chat(self, messages: Any, tools: Any = None, options: Mapping[str, Any] = {}) -> tuple[int, ...]:
         if self._template(None) is None:
             raise Invalid(MESSAGES, "the model has no chat template; ask for a completion")
-        for field, value in ((MESSAGES, messages), (TOOLS, tools)):
+        for field, value in ((MESSAGES, messages), (TOOLS, tools), ("chat_template_kwargs", dict(options))):
             for text in texts_in(value):
                 if any(token in text for token in self._controls):
                     raise Invalid(field, "a content holds one of the model's control tokens")
@@ -289,7 +306,7 @@ class TextJobHandler:
             messages = tool_calls.as_texts(messages)
         try:
             text = self._model_tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **options
             )
         except Exception as error:  # raised by the model's own template: an unexpected order of roles
             raise Invalid(MESSAGES, f"the model's chat template refuses them ({type(error).__name__})") from error
@@ -327,9 +344,12 @@ def _bias(bias: Any) -> tuple[tuple[int, float], ...]:
 class TextJobProgress:
     """A job's progress: token counts, and pieces of its texts (`written`)."""
 
-    def __init__(self, handler: TextJobHandler, limits: Sequence[int], *, hidden: bool) -> None:
+    def __init__(
+        self, handler: TextJobHandler, limits: Sequence[int], stops: Sequence[int] = (), *, hidden: bool
+    ) -> None:
         """`hidden`: the texts are told at the end only."""
         self._handler = handler
+        self._stops = stops  # tokens
         self._hidden = hidden
         self._most = sum(limits)
         self._tokens = [0] * len(limits)
@@ -341,5 +361,5 @@ class TextJobProgress:
             return None
         self._tokens[index] += len(delta.tokens) or outcome.finished  # one where only the prompt is read
         if not self._hidden:
-            self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs))
+            self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs, self._stops))
         return {"steps_done": sum(self._tokens), "steps": self._most}

@@ -29,7 +29,7 @@ from api.inline_images import InlineDocument
 from api.paging import missing, query
 from api.predictions import inputs, objects
 from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
-from api.rate_limits import charge_refusals
+from api.rate_limits import charge_refusals, enforce_rate_limit
 from api.references import GivenPictures
 from api.routers import new_router
 from api.service import Given, Service
@@ -209,14 +209,19 @@ async def list_predictions(request: Request, service: Given, caller: By) -> Resp
     after = request.query_params.get("cursor", "")
     if after and JOB_ID.fullmatch(after) is None:
         raise invalid_field("cursor", "must be the id of a prediction")
-    owner = None if caller.may("admin") else caller.id
-    listed = await service.call(service.store.page, owner, after=after, limit=_PAGE)
-    if listed is None:
-        raise missing()
+    await enforce_rate_limit(request, service, caller)
     links = service.links(request)
-    following = f"{links.base}{REPLICATE.path}?cursor={listed.after}" if listed.more else None
-    results = [prediction(job, links) for job in listed.jobs if job.modality == "image"]
-    return JSONResponse({"previous": None, "next": following, "results": results}, headers=_FRESH)
+
+    def listed() -> Response:
+        owner = None if caller.may("admin") else caller.id
+        jobs = service.store.lists.page(owner, modality="image", after=after, limit=_PAGE)
+        if jobs is None:
+            raise missing()
+        following = f"{links.base}{REPLICATE.path}?cursor={jobs.after}" if jobs.more else None
+        results = [prediction(job, links) for job in jobs.jobs]
+        return JSONResponse({"previous": None, "next": following, "results": results}, headers=_FRESH)
+
+    return await service.call(caller.id, listed)
 
 
 @router.get("/v1/predictions/{id}", summary="Look at a prediction, as Replicate does", response_model=Prediction)
@@ -239,6 +244,7 @@ async def cancel_as_replicate(id: str, request: Request, service: Given, caller:
 )
 async def stream(id: str, request: Request, service: Given, caller: By) -> Response:
     """Stream Replicate's events: `logs`, a line of progress; `output`, the link of a picture; `error`; `done`."""
+    await enforce_rate_limit(request, service, caller)
     job = await _find(service, id, caller)
     return EventStream(_stream(service, request, job))
 
@@ -336,14 +342,14 @@ async def _answer(service: Service, request: Request, job: Job, dialect: Dialect
     if created:
         job = job if job.state.final else replace(job, progress=None)
         status = 201 if dialect is REPLICATE else 200 if job.state.final else 202
-    document = InlineDocument(service, prediction(job, links, dialect, inline=dialect.inlines(links)))
+    document = InlineDocument(service, job.owner, prediction(job, links, dialect, inline=dialect.inlines(links)))
     headers = {**_FRESH, "Content-Length": str(await document.verify())}
     return StreamingResponse(document.stream(), status, headers, media_type="application/json")
 
 
 async def _cancel(id: str, request: Request, service: Service, caller: Caller, dialect: Dialect) -> Response:
     record = await _find(service, id, caller)
-    job = await service.call(service.store.cancel, id, record.incarnation)
+    job = await service.call(caller.id, service.store.cancel, id, record.incarnation)
     if job is None:
         raise jobs.no_job()
     return await _answer(service, request, job, dialect)

@@ -22,6 +22,7 @@ from contract.image_prompt import MAX_IMAGE_PROMPTS, ImagePrompt
 MODULES = ("none", CANNY, DEPTH)
 _SCRIPT = "controlnet"
 _FIELD = "alwayson_scripts"
+_UNIT = f"{_FIELD}.controlnet"
 _MOST_UNITS = MAX_CONTROLS + MAX_IMAGE_PROMPTS
 _MOST_SCRIPTS = 32
 _HASH = re.compile(r" \[[0-9a-f]{1,64}\]$")
@@ -31,6 +32,14 @@ _UNION = {
     "openpose": 0, "depth": 1, "hed": 2, "softedge": 2, "scribble": 2, "canny": 3, "lineart": 3, "mlsd": 3,
     "normalmap": 4, "segmentation": 5, "tile": 6, "inpaint": 7,
 }  # fmt: skip
+# How a picture comes to the size: by the number, and by the names of both versions of the extension.
+_FITS = {
+    "0": "stretch", "just resize": "stretch",
+    "1": "crop", "crop and resize": "crop", "scale to fit (inner fit)": "crop",
+    "2": "contain", "resize and fill": "contain", "envelope (outer fit)": "contain",
+}  # fmt: skip
+_WHOLE_RESOLUTION = (None, -1, 0)  # of a preprocessor
+_NO_UNION = ("", "unknown", "all")
 Source = Callable[[str, Any], PictureSource]
 """The picture that the value of a field stands for; of a unit without one, "", an edit's source. Raises `ApiError`."""
 _FORM_FILES = {kind.FIELD: file for file, kind in references.FORM_FILES.items()}
@@ -50,6 +59,10 @@ class Unit(SdapiBody):
     guidance_end: Number = None
     union_control_type: Name = None
     control_mode: str | int | None = None
+    resize_mode: str | int | None = None
+    processor_res: Number = None
+    threshold_a: Number = None
+    threshold_b: Number = None
 
 
 class Pictured(NamedTuple):
@@ -107,6 +120,7 @@ def _units(arguments: Sequence[Any], offer: ImageOffer, source: Source, warnings
         item = None if unit.enabled is False else _pictured(unit, offer, source, warnings)
         if item is not None:
             pictured.append(item)
+            warnings += requests.unread_unit(Unit, fields, f"{_UNIT}.")
     return pictured
 
 
@@ -123,22 +137,49 @@ def _pictured(unit: Unit, offer: ImageOffer, source: Source, warnings: list[str]
     numbers = {"strength": unit.weight, "start": unit.guidance_start, "end": unit.guidance_end}
     entry |= {name: value for name, value in numbers.items() if value is not None}
     if kind is Control:
-        entry |= _preprocessing(module, unit)
+        entry |= _preprocessing(module, unit, warnings)
+        if unit.resize_mode is not None:
+            entry["fit"] = _fit(unit.resize_mode)
     if str(unit.control_mode or 0).lower() not in ("0", "balanced"):
-        warnings.append(f"{_FIELD}.controlnet: control_mode is not offered; the mode is Balanced")
-    if unit.mask not in (None, ""):
-        warnings.append(f"{_FIELD}.controlnet: the mask of a unit is not read")
+        warnings.append(f"{_UNIT}: control_mode is not offered; the mode is Balanced")
+    if unit.mask not in (None, "") or _has_mask(image):
+        warnings.append(f"{_UNIT}: the mask of a unit is not read")
     return Pictured(kind, entry, _picture(f"{kind.FIELD}.image", image, source))
 
 
-def _preprocessing(module: str, unit: Unit) -> dict[str, Any]:
+def _fit(mode: str | int) -> str:
+    fit = _FITS.get(str(mode).strip().lower())
+    if fit is None:
+        raise invalid_field("control.resize_mode", "must be Just Resize, Crop and Resize or Resize and Fill")
+    return fit
+
+
+def _preprocessing(module: str, unit: Unit, warnings: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if module == CANNY or module.startswith(DEPTH):
-        fields["preprocessor"] = CANNY if module == CANNY else DEPTH
+    thresholds = {"low_threshold": unit.threshold_a, "high_threshold": unit.threshold_b}
+    numbers = {name: int(value) for name, value in thresholds.items() if value is not None and value >= 0}
+    if module == CANNY:
+        fields = {"preprocessor": CANNY, **numbers}
+    elif module.startswith(DEPTH):
+        fields = {"preprocessor": DEPTH}
+        if numbers and module == "depth_leres":
+            warnings.append(f"{_UNIT}: threshold_a and threshold_b are read with canny alone")
     elif module not in _NONE:
         raise invalid_field("control.module", f"is not offered; there are {', '.join(MODULES)}")
-    mode = _UNION.get((unit.union_control_type or "").lower().split(" ")[0].split("/")[0])
+    if fields and unit.processor_res not in _WHOLE_RESOLUTION:
+        warnings.append(f"{_UNIT}: processor_res is not offered; preprocessors read the picture at its drawn size")
+    union = (unit.union_control_type or "").lower()
+    mode = _UNION.get(union.split(" ")[0].split("/")[0])
+    if mode is None and union not in _NO_UNION:
+        warnings.append(f"{_UNIT}: union_control_type is of no kind that is offered")
     return fields if mode is None else {**fields, "mode": mode}
+
+
+def _has_mask(image: Any) -> bool:
+    """Return whether a unit's picture comes with a mask, in an object or as the second of two."""
+    if isinstance(image, list):
+        return len(image) > 1 or any(map(_has_mask, image))
+    return isinstance(image, dict) and image.get("mask") not in (None, "")
 
 
 def _picture(name: str, image: Any, source: Source) -> PictureSource:

@@ -96,14 +96,14 @@ async def _generate(request: Request, service: Service, caller: Caller, kind: ty
         "parameters": {name: value for name, value in body.given.items() if name not in _LEFT_OUT},
         "info": json.dumps(await _info(service, ended, body, translation)),
     }
-    return await inline_images.respond(service, document)
+    return await inline_images.respond(service, caller.id, document)
 
 
 async def _submit(
     request: Request, service: Service, caller: Caller, body: Generation, pictures: PictureBody
 ) -> tuple[Job, Translation]:
     """The job of a body, and its translation. Raises as `submission.submit`."""
-    stored, dropped = stored_options(await service.call(service.sdapi.options, caller.id))
+    stored, dropped = stored_options(await service.call(caller.id, service.sdapi.options, caller.id))
     options = options_of(stored, body)
     named = (body.override_settings or {}).get("sd_model_checkpoint")
     card = await chosen_model(service, options.sd_model_checkpoint, caller.id, required=bool(named))
@@ -121,7 +121,7 @@ async def _submit(
 async def _open(service: Service, caller: Caller, job: Job, task: str | None) -> AsyncIterator[None]:
     """Keep the job among the caller's open requests, which `progress` reports and `interrupt` cancels."""
     try:
-        await service.call(service.sdapi.open, caller.id, job.id, task)
+        await service.call(caller.id, service.sdapi.open, caller.id, job.id, task)
     except BaseException:
         with anyio.CancelScope(shield=True):
             await service.follower.cancel(job)
@@ -135,7 +135,7 @@ async def _open(service: Service, caller: Caller, job: Job, task: str | None) ->
 
 async def _close(service: Service, caller: Caller, job: Job) -> None:
     try:
-        await service.call(service.sdapi.close_requests, caller.id, job.id)
+        await service.call(caller.id, service.sdapi.close_requests, caller.id, job.id)
     except StoreError:
         return  # it expires
 
@@ -146,7 +146,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
     picture, drawn = request.picture, [*filter(shown, results(job))]
     image_warnings = (text for image in results(job) for text in warnings(job, image))
     all_warnings = [*dict.fromkeys([*translation.warnings, *image_warnings])]
-    texts = [await _infotext(service, image) for image in drawn]
+    texts = [await _infotext(service, job.owner, image) for image in drawn]
     fingerprint: Mapping[str, Any] = drawn[0].get("fingerprint") or {} if drawn else {}
     seeds = [image["seed"] for image in drawn]
     negative = picture.negative_prompt or ""
@@ -174,10 +174,10 @@ def _sizes(picture: ImageParameters, drawn: list[dict[str, Any]]) -> dict[str, i
     return {"width": width, "height": height}
 
 
-async def _infotext(service: Service, image: Mapping[str, Any]) -> str:
+async def _infotext(service: Service, tenant: str, image: Mapping[str, Any]) -> str:
     """The infotext in the picture's file, if it is a PNG with metadata; else ""."""
     if image["media_type"] != "image/png":
         return ""
     size = min(image.get("size_bytes") or _TEXTS_BYTES, _TEXTS_BYTES)
-    head = await service.stored(lambda: service.artifacts.read_part(image["key"], 0, size))
+    head = await service.stored(tenant, lambda: service.artifacts.read_part(image["key"], 0, size))
     return infotext.texts(head).get(infotext.PARAMETERS, "")

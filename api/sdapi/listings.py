@@ -30,7 +30,7 @@ def _models(seen: RegistrySnapshot) -> list[ImageCard]:
 
 async def _model(service: Service, owner: str) -> ImageCard | None:
     """The model that the caller's options name."""
-    stored = await service.call(service.sdapi.options, owner)
+    stored = await service.call(owner, service.sdapi.options, owner)
     seen = service.cards.seen_by(owner)
     return find_model(seen, stored.get("sd_model_checkpoint")) or find_model(seen, None)
 
@@ -72,6 +72,10 @@ def _units(card: ImageCard | None) -> list[str]:
     return [] if card is None else [*card.controls, *card.image_prompts]
 
 
+def _upscalers(card: ImageCard | None) -> list[str]:
+    return [] if card is None else [*map(str.capitalize, card.upscale_filters), *card.upscalers]
+
+
 def _modules(card: ImageCard | None) -> list[str]:
     return [name for name in controlnet.MODULES if card is not None and name in ("none", *card.preprocessors)]
 
@@ -99,7 +103,7 @@ _OF_MODEL: dict[str, tuple[str, str, Callable[[ImageCard | None], Any]]] = {
         {"name": label(name), "aliases": [name], "options": {}} for name in (card.schedulers if card else ())
     ]),
     "/sdapi/v1/upscalers": ("upscalers", "List a model's upscalers", lambda card: [
-        {"name": name, **_UPSCALER} for name in (_NONE, *(card.upscalers if card else ()))
+        {"name": name, **_UPSCALER} for name in (_NONE, *_upscalers(card))
     ]),
     "/sdapi/v1/loras": ("loras", "List a model's LoRAs", lambda card: [
         {"name": name, "alias": name, "path": name, "metadata": {}} for name in (card.loras if card else ())

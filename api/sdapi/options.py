@@ -30,7 +30,7 @@ FRESH = {"Cache-Control": "no-store"}
 @router.get("/sdapi/v1/options", summary="The options of this key")
 async def get_options(service: Given, caller: By) -> Response:
     """The options that are read, and others that clients look for, whose values are fixed."""
-    stored = await service.call(service.sdapi.options, caller.id)
+    stored = await service.call(caller.id, service.sdapi.options, caller.id)
     name = stored.get("sd_model_checkpoint")
     seen = service.cards.seen_by(caller.id)
     card = find_model(seen, name) or find_model(seen, None)
@@ -60,7 +60,7 @@ async def set_options(request: Request, service: Given, caller: By) -> Response:
             card = await chosen_model(service, given["sd_model_checkpoint"], caller.id, required=True)
         given["sd_model_checkpoint"] = card.name
     if given:
-        await service.call(service.sdapi.set_options, caller.id, given)
+        await service.call(caller.id, service.sdapi.set_options, caller.id, given)
     return JSONResponse(None)
 
 

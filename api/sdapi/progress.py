@@ -36,8 +36,9 @@ class Progress(BaseModel):
 @router.get("/sdapi/v1/progress", summary="The progress of this key's requests", response_model=Progress)
 async def progress(service: Given, caller: By, skip_current_image: bool = False) -> Response:
     """The progress of the request that runs, or else waits first; 0 and no jobs if none is open."""
-    jobs = await service.call(service.sdapi.open_jobs, caller.id)
-    job = next((job for job in jobs if job.state is JobState.RUNNING), jobs[0] if jobs else None)
+    jobs = await service.call(caller.id, service.sdapi.open_jobs, caller.id)
+    first = next((job for job in jobs if job.state is JobState.RUNNING), jobs[0] if jobs else None)
+    job = None if first is None else await _job(service, caller, first.id)
     done, eta_s = (0.0, 0.0) if job is None else await _share(service, job)
     preview = None if job is None or skip_current_image else await _preview(service, job)
     content = {
@@ -57,7 +58,7 @@ async def task_progress(request: Request, service: Given, caller: By) -> Respons
     fields = requests.parse(TaskProgress, await body.read(request, caller.id))
     job = None
     if fields.id_task:
-        id = await service.call(service.sdapi.job_of_task, caller.id, fields.id_task)
+        id = await service.call(caller.id, service.sdapi.job_of_task, caller.id, fields.id_task)
         job = None if id is None else await _job(service, caller, id)
     running, queued = (job is not None and job.state is state for state in (JobState.RUNNING, JobState.QUEUED))
     done, eta_s = (0.0, 0.0) if job is None else await _share(service, job)
@@ -91,14 +92,14 @@ async def skip(service: Given, caller: By) -> Response:
 
 async def _interrupt(service: Service, caller: Caller) -> None:
     caller.check("images")
-    jobs = await service.call(service.sdapi.open_jobs, caller.id)
+    jobs = await service.call(caller.id, service.sdapi.open_jobs, caller.id)
     for job in [job for job in jobs if job.state is JobState.RUNNING] or jobs[:1]:
-        await service.call(service.store.cancel, job.id, job.incarnation)
+        await service.call(caller.id, service.store.cancel, job.id, job.incarnation)
 
 
 async def _job(service: Service, caller: Caller, id: str) -> Job | None:
     try:
-        job = await service.call(service.store.get, id)
+        job = await service.call(caller.id, service.store.lists.summary, id)
     except UnreadableRecord:
         return None
     return job if job is not None and job.owner == caller.id else None
@@ -121,7 +122,7 @@ def _steps_done(job: Job | None) -> int:
 async def _preview(service: Service, job: Job) -> str | None:
     """The newest preview of the picture that is being drawn, a PNG in base64."""
     image = int((job.progress or {}).get("image", 0))
-    preview = await service.call(service.store.preview, job.id, image, job.incarnation)
+    preview = await service.call(job.owner, service.store.preview, job.id, image, job.incarnation)
     return None if preview is None else base64.b64encode(preview).decode("ascii")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from api import schemas
 from api.body import plain
@@ -28,7 +28,11 @@ _MOST = 2**63 - 1  # of any whole number: no arithmetic with it overflows
 _MOST_NAMED = 8  # unknown fields that a warning names
 _OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 Picture = Annotated[str | dict[str, Any], WithJsonSchema({"type": "string", "description": "base64 or a data: URL"})]
-OptionalPicture = Annotated[str | dict[str, Any] | None, WithJsonSchema(_OPTIONAL_TEXT)]
+OptionalPicture = Annotated[
+    str | dict[str, Any] | None,
+    BeforeValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
+    WithJsonSchema(_OPTIONAL_TEXT),
+]
 Name = Annotated[str | None, Field(max_length=MAX_NAME)]
 Text = Annotated[str | None, Field(max_length=MAX_PROMPT_CHARACTERS)]
 Whole = Annotated[int | None, Field(ge=-_MOST, le=_MOST)]
@@ -65,6 +69,7 @@ class Generation(SdapiBody):
     sampler_index: Name = Field(default=None, description="the older name of sampler_name")
     scheduler: Name = None
     denoising_strength: Number = None
+    eta: Number = Field(default=None, description="of TCD: how much noise each step adds")
     refiner_checkpoint: Name = None
     refiner_switch_at: Number = None
     override_settings: Object = Field(default=None, description="options of this request")
@@ -101,6 +106,7 @@ class OptionsBody(SdapiBody):
     sd_vae: Name = None
     CLIP_stop_at_last_layers: Annotated[Whole, Field(ge=1, le=32)] = None
     samples_format: Name = None
+    enable_prompt_comments: Flag = Field(default=None, description="false: a # is no comment in prompts")
     show_progress_every_n_steps: Annotated[Whole, Field(ge=-1, le=1000)] = None
 
 
@@ -136,7 +142,7 @@ _QUIET = frozenset((
 ))  # fmt: skip
 # Fields that are not offered, and the values with which they do nothing in the web UI either.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "styles": ([],), "subseed_strength": (0,), "restore_faces": (False,), "tiling": (False,), "eta": (0, 1),
+    "styles": ([],), "subseed_strength": (0,), "restore_faces": (False,), "tiling": (False,),
     "s_churn": (0,), "s_tmax": (0,), "s_tmin": (0,), "s_noise": (1,), "s_min_uncond": (0,), "ddim_discretize": (),
     "initial_noise_multiplier": (1,), "firstphase_width": (0,), "firstphase_height": (0,), "enable_hr": (False,),
     "disable_extra_networks": (False,), "gfpgan_visibility": (0,), "codeformer_visibility": (0,),
@@ -156,6 +162,19 @@ _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+# Fields of a unit of the ControlNet extension of the same two kinds.
+_QUIET_IN_UNITS = frozenset((
+    "low_vram", "lowvram", "pixel_perfect", "save_detected_map", "is_ui", "output_dir", "use_preview_as_input",
+    "generated_image",
+))  # fmt: skip
+_NEUTRAL_IN_UNITS: dict[str, tuple[Any, ...]] = {
+    "guidance": (1,), "guess_mode": (False,), "guessmode": (False,), "input_mode": ("simple",), "loopback": (False,),
+    "batch_images": ("", []), "mask_image": ("",), "effective_region_mask": ("",), "advanced_weighting": ([],),
+    "hr_option": ("Both", "both", 0), "pulid_mode": ("Fidelity",), "ipadapter_input": ([],),
+    "inpaint_crop_input_image": (),
+}  # fmt: skip
+
+
 def unread(kind: type[SdapiBody], fields: Mapping[str, Any]) -> list[str]:
     """Warnings for the fields of a body, and its options, that are not read, and would have done something."""
     options = fields.get("override_settings")
@@ -163,6 +182,15 @@ def unread(kind: type[SdapiBody], fields: Mapping[str, Any]) -> list[str]:
     if isinstance(options, dict):
         known = {*OptionsBody.model_fields, *_QUIET_OPTIONS}
         unknown += _unread(options, known, _NEUTRAL_OPTIONS, "override_settings.")
+    return _not_read(unknown)
+
+
+def unread_unit(kind: type[SdapiBody], unit: Mapping[str, Any], prefix: str) -> list[str]:
+    """Likewise for the fields of a unit of the ControlNet extension."""
+    return _not_read(_unread(unit, {*kind.model_fields, *_QUIET_IN_UNITS}, _NEUTRAL_IN_UNITS, prefix))
+
+
+def _not_read(unknown: Sequence[str | None]) -> list[str]:
     named = [name for name in unknown[:_MOST_NAMED] if name is not None]
     warnings = [f"{name}: is not read" for name in named]
     if len(unknown) > len(named):

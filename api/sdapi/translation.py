@@ -13,16 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from api.body import plain
 from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.references import NONE_GIVEN, GivenPictures
 from api.sdapi import controlnet, names, requests
 from api.sdapi.controlnet import Source
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
 from api.uploads import MaskConvention, PictureSource
-from contract import loras
+from contract import a1111, loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer
-from contract.markup import A1111
+from contract.markup import A1111, MarkupError
+from contract.upscale import LANCZOS
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
 MASK_BLUR = 4.0  # mask_blur_x and mask_blur_y of img2img by default
@@ -30,6 +32,10 @@ PREVIEW_EVERY = 10  # steps, as show_progress_every_n_steps by default
 _SEEDS = 2**32  # random ones are below this, as in the web UI
 
 _NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
+_COMMENT = re.compile(r"(?:(?:\A|\n)#|#)[^\n]*(?:\n|\Z)")
+_AND = re.compile(r"\bAND\b")
+_WEIGHT = re.compile(r":\s*([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}))\s*\Z")  # of a whole prompt
+_FILTER = re.compile(r"|none|latent\b.*|lanczos|nearest|bicubic", re.IGNORECASE)  # upscalers that are no networks
 _FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 _NONE = ("", "none", "automatic")
 
@@ -42,6 +48,13 @@ PLACES = {
     "refiner": "refiner_checkpoint", "clip_skip": "override_settings.CLIP_stop_at_last_layers",
     "vae": "override_settings.sd_vae", "output_format": "override_settings.samples_format",
     **dict.fromkeys(("control", "image_prompts", "control_image", "image_prompt"), _UNIT),
+    **{
+        f"{field}.{ours}": f"{_UNIT}.{name}" for field in ("control", "image_prompts")
+        for ours, name in (
+            ("strength", "weight"), ("start", "guidance_start"), ("end", "guidance_end"),
+            ("low_threshold", "threshold_a"), ("high_threshold", "threshold_b"),
+        )
+    },
 }  # fmt: skip
 """Where a client finds a field of the service, where it has another name."""
 
@@ -116,17 +129,52 @@ def translate(body: Generation, options: OptionsBody, card: ImageCard, source: S
 
 
 def _add_prompts(result: Translation, body: Generation, card: ImageCard) -> None:
-    prompt, named = _without_networks(body.prompt or "", result.warnings)
-    negative, ignored = _without_networks(body.negative_prompt or "", [])
+    prompt, negative = body.prompt or "", body.negative_prompt or ""
+    if result.options.enable_prompt_comments is not False:
+        prompt, negative = (_COMMENT.sub("\n", text).strip() if "#" in text else text for text in (prompt, negative))
+    prompt, named = _without_networks(prompt, result.warnings)
+    prompt = _joined(prompt, result.warnings)
+    negative, ignored = _without_networks(negative, [])
     if ignored:
         result.warnings.append("negative_prompt: its LoRAs are not read")
+    given = bool(negative.strip())  # to the web UI an empty one is none
+    weighting = card.prompt_fields is None or "prompt_weighting" in card.prompt_fields
+    if not weighting:
+        prompt, negative = (_unmarked(text, result.warnings) for text in (prompt, negative))
     result.fields["prompt"] = prompt
     if named:
         result.fields["lora"] = ",".join(f"{name}:{scale}" for name, scale in named.items())
-    if negative.strip():  # to the web UI an empty one is none
+    if given:
         result.fields["negative_prompt"] = negative
-    if card.prompt_fields is None or "prompt_weighting" in card.prompt_fields:
+    if weighting:
         result.fields["prompt_weighting"] = A1111
+
+
+def _unmarked(text: str, warnings: list[str]) -> str:
+    """The text without the web UI's escapes and weights, for a model that reads no weights; unchanged if it is not in
+    that syntax.
+    """
+    try:
+        read = a1111.read(text)
+    except MarkupError:
+        return text
+    if isinstance(read, str):
+        return read
+    warnings.append("prompt: weights are not read by this model")
+    return read.text
+
+
+def _joined(text: str, warnings: list[str]) -> str:
+    """The text in place of prompts that the web UI joins by AND, each drawn by itself with its weight; those whose
+    weight is below 0 are left out.
+    """
+    parts = [(part, _WEIGHT.search(part)) for part in _AND.split(text)]
+    if len(parts) == 1 and parts[0][1] is None:
+        return text
+    words = "AND and the weight of a whole prompt, such as :0.5, are not offered; one prompt of the texts is drawn"
+    warnings.append(f"prompt: {words}")
+    kept = (_WEIGHT.sub("", part).strip() for part, weight in parts if weight is None or not weight[1].startswith("-"))
+    return ", ".join(filter(None, kept))
 
 
 def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, str]]:
@@ -137,21 +185,41 @@ def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, st
         name, arguments = match[2].strip(), [part.strip() for part in match[3].split(":")[1:]]
         if (reason := loras.name_error(name)) is not None:
             raise invalid_field("lora", f"a name {reason}")
-        scales = [part.partition("=")[2] if part.startswith(("te=", "unet=")) else part for part in arguments]
-        if len({*scales}) > 1:
-            warnings.append(f"prompt: {name} has one weight here, of text encoder and UNet: the first")
+        scale = _scale(name, arguments, warnings)
         if name in named:
             raise invalid_field("lora", f"{name}: is named twice")
-        named[name] = scales[0] if scales and scales[0] else "1"
+        named[name] = scale
         return ""
 
     bare = _NETWORK.sub(take, text)
     return (bare.strip() if named else text), named
 
 
+def _scale(name: str, arguments: list[str], warnings: list[str]) -> str:
+    """The weight of a LoRA by the arguments of its tag, as the web UI reads them: the text encoder's, which is the
+    UNet's too unless that has its own. The UNet's is the one that counts here.
+    """
+    positional = [part for part in arguments if "=" not in part]
+    pairs = (part.partition("=") for part in arguments if "=" in part)
+    named = {key.strip().lower(): value.strip() for key, _, value in pairs}
+    text = named.pop("te", "") or next(iter(positional), "") or "1"
+    unet = named.pop("unet", "") or "".join(positional[1:2]) or text
+    if unet != text:
+        warnings.append(f"prompt: {name} has one weight here, of text encoder and UNet: the UNet's")
+    if len(positional) > 2:
+        named["dyn"] = positional[2]
+    if named:
+        keys = ", ".join(filter(plain, named)) or "an argument"
+        warnings.append(f"prompt: {name}: {keys} is not offered; all of the LoRA has its weight")
+    return unet
+
+
 def _add_numbers(result: Translation, body: Generation, offer: ImageOffer) -> None:
     fields = result.fields
     fields["n"] = (body.batch_size or 1) * (body.n_iter or 1)
+    if fields["n"] > offer.max_images:
+        words = f"batch_size times n_iter is {fields['n']}, and at most {offer.max_images} pictures are one request"
+        raise invalid_field("n", words)
     fields["seed"] = body.seed if body.seed not in (None, -1) else secrets.randbelow(min(_SEEDS, offer.max_seed + 1))
     fields |= {
         name: value for name, value in {"steps": body.steps, "guidance_scale": body.cfg_scale}.items()
@@ -194,13 +262,22 @@ def _add_sampling(result: Translation, body: Generation, card: ImageCard) -> Non
     fields, warnings = names.sampling(card, body.sampler_name or body.sampler_index, body.scheduler)
     result.fields |= fields
     result.warnings += warnings
+    if (fields.get("scheduler") or card.default_scheduler) == "tcd" and body.eta is not None:
+        result.fields["eta"] = body.eta
+    elif body.eta not in (None, 0, 1):
+        result.warnings.append("eta: is not read")
 
 
 def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:
     """The hires fix as far as it is offered: the finished picture is enlarged, and not drawn again."""
-    offered = ", ".join(offer.upscalers or ()) or "none: its worker has no DIPTYCH_UPSCALERS_DIR"
+    networks, filters = tuple(offer.upscalers or ()), tuple(offer.upscale_filters or ())
     name = body.hr_upscaler or ""
-    if name not in (offer.upscalers or ()):
+    if name not in networks and _FILTER.fullmatch(name) and LANCZOS in filters:
+        if name.lower() != LANCZOS:
+            result.warnings.append(f"hr_upscaler: is not offered; the picture is enlarged by {LANCZOS.capitalize()}")
+        name = LANCZOS
+    elif name not in networks:
+        offered = ", ".join((*networks, *map(str.capitalize, filters))) or offer.refusal("upscalers") or "none"
         raise invalid_field("upscale.model", f"the hires fix needs an upscaler that the model has; it has {offered}")
     scale = body.hr_scale if body.hr_scale is not None else 2.0
     if body.hr_resize_x or body.hr_resize_y:

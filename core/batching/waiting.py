@@ -6,7 +6,8 @@ There is a queue for each set of resources that requests need, so that those tha
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 from core.batching.request import Request, State
 from core.batching.shares import Account, Order, Shares, account
@@ -35,10 +36,21 @@ class Waiting:
             self._queues[needed] = _Queue(self._shares)
         self._queues[needed].place(request)
 
-    def first(self, closed: Set[str] = frozenset()) -> Request | None:
-        """The request to admit next, of those that need none of the `closed` resources."""
-        heads = [queue.first() for needed, queue in self._queues.items() if needed.isdisjoint(closed)]
-        return min((request for request in heads if request is not None), key=self._shares.order, default=None)
+    def first(self, closed: set[str]) -> Request | None:
+        """Return the request to admit next, of those that need none of the `closed` resources.
+
+        One that comes before it is passed over, and closes all that it needs to those after it: added to `closed`.
+        """
+        heads = [
+            (self._shares.order(request), request, needed)
+            for needed, queue in self._queues.items()
+            if (request := queue.first()) is not None
+        ]
+        for _, request, needed in sorted(heads, key=itemgetter(0)):
+            if needed.isdisjoint(closed):
+                return request
+            closed |= needed
+        return None
 
     def sweep(self) -> None:
         """Let go of requests that no longer wait: heaps keep their results."""

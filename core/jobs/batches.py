@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from core.config import Settings
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.files import KEPT_S, File, KeyRequired
+from core.jobs.files import KEPT_S, File, KeyRequired, ShareFull
 from core.jobs.keys import PREFIX
 from core.jobs.lists import ListPage, ListReader
 from core.jobs.record import milliseconds, pairs, to_json
@@ -132,10 +132,13 @@ class BatchStore(RedisStore):
         errors: list[dict[str, Any]],
         *,
         keyless: bool = False,
+        stored: int | None = None,
     ) -> BatchRecord:
         """Create a batch of a file. A batch with `errors` is created as failed.
 
-        Raises `KeyRequired` for a `keyless` request if keys are required by now.
+        Room for the records of all its lines is reserved. Raises `ShareFull` if the owner's records would take more
+        bytes of Redis than `stored` (None: no limit), and `KeyRequired` for a `keyless` request if keys are required by
+        now.
         """
         id = f"batch_{secrets.token_hex(12)}"
         fields: dict[str, str | int] = {
@@ -146,7 +149,10 @@ class BatchStore(RedisStore):
         }  # fmt: skip
         flat = [value for pair in fields.items() for value in pair]
         flag = "1" if keyless else ""
-        created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, flag, *flat)
+        room = "" if stored is None else stored
+        created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, flag, room, *flat)
+        if int(created) < 0:
+            raise ShareFull
         if not int(created):
             raise KeyRequired
         initial = {"created": created, "ended": created if errors else ""}

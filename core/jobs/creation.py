@@ -16,28 +16,31 @@ from core.jobs.broker import level, list_key
 from core.jobs.record import Job, JobDraft, JobState, QueueBacklog, QueuePosition, milliseconds, pairs, to_json
 
 # The possible outcomes; else the job existed already, or is refused.
-_MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4
+_MADE, _FULL, _SHARE, _BARRED, _STORED = 1, -1, -3, -4, -8
 _JOBS_OF: Final[dict[int, Literal["model", "queue"]]] = {-6: "model", -7: "queue"}
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerLimits:
-    """Limits of one owner's jobs in a queue; None, or empty: none.
+    """Limits of one owner's jobs in a queue, and of its records; None, or empty: none.
 
     `waiting` are queued jobs, `live` queued or running ones, `of_model` live ones of the draft's model. `running`
     limits those of the model that run or whose messages wait for a worker: a number, or a share of the workers' places
-    such as 50%. More of them wait; more of the others are refused.
+    such as 50%. More of them wait; more of the others are refused. `stored` are the bytes of Redis that all records of
+    the owner may take (`lua/shared/footprint.lua`).
     """
 
     waiting: int | None = None
     of_model: int | None = None
     live: int | None = None
     running: str = ""
+    stored: int | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
         counts = (self.waiting, self.of_model, self.live)
-        return *("" if count is None else str(count) for count in counts), self.running
+        stored = "" if self.stored is None else str(self.stored)
+        return *("" if count is None else str(count) for count in counts), self.running, stored
 
 
 UNLIMITED = OwnerLimits()
@@ -47,7 +50,8 @@ UNLIMITED = OwnerLimits()
 class JobCreation:
     """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
     used up, as many jobs as may are live (`jobs_of` says whether of the "model" or the "queue"), the owner is `barred`
-    (or has no key where one is required), or the last of `charges` exceeds its limit.
+    (or has no key where one is required), its records take all the bytes that they may (`stored`), or the last of
+    `charges` exceeds its limit.
 
     `created`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
     position of a job created now. `charges` is the state of the counters that were charged, and of the one exceeded.
@@ -58,6 +62,7 @@ class JobCreation:
     full: bool = False
     share: bool = False
     barred: bool = False
+    stored: bool = False
     jobs_of: Literal["", "model", "queue"] = ""
     standing: QueuePosition | None = None
     charges: tuple[rates.RateLimitState, ...] = ()
@@ -104,8 +109,8 @@ def outcome(draft: JobDraft[Any], charges: Sequence[rates.RateLimitCost], answer
         return JobCreation(queued, True, standing=standing, charges=counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
     return JobCreation(
-        job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, jobs_of=_JOBS_OF.get(code, ""),
-        charges=counters,
+        job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, stored=code == _STORED,
+        jobs_of=_JOBS_OF.get(code, ""), charges=counters,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from core.jobs.unreadable import VERSION
 
 PROGRESS = "progress"
 _PAGE = 100  # entries read at once from one stream
+_PAST_PAGE = 16  # the same of past ones, which a subscriber gets one by one: some have many log probabilities
 _AT_ONCE = 256  # streams read at once; Redis serves nobody else meanwhile
 _BLOCK_S = 5.0  # the longest that one read blocks
 _MISSED_S = 2.5  # interval of reads of all followed streams: older versions send no notices, some get trimmed
@@ -113,7 +114,7 @@ class _EventHistory:
     async def page(self, job_id: str, after: _Position) -> list[Event]:
         """One page of events after a position; [] also once closed."""
         key = keys.events(job_id)
-        answer = await self._ask(lambda: self._client.xread({key: _id(after)}, count=_PAGE))
+        answer = await self._ask(lambda: self._client.xread({key: _id(after)}, count=_PAST_PAGE))
         return _events(answer[0][1]) if answer else []
 
     async def ended(self, job_id: str, after: _Position, of: str) -> bool:
@@ -207,7 +208,7 @@ class EventReader:
                 yield event
                 if event.final:
                     return
-            complete = len(past) < _PAGE
+            complete = len(past) < _PAST_PAGE
         if after == start and start > (0, 0) and await self._history.ended(job_id, start, of):
             return
         follower = _Follower(after, of)

@@ -19,7 +19,7 @@ from core.jobs.keys import PREFIX
 from core.jobs.lists import ListPage, ListReader
 
 KEPT_S = 30 * 86_400  # files and batches
-_MADE, _BARRED = 1, -1
+_MADE, _BARRED, _NO_ROOM = 1, -1, -2
 _RESERVED_MS = 3_600_000  # between an artifact's first byte and its file's record
 
 
@@ -34,6 +34,10 @@ class FilesFull(RuntimeError):
         super().__init__(f"the files take {used} of {quota} bytes")
         self.used = used
         self.quota = quota
+
+
+class ShareFull(RuntimeError):
+    """The owner's records take all the bytes of Redis that they may. Not a `StoreError`: the store works."""
 
 
 class KeyRequired(RuntimeError):
@@ -73,20 +77,24 @@ class FileStore(RedisStore):
 
     def add(
         self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "",
-        picture_size: tuple[int, int] | None = None, keyless: bool = False,
+        picture_size: tuple[int, int] | None = None, keyless: bool = False, stored: int | None = None,
     ) -> File:  # fmt: skip
         """Create the record of a file, which keeps its artifact. Raises `FilesFull` if it would exceed a `quota`,
-        and `KeyRequired` for a `keyless` request if keys are required by now.
+        `ShareFull` if the owner's records would take more bytes of Redis than `stored` (None: no limit), and
+        `KeyRequired` for a `keyless` request if keys are required by now.
 
         With an `id` chosen by the caller, an existing record stays unchanged.
         """
         id = id or new_file_id()
         sides = picture_size or ("", "")
         code, number = self._add(
-            id, owner, name, purpose, size, key, KEPT_S * 1000, quota or "", *sides, "1" if keyless else ""
-        )
+            id, owner, name, purpose, size, key, KEPT_S * 1000, quota or "", *sides, "1" if keyless else "",
+            "" if stored is None else stored,
+        )  # fmt: skip
         if code == _BARRED:
             raise KeyRequired
+        if code == _NO_ROOM:
+            raise ShareFull
         if code != _MADE:
             raise FilesFull(int(number), quota)
         return File(id, owner, name, purpose, size, key, int(number), picture_size)

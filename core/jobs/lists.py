@@ -12,6 +12,7 @@ from core.jobs.record import pairs
 
 T = TypeVar("T")
 
+_PAGE_BYTES = 2**20  # that one page reads
 _PORTION = 100  # records per round trip of a list
 _LOOKS = 500  # entries of an index that are examined in one: Redis serves nobody else meanwhile
 
@@ -38,7 +39,8 @@ class ListReader(RedisStore, Generic[T]):
     ) -> ListPage[T] | None:
         """A page of an index, newest first unless `oldest`, of records with this `value` of a `field`.
 
-        Only the page's records are read. None: `after` is not in the index.
+        Only the page's records are read. A page may be short although more follow, if they are large. None: `after` is
+        not in the index.
         """
         rank = 0
         if after:
@@ -47,10 +49,11 @@ class ListReader(RedisStore, Generic[T]):
                 return None
             rank = at + 1
         items: list[T] = []
-        more = 1
-        while more and len(items) <= limit:  # one more than the page has, to know whether another follows
+        more, room = 1, _PAGE_BYTES
+        while more == 1 and len(items) <= limit:  # one more than the page has, to know whether another follows
             left = min(limit + 1 - len(items), _PORTION)
             order = "asc" if oldest else "desc"
-            rank, more, *flat = self._page(index, self._kind, order, rank, left, _LOOKS, field, value)
+            rank, more, *flat = self._page(index, self._kind, order, rank, left, _LOOKS, field, value, room)
+            room -= sum(len(text.encode()) for fields in flat[1::2] for text in fields)
             items += [self._of(id, pairs(fields)) for id, fields in zip(flat[::2], flat[1::2], strict=True)]
-        return ListPage(items[:limit], len(items) > limit)
+        return ListPage(items[:limit], more == 2 or len(items) > limit)

@@ -15,7 +15,14 @@ from core.jobs.unreadable import UnreadableRecord, check_version
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 Webhook = dict[str, Any]
+_LARGE = 65_536  # characters of JSON, which is parsed in about a millisecond
 _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
+FIELDS = (
+    "v", "modality", "model", "state", "parameters", "priority", "created", "deadline", "started", "ended", "attempt",
+    "lost", "worker", "progress", "result", "error", "suspect", "work_ms", "owner", "digest", "webhook", "inputs",
+    "incarnation", "followed", "dropped",
+)  # fmt: skip
+"""The fields of the hash `job:{id}` that `Job.of` reads."""
 
 
 class JobState(StrEnum):
@@ -44,8 +51,14 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str | None) -> Any:
-    """Parse JSON; None for empty or absent text."""
-    return json.loads(text) if text else None
+    """Parse JSON; None for empty or absent text.
+
+    Of a large one each object calls back, which lets other threads go on: the parser alone would hold the
+    interpreter's lock until its end.
+    """
+    if not text:
+        return None
+    return json.loads(text) if len(text) < _LARGE else json.loads(text, object_hook=lambda members: members)
 
 
 def milliseconds(seconds: float) -> int:
@@ -82,7 +95,7 @@ class JobDraft(Generic[R]):
     artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
     without them, and False reports none until `JobStore.follow`. `tokens` are those that it counts as against rate
-    limits, and are not stored. Raises ValueError, naming the field.
+    limits, of `text_model` if that is not its own model; neither is stored. Raises ValueError, naming the field.
     """
 
     id: str
@@ -101,6 +114,7 @@ class JobDraft(Generic[R]):
     followed: bool | None = None
     keep_s: float = 0.0
     tokens: int = 0
+    text_model: str = ""
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.id):
@@ -138,7 +152,8 @@ class Job:
     attempt's last progress event, `result` the output of a success, `error` has `code` and `message` if the job failed
     or expired. `worker` is the worker that runs it, or ran it last. `owner`, `digest` and `inputs` are the draft's.
     `incarnation` distinguishes it from all other jobs with this id; empty in records of versions without incarnations.
-    `followed`: whether its progress is reported, as set by the draft or `JobStore.follow`.
+    `followed`: whether its progress is reported, as set by the draft or `JobStore.follow`. `dropped`: its parameters
+    are gone, as those of a text job that has ended are if they are large; so many bytes.
     """
 
     id: str
@@ -165,6 +180,7 @@ class Job:
     inputs: tuple[str, ...] = ()
     incarnation: str = ""
     followed: bool | None = None
+    dropped: int = 0
 
     @property
     def fence(self) -> str:
@@ -177,7 +193,7 @@ class Job:
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
-        """Parse the fields of the hash `job:{id}`. Raises `UnreadableRecord`."""
+        """Parse the `FIELDS` of the hash `job:{id}`. Raises `UnreadableRecord`."""
         owner = fields.get("owner", "")
         try:
             check_version("record", id, fields.get("v"))
@@ -216,6 +232,7 @@ class Job:
             inputs=tuple(fields.get("inputs", "").split()),
             incarnation=fields.get("incarnation", ""),
             followed=_flag(fields.get("followed")),
+            dropped=int(fields.get("dropped", 0)),
         )
 
 
@@ -311,6 +328,15 @@ class QueuePosition:
 
     ahead: int
     backlog: QueueBacklog
+
+
+@dataclass(frozen=True, slots=True)
+class JobIds:
+    """The ids of a page of jobs, as `JobPage` has these."""
+
+    ids: list[str]
+    after: str
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)

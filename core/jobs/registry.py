@@ -69,9 +69,13 @@ class Registry(RedisStore):
         self._client.hdel(keys.MODELS, name)
 
     def condition(self) -> dict[str, str]:
-        """Redis's own status: version, used and maximum memory, eviction policy, and whether AOF is on."""
+        """Redis's own status: the server's name and version, the version of Redis that it is compatible with, used and
+        maximum memory, eviction policy, and whether AOF is on.
+        """
         reply: Any = self._client.info()
+        name = str(reply.get("server_name", "redis"))  # of Valkey
         return {
+            "server": f"{name.capitalize()} {reply.get(f'{name}_version', reply['redis_version'])}",
             "version": str(reply["redis_version"]),
             "used": str(reply["used_memory_human"]),
             "most": str(reply["maxmemory_human"]) if reply["maxmemory"] else "all there is",

@@ -22,7 +22,7 @@ _OURS: Final = """
 DEL <key>|EXISTS <key>|GET <key>|SET <key> x|INCR <key>|INCRBY <key> 1|MGET <key>
 PEXPIRE <key> 1|PEXPIREAT <key> 1|PTTL <key>
 HDEL <key> x|HEXISTS <key> x|HGET <key> x|HGETALL <key>|HINCRBY <key> x 1|HKEYS <key>|HLEN <key>|HMGET <key> x
-HSET <key> x x|HSETNX <key> x x|LPUSH <key> x|LTRIM <key> 0 0
+HSET <key> x x|HSETNX <key> x x|HSTRLEN <key> x|LPUSH <key> x|LTRIM <key> 0 0
 SADD <key> x|SCARD <key>|SMEMBERS <key>|SRANDMEMBER <key>|SREM <key> x
 XADD <key> * x x|XDEL <key> 0-1|XRANGE <key> - +|XREAD STREAMS <key> 0
 ZADD <key> 1 x|ZCARD <key>|ZCOUNT <key> 0 0|ZRANGE <key> 0 0|ZRANGEBYSCORE <key> 0 0|ZRANK <key> x|ZREM <key> x

@@ -10,12 +10,15 @@ from functools import cache
 from importlib import resources
 
 from core.jobs.broker import PRIORITY_STEPS, SEPARATOR
+from core.jobs.record import FIELDS
 from core.jobs.unreadable import VERSION
 
 _INCLUDE = "-- include: "
 # Constants shared by Lua and Python.
+_FIELDS = ", ".join(f"'{name}'" for name in FIELDS)
 _CONSTANTS = (
     f"local VERSION, PRIORITY_STEPS, SEPARATOR = {VERSION}, {{{', '.join(map(str, PRIORITY_STEPS))}}}, '{SEPARATOR}'\n"
+    f"local FIELDS = {{{_FIELDS}}}\n"
 )
 
 

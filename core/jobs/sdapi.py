@@ -9,23 +9,32 @@ Keys in Redis, all of which expire:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from core.jobs import keys
 from core.jobs.connection import RedisStore
 from core.jobs.keys import PREFIX
-from core.jobs.record import Job
-from core.jobs.unreadable import UnreadableRecord
+from core.jobs.record import JobState
 
 _OPTIONS_MS = 30 * 86_400_000
 _OPEN_MS = 86_400_000  # as long as a job's record is kept by default
 _TASK_MS = 3_600_000
 _MOST = 100  # open requests that are looked at
+_LIVE = (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A live job for which a request waits."""
+
+    id: str
+    state: JobState
+    incarnation: str
 
 
 class SdapiStore(RedisStore):
@@ -56,7 +65,7 @@ class SdapiStore(RedisStore):
         """Note that no request waits for these jobs any more."""
         self._client.hdel(_open(owner), *job_ids)
 
-    def open_jobs(self, owner: str) -> list[Job]:
+    def open_jobs(self, owner: str) -> list[OpenJob]:
         """The live jobs for which requests wait, in the order of these, at most a hundred. What else there is, and what
         is too old, is forgotten.
         """
@@ -65,14 +74,13 @@ class SdapiStore(RedisStore):
         ids = sorted((id for id in reply if int(reply[id]) >= oldest), key=lambda id: int(reply[id]))[:_MOST]
         with self._client.pipeline(transaction=False) as pipe:
             for id in ids:
-                pipe.hgetall(keys.job(id))
+                pipe.hmget(keys.job(id), "owner", "state", "incarnation")
             records: Any = pipe.execute()
-        jobs: list[Job] = []
-        for id, fields in zip(ids, records, strict=True):
-            with contextlib.suppress(UnreadableRecord):
-                job = Job.of(id, fields) if fields else None
-                if job is not None and job.owner == owner and not job.state.final:
-                    jobs.append(job)
+        jobs = [
+            OpenJob(id, JobState(state), incarnation or "")
+            for id, (owned_by, state, incarnation) in zip(ids, records, strict=True)
+            if owned_by == owner and state in _LIVE
+        ]
         live = {job.id for job in jobs}
         if gone := [id for id in reply if (id in ids and id not in live) or int(reply[id]) < oldest]:
             self.close_requests(owner, *gone)

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from core.config import Settings
 from core.jobs import creation, keys, rates
 from core.jobs.connection import RedisClient, RedisStore
+from core.jobs.job_lists import JobLists
 from core.jobs.leases import JobLeases
 from core.jobs.limits import JobLimits
 from core.jobs.model_backlogs import ModelBacklogs
 from core.jobs.record import (
+    FIELDS,
     Job,
     JobDraft,
-    JobPage,
-    JobState,
     QueueBacklog,
     QueuePosition,
     milliseconds,
     pairs,
 )
-from core.jobs.unreadable import TALLY, UnreadableRecord
 from core.jobs.upkeep import MARGIN_MS, JobUpkeep
 
 _USUAL = JobLimits()
-_LOOKS = 2000  # entries that one page of a list may scan
+_KNOWN = tuple(name for name in FIELDS if name != "parameters")
 
 
 class QueueFull(RuntimeError):
@@ -42,8 +42,8 @@ class QueueFull(RuntimeError):
 
 
 class JobStore(RedisStore):
-    """The job records: create, read, list and end jobs. Workers use its `leases`, sweeps its `upkeep`; `by_model` tells
-    the load of each model.
+    """The job records: create, read and end jobs. Workers use its `leases`, sweeps its `upkeep`; `lists` reads many
+    records, and `by_model` tells the load of each model.
 
     On a full Redis only `create` and `report` are refused. A call whose reply was lost may be repeated with the same
     arguments: it takes effect once, and returns the same result (except `claim`, which then returns None until the
@@ -58,13 +58,13 @@ class JobStore(RedisStore):
         self.leases = JobLeases(self._client, limits)
         self.upkeep = JobUpkeep(self._client, limits)
         self.by_model = ModelBacklogs(self._client)
+        self.lists = JobLists(self._client)
         self._retention_ms = milliseconds(limits.retention_s)
         self._max_queued = limits.max_queued
         self._create = self._client.script("jobs/create", rates.LIMITS)
         self._cancel = self._client.script("jobs/cancel")
         self._follow = self._client.script("jobs/follow")
         self._standing = self._client.script("jobs/standing")
-        self._list = self._client.script("jobs/list")
         self._erase = self._client.script("jobs/erase")
         self._empty = self._client.script("jobs/empty")
 
@@ -82,8 +82,8 @@ class JobStore(RedisStore):
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
         Without a message the caller sends the draft's `envelope`. Raises `QueueFull`, also where a limit of the owner
-        or of `charges` is reached, and `StoreFull`, with nothing created or charged. If the job exists it is returned
-        unchanged; where clients choose ids, its `owner` and `digest` tell whether it is the same.
+        or of `charges` is reached, and `StoreFull`, with nothing created or charged. If the job exists its summary is
+        returned, unchanged; where clients choose ids, its `owner` and `digest` tell whether it is the same.
         """
         answer = self._create(creation.argument(draft, self._max_queued, message, charges, limits=limits))
         job = creation.outcome(draft, charges, answer).job
@@ -96,6 +96,15 @@ class JobStore(RedisStore):
         fields: Any = self._client.hgetall(keys.job(id))
         return Job.of(id, fields) if fields else None
 
+    def reread(self, job: Job) -> Job | None:
+        """Read the record of a job whose request is known. None: there is none, or another job has the id. Raises
+        `UnreadableRecord`.
+        """
+        values: Any = self._client.hmget(keys.job(job.id), _KNOWN)
+        fields = {name: value for name, value in zip(_KNOWN, values, strict=True) if value is not None}
+        read = Job.of(job.id, {**fields, "parameters": "{}"}) if fields else None
+        return None if read is None or not read.same(job) else replace(read, parameters=job.parameters)
+
     def preview(self, id: str, image: int, incarnation: str = "") -> bytes | None:
         """The newest preview of an unfinished image, as PNG. None: there is none."""
         reply: Any = self._client.hmget(keys.preview(id), str(image), "of")
@@ -103,7 +112,10 @@ class JobStore(RedisStore):
         return base64.b64decode(look) if look and incarnation in ("", of) else None
 
     def cancel(self, id: str, incarnation: str = "") -> Job | None:
-        """Cancel a queued or running job at once and notify its worker. An ended job stays unchanged. None: unknown."""
+        """Cancel a queued or running job at once and notify its worker. An ended job stays unchanged. None: unknown.
+
+        Returns it as `JobLists.summary` does.
+        """
         fields = pairs(self._cancel(id, self._retention_ms, incarnation))
         return Job.of(id, fields) if fields else None
 
@@ -129,34 +141,6 @@ class JobStore(RedisStore):
         """The position of a queued job. None: it is not queued."""
         answer = self._standing(id)
         return None if not answer else QueuePosition(int(answer[0]), QueueBacklog(*map(int, answer[1:])))
-
-    def page(
-        self, owner: str | None, *, state: JobState | None = None, model: str = "", after: str = "", limit: int = 20
-    ) -> JobPage | None:
-        """List an owner's jobs (None: all owners), newest first, after the given one. None: that one does not exist.
-
-        A page may be short, or empty, although more follow, if few of very many jobs match the state and model.
-        """
-        rank = 0
-        while True:
-            answer = self._list("*" if owner is None else owner, state or "", model, limit, after, _LOOKS, rank)
-            if answer == 0:
-                return None
-            last, more, rank, *ids = answer
-            if last or more == "0":  # else everything scanned is gone, and there is no position to continue from
-                break
-        with self._client.pipeline(transaction=False) as pipe:
-            for id in ids:
-                pipe.hgetall(keys.job(id))
-            reply: Any = pipe.execute()
-        jobs = []
-        for id, fields in zip(ids, reply, strict=True):
-            try:
-                if fields:  # one may have ended or changed state since the list was read
-                    jobs.append(Job.of(id, fields))
-            except UnreadableRecord as error:
-                TALLY.note(error)
-        return JobPage(jobs, last, more == "1")
 
     def backlog(self, queue: str) -> QueueBacklog:
         """A queue's load, in jobs and in estimated work."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from core.jobs.broker import QUEUES, Envelope
 from core.jobs.connection import RedisClient
 from core.jobs.crashes import alone_from
 from core.jobs.limits import JobLimits
+from core.jobs.memory import StoreMemory
 from core.jobs.record import milliseconds
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
@@ -29,9 +31,10 @@ class SweepResult:
 
 
 class JobUpkeep:
-    """Sweeps of jobs, and the artifacts that records reference."""
+    """Sweeps of jobs, the artifacts that records reference, and the memory that all take."""
 
     def __init__(self, client: RedisClient, limits: JobLimits) -> None:
+        self._client = client
         self._max_attempts = limits.max_attempts
         self._lease_ms = milliseconds(limits.lease_s)
         self._retention_ms = milliseconds(limits.retention_s)
@@ -81,3 +84,9 @@ class JobUpkeep:
         """Confirm that these are deleted."""
         if artifacts:
             self._gone(*artifacts)
+
+    def memory(self) -> StoreMemory:
+        """Redis's memory: without a limit of its own, that of its machine."""
+        reply: Any = self._client.info("memory")
+        most = int(reply.get("maxmemory", 0)) or int(reply.get("total_system_memory", 0))
+        return StoreMemory(int(reply["used_memory"]), most)

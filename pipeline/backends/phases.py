@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -78,7 +79,7 @@ Phases = dict[str, Callable[..., Any]]
 
 `KEYS`: embeddings [B, T, D] to what the denoiser reads of them, [B, T, width]. `TEXT`: token ids [B, T] of each
 encoder to embeddings [B, T, D] and [B, P]. `VAE` and `VAE_TINY`: finished latents [B, C, h, w] to pixels, uint8
-[B, H, W, 3]. Steps: see `Network`.
+[B, H, W, 3], and bool [B]: which pictures were finite. Steps: see `Network`.
 """
 
 
@@ -147,6 +148,22 @@ def _networks(
     if tiny is not None:
         phases[VAE_TINY] = tiling.decoder(model, tiny, vae.levels)
     return Networks(network, decoder, phases, tiny)
+
+
+def decoder_in_fp32(model: ImageModel, phase: str) -> tiling.Decode | None:
+    """Return this phase, one that decodes, in fp32 on torch; None: the model's weights have all of fp32's range.
+
+    Only fp16 has less, and models in fp16 have their weights: no kernels pack them.
+    """
+    tiny = phase == VAE_TINY
+    own = model.tiny_vae.network if tiny and model.tiny_vae is not None else model.vae
+    if own.dtype is not torch.float16:
+        return None
+    whole, lowering = copy.deepcopy(own).float(), TorchLowering(torch.float32)
+    if tiny:
+        return tiling.decoder(model, TinyDecoder(lowering, whole), vae.levels)
+    decoder = VaeDecoder(lowering, whole)
+    return tiling.decoder(model, lambda latents: decoder(vae.unscale(latents.float(), whole.config)), vae.levels)
 
 
 def drop_text_input(denoiser: Network, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:

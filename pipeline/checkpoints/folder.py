@@ -115,7 +115,7 @@ def local(name: str) -> Path | None:
         raise ModelError("the name is empty; a model is a folder in diffusers' format or a hub id")
     short = _short(name)
     if asset := release_assets.named(name):
-        raise ModelError(f"{short}: is not installed; `diptych models add {asset.name}` downloads it")
+        raise ModelError(f"{short}: is not installed; {asset.remedy}")
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():

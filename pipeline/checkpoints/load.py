@@ -56,7 +56,7 @@ def load(
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a `seeded` model.
         precision: of `contract.precision`; one of 8 bits is for a model with such a variant. A VAE that says
-            `force_upcast` stays in fp32 where fp16 is asked for.
+            `force_upcast`, or has weights beyond fp16's range, stays in fp32 where fp16 is asked for.
         variant: of the weight files, such as "fp16" in `diffusion_pytorch_model.fp16.safetensors`.
         unet: folder of the quantized denoiser; default: such as `unet-int8` in the model's own folder.
         loras: added to the weights, before these are quantized; a variant must then hold scales alone.
@@ -177,12 +177,22 @@ def _place(parts: Mapping[str, Any], family: Family, device: torch.device, dtype
     """Put the modules on the device, in evaluation mode."""
     import torch
 
-    upcast = dtype is torch.float16 and bool(parts["vae"].config.force_upcast)  # such decoders overflow in fp16
+    half = dtype is torch.float16
+    # Such decoders overflow in fp16, and such weights would be infinite.
+    upcast = half and (bool(parts["vae"].config.force_upcast) or _beyond(parts["vae"], dtype))
     with quiet():
         for name, part in family.parts.items():
             if part.stem:
                 part_dtype = torch.float32 if name == "vae" and upcast else dtype
                 parts[name].to(device=device, dtype=part_dtype).eval().requires_grad_(False)
+
+
+def _beyond(part: Any, dtype: torch.dtype) -> bool:
+    """Return whether a module has weights beyond this type's range."""
+    import torch
+
+    weights = [weight.detach() for weight in part.parameters() if weight.numel()]
+    return any(float(weight.abs().max()) > torch.finfo(dtype).max for weight in weights)
 
 
 def seeded(name: str) -> bool:

@@ -83,7 +83,8 @@ def _add_asset(asset: release_assets.Asset, source: str, store: Path, options: A
     if source != asset.name and "://" not in source:
         if file := _existing(source):
             return _unpack(file, source, out, asset, options)
-        raise ModelError(f"{source}: no such file; `diptych models add {asset.name}` downloads it")
+        remedy = f"; {asset.remedy}" if asset.url else ""
+        raise ModelError(f"{source}: no such file{remedy}")
     url = asset.url if source == asset.name else source
     if not url:
         raise ModelError(

@@ -20,6 +20,13 @@ class Asset(NamedTuple):
     size_bytes: int
     sha256: str
 
+    @property
+    def remedy(self) -> str:
+        """The command that installs it, and what that does."""
+        if self.url:
+            return f"`diptych models add {self.name}` downloads it"
+        return f"`diptych models add {self.name}.zip` unpacks it, given the file, or its address, of the release"
+
 
 def listed() -> dict[str, Asset]:
     """Return the archives of this release by the names of their models."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-LOW, HIGH = 100, 200  # of the gradient's L1 norm: weak edges, which count beside strong ones
+from contract.control import HIGH, LOW
+
 TAN_22 = int(0.4142135623730950488016887242097 * (1 << 15) + 0.5)
 
 
 def edges(pixels: NDArray[np.uint8], low: int = LOW, high: int = HIGH) -> NDArray[np.uint8]:
     """The edges of a picture [H, W, 3], RGB: [H, W, 3], 255 on an edge, else 0.
 
-    As `cv2.Canny(picture, low, high)` with its Sobel filter of 3 × 3, and at each pixel the channel of the largest
-    gradient.
+    As `cv2.Canny(picture, low, high)`, in either order, with its Sobel filter of 3 × 3, and at each pixel the channel
+    of the largest gradient.
     """
+    low, high = sorted((low, high))
     dx, dy = _sobel(pixels)
     norms = np.abs(dx) + np.abs(dy)
     channel = norms.argmax(axis=2)[..., None]

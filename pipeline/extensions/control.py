@@ -111,8 +111,9 @@ class ControlFolder(AssetFolder[Branch]):
 
 class ControlExtension(Extension[ControlFolder]):
     field, model_field, card_field = FIELD, f"{FIELD}.model", Control.OFFER
-    unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
+    unconfigured = "no folder of control networks is configured (--control-dir, or DIPTYCH_CONTROL_DIR)"
     supported, waits = "controls", True
+    networks = "control network"
     steps: ControlSteps
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
@@ -159,11 +160,18 @@ class ControlExtension(Extension[ControlFolder]):
         networks = self._files.cache.take([*dict.fromkeys(c.model for c in request.control)], wait=wait)
         return None if networks is None else ControlLease(networks)
 
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
         lease: ControlLease = state.extensions[self.field]
         if not lease.controls.any:
             with invalid(self.model_field), torch.inference_mode():
                 lease.controls = self._controls(lease, request, state, hidden)
+        networks, adapters = lease.controls
+        hints = [condition.hint for network in networks for condition, _ in network.pictures]
+        texts = [text for network in networks for whole in network.texts.values() for text in whole.tensors.values()]
+        return [*hints, *texts, *(part for adapter in adapters for part in adapter.features)]
+
+    def finite_steps(self, lease: ControlLease) -> torch.Tensor | None:
+        return lease.finite
 
     def _controls(
         self, lease: ControlLease, request: ImageParameters, state: ImageState, hidden: torch.Tensor

@@ -13,6 +13,7 @@ from contract.control import FIELD, Control
 from core.transfers import to_device
 from pipeline.extensions.asset_cache import Asset
 from pipeline.extensions.extension import StepBatch, Steps
+from pipeline.finite import all_finite
 from pipeline.sampling.denoise import BatchGatherer, Conditioning, gather
 from unet_opt.adapter import AdapterBranch
 from unet_opt.control import Condition, ControlBranch
@@ -76,6 +77,7 @@ class ControlLease:
     files: list[ControlNetwork]
     controls: RequestControls = RequestControls()  # noqa: RUF009
     residual: torch.Tensor | None = None
+    finite: torch.Tensor | None = None  # bool []: whether all residuals so far were
 
 
 class _Span(NamedTuple):
@@ -119,10 +121,14 @@ class ControlSteps(Steps):
         """
         entries: list[_Rows] = []
         features: list[tuple[_Span, list[Tensor]]] = []
+        leases: list[tuple[ControlLease, _Span]] = []
         first = 0
         for state in batch.states:
             span, step = _Span(first, state.rows), state.step
-            controls = state.extensions[FIELD].controls if FIELD in state.extensions else RequestControls()
+            controls = RequestControls()
+            if FIELD in state.extensions:
+                leases.append((state.extensions[FIELD], span))
+                controls = state.extensions[FIELD].controls
             for control in controls.networks:
                 if conditions := control.conditions(step):
                     entries.append(_Rows(control, span, conditions))
@@ -133,6 +139,13 @@ class ControlSteps(Steps):
         if not entries and not features:
             return {}
         count, outputs = len(batch.inputs.sample), self._evaluated(entries, batch)
+        for lease, span in leases:
+            own = [part for network in lease.controls.networks for part in outputs.get(id(network), ())]
+            if own:
+                # Of a sample that is not finite they cannot be.
+                sample = batch.inputs.sample[span.first : span.first + span.rows]
+                flag = all_finite(own) | ~all_finite([sample])
+                lease.finite = flag if lease.finite is None else lease.finite & flag
         residuals = _summed(count, [(entry.span, outputs[id(entry.control)]) for entry in entries])
         return {"residuals": residuals, "adapters": _summed(count, features)}
 

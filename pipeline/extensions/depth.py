@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from core.failures import NotFinite
 from core.threads import lower_priority
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.folder import ModelError, Part
@@ -39,6 +40,7 @@ class DepthEstimator:
             if not where.is_dir():
                 raise ModelError(f"{folder}: no such folder")
             config = folders.read_json(where / "config.json")
+            self._name = where.name
             self._distances = _of_distances(where, config)
             folders.check_part(where, where.name, _PART)
             self._network: Any = load_part(where.parent, where.name, _PART, torch.float32, None).eval()
@@ -49,6 +51,7 @@ class DepthEstimator:
 
     def __call__(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The depth map of a picture [H, W, 3], RGB: [H, W, 3], three equal channels from 0, the farthest, to 255.
+        Raises `NotFinite`.
 
         As transformers' depth-estimation pipeline and diffusers' examples of depth ControlNets make it: the model's
         inverse depth (MiDaS; Ranftl et al., 2020), resized by the bicubic filter and stretched. Of models that predict
@@ -65,6 +68,8 @@ class DepthEstimator:
         given, size = self._processor(images=fromarray(pixels), return_tensors="pt"), pixels.shape[:2]
         (output,) = self._processor.post_process_depth_estimation(self._network(**given), [size])
         depth: NDArray[np.float32] = output["predicted_depth"].float().numpy()
+        if not np.isfinite(depth).all():
+            raise NotFinite(f"the fp32 depth model {self._name}")
         if self._distances:
             depth = np.reciprocal(np.maximum(depth, np.float32(_NEAREST)))
         depth = depth - depth.min()

@@ -113,6 +113,7 @@ class Extension(Generic[F]):
     printed_as: ClassVar[str] = ""  # the fingerprint's key of its files' digests; "": `field`
     waits: ClassVar[bool] = False  # whether `acquire` may have to wait for room for files
     finishes: ClassVar[bool] = False  # whether decoded pictures go through `finish`
+    networks: ClassVar[str] = ""  # what its networks are called in errors
 
     steps: Steps | None = None  # None: it does not change the denoiser's steps
     backend: ImageBackend | None = None  # takes the steps of its requests; None: the main one
@@ -137,12 +138,16 @@ class Extension(Generic[F]):
         """Return its fields of the card's costs."""
         return {}
 
+    def is_requested(self, request: ImageParameters) -> bool:
+        """Return whether a request asks for it."""
+        return bool(getattr(request, self.field, None))
+
     def check(self, request: ImageParameters) -> Any:
         """Return what `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises
         `Invalid`.
         """
-        if (reason := self._refusal()) is not None:
-            raise Invalid(self.field, reason)
+        if self.refusal:
+            raise Invalid(self.field, self.refusal)
         with invalid(self.model_field or self.field):
             return self._check_files(request)
 
@@ -159,10 +164,15 @@ class Extension(Generic[F]):
         if self.waits:
             self._files.cache.give(lease.files, keep=keep)
 
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
-        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already. On the
-        lane; may be repeated. Raises `Invalid`.
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already, and
+        return what its networks made, on one device. On the lane; may be repeated. Raises `Invalid`.
         """
+        return ()
+
+    def finite_steps(self, lease: Any) -> torch.Tensor | None:
+        """Return bool []: whether all that its networks made in the request's steps is finite; None: they made none."""
+        return None
 
     def finish(self, request: ImageParameters, lease: Any, pixels: torch.Tensor) -> Finish:
         """Return what remains of a picture [H, W, 3] in levels, on the CPU."""
@@ -177,12 +187,13 @@ class Extension(Generic[F]):
         """Return what has the `name` and `digest` of each file of a lease."""
         return lease.files  # type: ignore[no-any-return]
 
-    def _refusal(self) -> str | None:
-        """Return why it is not offered; None if it is."""
+    @property
+    def refusal(self) -> str:
+        """Why it is not offered; "" if it is."""
         family = self.model.family
         if self.supported and not getattr(family, self.supported):
             return f"is not supported by {family.label}"
-        return self.unconfigured if self.folder is None else None
+        return self.unconfigured if self.folder is None else ""
 
     def _check_files(self, request: ImageParameters) -> Any:
         """`check` where it is offered. Raises `ModelError` too."""

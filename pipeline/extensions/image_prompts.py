@@ -102,8 +102,9 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
 
 class ImagePromptExtension(Extension[ImagePromptFolder]):
     field, model_field, card_field = FIELD, f"{FIELD}.model", ImagePrompt.OFFER
-    unconfigured = "no folder of IP-Adapters is configured (DIPTYCH_IP_ADAPTER_DIR)"
+    unconfigured = "no folder of IP-Adapters is configured (--ip-adapter-dir, or DIPTYCH_IP_ADAPTER_DIR)"
     supported, waits = "image_prompts", True
+    networks = "IP-Adapter, or its encoder,"
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ImagePromptFolder | None = None) -> None:
         super().__init__(model, backend, folder)
@@ -118,11 +119,12 @@ class ImagePromptExtension(Extension[ImagePromptFolder]):
         path, capacity = Path(settings.ip_adapter_dir), settings.ip_adapter_mib * 2**20
         return cls(model, backend, ImagePromptFolder(path, backend.model, backend.denoiser.lowering.dtype, capacity))
 
-    def _refusal(self) -> str | None:
+    @property
+    def refusal(self) -> str:
         family = self.model.family
         if family.image_prompts and getattr(self.model.denoiser.up_blocks[-1], "attentions", None):
             return "is not supported by a UNet with attention in its last block"  # shallow steps compute without them
-        return super()._refusal()
+        return super().refusal
 
     def _check_files(self, request: ImageParameters) -> None:
         for name in dict.fromkeys(prompt.model for prompt in self._prompts(request)):
@@ -146,12 +148,13 @@ class ImagePromptExtension(Extension[ImagePromptFolder]):
         super().release(lease, keep=keep)
         lease.files = []
 
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: Tensor) -> None:
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: Tensor) -> Iterable[Tensor]:
         lease: ImagePromptLease = state.extensions[self.field]
         if not lease.prompts:
             with invalid(self.model_field), torch.inference_mode():
                 lease.prompts = tuple(self._prepared(lease, prompt, state) for prompt in self._prompts(request))
             self.release(lease)
+        return [keys for prompt in lease.prompts for keys in prompt.keys.values()]
 
     def _prepared(self, lease: ImagePromptLease, prompt: ImagePrompt, state: ImageState) -> RequestImagePrompt:
         """Compute keys and values: of two rows the first reads a picture of nothing, as in diffusers."""

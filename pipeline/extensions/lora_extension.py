@@ -47,7 +47,7 @@ class LoraSteps(Steps):
 
 class LoraExtension(Extension[LoraFolder]):
     field, card_field = "lora", "loras"
-    unconfigured = "no LoRA folder is configured (DIPTYCH_LORA_DIR)"
+    unconfigured = "no LoRA folder is configured (--lora-dir, or DIPTYCH_LORA_DIR)"
     waits = True
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: LoraFolder | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from core import transfers
 from core.failures import translate_device_errors
 from core.ops.branches import LowRank
+from core.peft_config import LayerPatterns, Targets, check_fields
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from pipeline.checkpoints import safetensors_header
 from pipeline.checkpoints.folder import ModelError
@@ -243,7 +244,11 @@ def _factors(
                 raise ValueError(f"{_shown(key)} in the {part} is nothing that is known")
             layers.setdefault(match[1], {})[match[2]] = f"{part}.{own}"
         own_config = {key.removeprefix(f"{part}."): v for key, v in config.items() if key.startswith(f"{part}.")}
-        patterns = _alpha_patterns(own_config)
+        check_fields(own_config, "its metadata", ("use_dora",))
+        targets = Targets("its metadata", own_config)
+        patterns = [
+            LayerPatterns(f"its metadata: {name}", own_config.get(name)) for name in ("alpha_pattern", "rank_pattern")
+        ]
         for layer, keys in layers.items():
             known, module = _layer(part, parts[part], layer)
             for factor in _differences(known, module, {kind: (key, state[key]) for kind, key in keys.items()}):
@@ -253,6 +258,7 @@ def _factors(
             if not {_DOWN, _UP} <= keys.keys():
                 raise ValueError(f"{_shown(layer)} in the {part} has one of its two matrices")
             down, up = _fitted(known, module, state[keys[_DOWN]], state[keys[_UP]])
+            targets.check(layer)
             scale = _scale(layer, down.shape[0], _alpha(alphas, keys[_DOWN]), own_config, patterns)
             if not math.isfinite(scale):
                 raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
@@ -373,31 +379,18 @@ def _alpha(alphas: Mapping[str, float], down: str) -> float | None:
     return None
 
 
-def _alpha_patterns(config: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-    """peft's alphas by the ends of layers' names that they are for, each with its place: the first that fits counts."""
-    patterns: dict[str, tuple[int, Any]] = {}
-    for place, (pattern, alpha) in enumerate((config.get("alpha_pattern") or {}).items()):
-        plain = pattern.removeprefix("^").removesuffix("$").partition(".lora_")[0]
-        patterns.setdefault(plain, (place, alpha))
-    return patterns
-
-
-def _pattern_alpha(patterns: Mapping[str, tuple[int, Any]], layer: str, default: Any) -> Any:
-    """The alpha of the first pattern that is the layer's name, or its last words, between dots."""
-    words = layer.split(".")
-    ends = (".".join(words[start:]) for start in range(len(words)))
-    found = [patterns[end] for end in ends if end in patterns]
-    return min(found, key=lambda pattern: pattern[0])[1] if found else default
-
-
 def _scale(
-    layer: str, rank: int, alpha: float | None, config: Mapping[str, Any], patterns: Mapping[str, tuple[int, Any]]
+    layer: str, rank: int, alpha: float | None, config: Mapping[str, Any], patterns: Sequence[LayerPatterns]
 ) -> float:
-    """alpha / rank; without an alpha 1, as in diffusers. `config` is peft's LoraConfig, with its `_alpha_patterns`."""
+    """alpha / rank; without an alpha 1, as in diffusers. `config` is peft's LoraConfig, `patterns` are its alphas and
+    ranks. Raises ValueError for another rank than it says.
+    """
     root = False
     if config:
         root = bool(config.get("use_rslora"))
-        alpha = _pattern_alpha(patterns, layer, config.get("lora_alpha", alpha))
+        alpha = patterns[0].value(layer, config.get("lora_alpha", alpha))
+        if (said := patterns[1].value(layer, config.get("r", rank))) != rank:
+            raise ValueError(f"{_shown(layer)} is of rank {rank}, and its metadata says {_shown(repr(said))}")
     return 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if root else rank)
 
 

@@ -15,6 +15,7 @@ from contract.errors import Invalid
 from contract.refining import FIELD
 from core.transfers import to_device
 from pipeline.checkpoints.folder import ModelError
+from pipeline.finite import all_finite
 from pipeline.sampling.sigmas import SamplerTable
 
 if TYPE_CHECKING:
@@ -36,13 +37,17 @@ class Refinement:
     prompts: RequestPrompts  # as the refiner reads them
     conditionings: dict[int, Conditioning] = field(default_factory=dict)  # by their rows
     noise: torch.Tensor | None = None  # of what an inpainting keeps in these steps: a retry must not draw again
+    finite: torch.Tensor | None = None  # bool []: whether all that the base model handed over is
 
     def begin(self, moved: DenoisingState, generator: torch.Generator) -> DenoisingState:
         """A request's state before each step: before the refiner's first one with that noise, if it inpaints.
 
         As in diffusers, whose second pipeline draws the noise of the kept region anew, from the same generator.
         """
-        if moved.kept is None or moved.step != self.at:
+        if moved.step != self.at:
+            return moved
+        self.finite = all_finite([moved.x])
+        if moved.kept is None:
             return moved
         if self.noise is None:
             self.noise = to_device(torch.randn(moved.x.shape, generator=generator), moved.x.device)

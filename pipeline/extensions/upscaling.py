@@ -20,6 +20,7 @@ from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.asset_folder import AssetFolder
 from pipeline.extensions.esrgan import RRDBNet, Shape
 from pipeline.extensions.extension import Extension
+from pipeline.finite import all_finite, dtype_name
 from pipeline.pixels.vae import to_host
 
 if TYPE_CHECKING:
@@ -116,13 +117,16 @@ class TiledUpscale:
 
     @torch.inference_mode()
     def compute(self) -> None:
-        """Write the next tile onto the canvas; to be repeated until `done` is raised."""
+        """Write the next tile onto the canvas; to be repeated until `done` is raised. Raises `Invalid`."""
         (top, left), side, factor = self.tiles[self.done], self.side, self.upscaler.factor
         above, before = max(0, top - _MARGIN), max(0, left - _MARGIN)
         seen = self.pixels[above : top + side + _MARGIN, before : left + side + _MARGIN]
         x = seen.permute(2, 0, 1)[None].to(self.device, self.dtype) / 255
         enlarged = self.upscaler.network.to(self.device, self.dtype)(x)[0].float()
+        finite = all_finite([enlarged])
         levels = to_host(enlarged.clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0))
+        if not bool(finite):
+            raise Invalid(FIELD, f"the {dtype_name(self.dtype)} upscaler {self.upscaler.name} returned NaN or infinity")
         top, left, above, before = (factor * at for at in (top, left, above, before))
         target = self.canvas[top : top + factor * side, left : left + factor * side]
         target.copy_(levels[top - above :, left - before :][: target.shape[0], : target.shape[1]])
@@ -139,13 +143,16 @@ class UpscaleExtension(Extension[UpscalerFolder]):
     """Upscalers, whose leases are the networks themselves, which requests keep from their check on."""
 
     field, card_field, printed_as = FIELD, "upscalers", "upscaler"
-    unconfigured = "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)"
+    unconfigured = "no folder of upscalers is configured (--upscalers-dir, or DIPTYCH_UPSCALERS_DIR)"
     finishes = True
 
     @classmethod
     def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
         folder = UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
         return cls(model, backend, folder)
+
+    def is_requested(self, request: ImageParameters) -> bool:
+        return request.upscale is not None and not request.upscale.is_filter  # that the finished `Picture` applies
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """Return the seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""

@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import unicodedata
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Picture:
     """The result of an image request. `warnings` are for people, e.g. of a truncated prompt.
 
-    `sampler` is the name of the one that ran.
+    `sampler` is the name of the one that ran, `schedule_type` as for `infotext`.
     """
 
     image: Image
@@ -34,11 +34,22 @@ class Picture:
     fingerprint: dict[str, Any]
     warnings: tuple[str, ...] = field(default=())
     sampler: str = ""
+    schedule_type: str | None = None
+
+    def enlarged(self) -> Picture:
+        """Return the picture as the filter that it was requested with enlarges it; the same without one."""
+        upscale = self.parameters.upscale
+        if upscale is None or not upscale.is_filter:
+            return self
+        from PIL.Image import Resampling
+
+        size = upscale.filtered_size(self.parameters.width, self.parameters.height)
+        return replace(self, image=self.image.resize(size, Resampling.LANCZOS))
 
     @property
     def infotext(self) -> str:
         """Return its parameters as AUTOMATIC1111's web UI writes them."""
-        return infotext(self.parameters, self.sampler, self.fingerprint)
+        return infotext(self.parameters, self.sampler, self.fingerprint, self.schedule_type)
 
     @property
     def source_type(self) -> str:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline.finite import finite_rows
+
 if TYPE_CHECKING:
     from contract.card import Size
     from pipeline.families.family import ImageModel
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 OVERLAP = 0.25  # of two neighbouring tiles
 
 Compute = Callable[[Tensor], Tensor]
+Decode = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Decodes latents [B, C, h, w] to levels, uint8 [B, H, W, 3], and bool [B]: which pictures were finite before that."""
 
 
 def in_tiles(x: Tensor, compute: Compute, side: int, out_side: int, finish: Compute = lambda tile: tile) -> Tensor:
@@ -63,23 +67,39 @@ def tile_side(model: ImageModel, size: Size) -> int:
     return side if size[0] * size[1] > model.tiled_above and max(size) > side else 0
 
 
-def decoder(model: ImageModel, decode: Compute, finish: Compute) -> Compute:
-    """Return `finish(decode(…))` of latents [B, C, h, w] to pixels [B, H, W, 3], of large pictures in tiles.
+def decoder(model: ImageModel, decode: Compute, finish: Compute) -> Decode:
+    """Return the function of latents [B, C, h, w] to `finish(decode(…))`, [B, H, W, 3], of large pictures in tiles, and
+    bool [B]: which pictures `decode` made of finite numbers alone.
 
     `decode` turns latents into pixels [B, H, W, 3].
     """
     scale = model.vae_scale
 
-    def run(latents: Tensor) -> Tensor:
+    def run(latents: Tensor) -> tuple[Tensor, Tensor]:
         side = tile_side(model, (scale * latents.shape[3], scale * latents.shape[2]))
         if not side:
-            return finish(decode(latents))
+            pixels = decode(latents)
+            return finish(pixels), finite_rows(pixels)
 
         def decode_tile(tile: Tensor) -> Tensor:
             return decode(tile.permute(0, 3, 1, 2).contiguous())
 
-        images = latents.permute(0, 2, 3, 1).split(1)
-        return torch.cat([in_tiles(x, decode_tile, side // scale, side, finish) for x in images])
+        images, flags = [], []
+        for x in latents.permute(0, 2, 3, 1).split(1):
+            parts: list[Tensor] = []
+            images.append(in_tiles(x, decode_tile, side // scale, side, _observed(finish, parts)))
+            flags.append(torch.stack(parts).all(0))
+        return torch.cat(images), torch.cat(flags)
+
+    return run
+
+
+def _observed(finish: Compute, flags: list[Tensor]) -> Compute:
+    """Return `finish`, which also notes of each tile which rows are finite."""
+
+    def run(tile: Tensor) -> Tensor:
+        flags.append(finite_rows(tile))
+        return finish(tile)
 
     return run
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from pipeline.finite import all_finite, finite_rows
 from pipeline.pixels import tiling
 
 if TYPE_CHECKING:
@@ -67,19 +67,21 @@ def encode(
 
 
 @torch.inference_mode()
-def decode(model: VaeModel, latents: torch.Tensor) -> torch.Tensor:
-    """Decode finished latents: [B, C, h, w] to uint8 [B, H, W, 3].
+def decode(model: VaeModel, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode finished latents [B, C, h, w] on torch, as the phase `VAE`: uint8 [B, H, W, 3] and bool [B].
 
     In the VAE's own precision, which is fp32 for a `force_upcast` one in an fp16 model.
     """
-    pixels: torch.Tensor = model.vae.decode(unscale(latents.to(model.vae.dtype), model.vae.config), return_dict=False)[
-        0
-    ]
-    return levels(pixels.permute(0, 2, 3, 1))
+    unscaled = unscale(latents.to(model.vae.dtype), model.vae.config)
+    pixels: torch.Tensor = model.vae.decode(unscaled, return_dict=False)[0]
+    return levels(pixels.permute(0, 2, 3, 1)), finite_rows(pixels)
 
 
 def levels(pixels: torch.Tensor) -> torch.Tensor:
-    """Quantize pixels in about [-1, 1] to uint8 as diffusers does: to [0, 1], clamped, in fp32, half to even."""
+    """Quantize pixels in about [-1, 1] to uint8 as diffusers does: to [0, 1], clamped, in fp32, half to even.
+
+    NaN becomes black and infinity white: `finite_rows` of the pixels tells.
+    """
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
@@ -109,28 +111,32 @@ class LinearPreview:
     """A linear map that computes small previews from latents, fitted once to the model's own VAE.
 
     A latent's four channels nearly determine the mean colour of its 8×8 pixels, so least squares over a few decoded
-    latents gives a usable preview at hardly any cost. Pass the estimate of the finished latent.
+    latents gives a usable preview at hardly any cost. Pass the estimate of the finished latent. There are no previews
+    of latents that are not finite, nor of a VAE whose pictures are not.
     """
 
     _SAMPLES = 8
     _SIDE = 16
 
-    def __init__(self, model: VaeModel, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """`pictures` decodes latents [B, C, h, w] to uint8 [B, H, W, 3]; default: the model's own VAE, on torch."""
+    def __init__(self, model: VaeModel, pictures: tiling.Decode | None = None) -> None:
+        """`pictures` is the phase `VAE`; default: the model's own VAE, on torch."""
         generator = torch.Generator().manual_seed(0)
         channels = model.vae.config.latent_channels
         coarse = torch.randn((self._SAMPLES, channels, 4, 4), generator=generator)
         latents = F.interpolate(coarse, size=(self._SIDE, self._SIDE), mode="bicubic").to(model.device)
-        decoded = decode(model, latents) if pictures is None else pictures(latents)
-        pixels = decoded.float().permute(0, 3, 1, 2) / 255
+        levels, finite = decode(model, latents) if pictures is None else pictures(latents)
+        self._usable = bool(finite.all())
+        pixels = levels.float().permute(0, 3, 1, 2) / 255
         colours = F.adaptive_avg_pool2d(pixels, (self._SIDE, self._SIDE))
         inputs = self._flat(latents).double().cpu()
         self._map = torch.linalg.lstsq(inputs, colours.permute(0, 2, 3, 1).reshape(-1, 3).double().cpu()).solution
 
-    def __call__(self, x0: torch.Tensor) -> NDArray[np.uint8]:
-        """Map one latent estimate [1, C, h, w] to uint8 [h, w, 3]."""
+    def __call__(self, x0: torch.Tensor) -> NDArray[np.uint8] | None:
+        """Map one latent estimate [1, C, h, w] to uint8 [h, w, 3]; None: it is not finite, or cannot be shown."""
         height, width = x0.shape[-2:]
         colours = self._flat(x0).double().cpu() @ self._map
+        if not (self._usable and bool(all_finite([colours]))):
+            return None
         image: NDArray[np.uint8] = colours.clamp(0, 1).mul(255).round().to(torch.uint8).numpy()
         return image.reshape(height, width, 3)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from contract.sampler_labels import SCHEDULE_TYPES
-from contract.schedule import SPACINGS
+from contract.schedule import CURVES, SPACINGS, NoiseSchedule
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +146,28 @@ def offered(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
     if is_edm and "euler" in names:
         return EDM_SCHEDULERS
     return tuple(name for name in names if SAMPLERS[name].class_name == class_name or not unsupported(config, name))
+
+
+def schedule_type(config: Mapping[str, Any], name: str, schedule: NoiseSchedule) -> str | None:
+    """Return the schedule type that draws as the sampler does by a model's config and a request's schedule.
+
+    None: the sampler takes no types of requests. "": none does.
+    """
+    types = SAMPLERS[name].schedule_types
+    if not types or schedule.schedule_type is not None:
+        return schedule.schedule_type
+    settings = inspect.signature(SAMPLERS[name].load()).parameters
+
+    def own(setting: str) -> Any:
+        default = settings[setting].default if setting in settings else None
+        unused = setting not in settings or setting in config.get("_use_default_values", ())
+        return default if unused else config.get(setting, default)
+
+    curve = next((curve for curve in CURVES if own(f"use_{curve}_sigmas")), None)
+    if schedule.steps is not None or (own("use_lu_lambdas") and curve != "karras"):
+        return ""
+    spacing = own("timestep_spacing")
+    return curve or (spacing if spacing in types else None)
 
 
 def unsupported(config: Mapping[str, Any], name: str) -> str:

@@ -38,6 +38,7 @@ FREE = {
     "Message.reasoning_content", "Message.reasoning_details", "Message.thinking_blocks",
     "Message.provider_specific_fields", "TextPart.annotations", "TextPart.prompt_cache_breakpoint",
     "TextPart.cache_control", "PredictionRequest.input.*", "PredictionRequest.context.*",
+    "ChatRequest.chat_template_kwargs.*",
     "Message.parsed", "CalledFunction.parsed_arguments", "ToolCall.extra_content", "Function.parameters.*",
     "FunctionTool.parameters.*", "TextFormat.schema.*", "InputPart.annotations", "InputPart.logprobs",
     "ReasoningItem.summary", "ReasoningItem.content", "ReasoningItem.encrypted_content", "ResponseRequest.conversation",

@@ -103,23 +103,26 @@ def test_the_size_follows_controls_alone_unless_it_is_given(
     assert shared.draw(**{field: [entry]}).json()["size"] == follows
 
 
+@pytest.mark.parametrize("path", [DRAW, EDIT])
 @pytest.mark.parametrize("field", KINDS)
-def test_a_form_hands_on_its_files(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
+def test_a_form_hands_on_its_files(shared: Api, easel: Easel, worker: Worker, field: str, path: str) -> None:
     name, first, second = KINDS[field]
     array = pixels(seed=3)
-    files = [("image", as_file(pixels())), (f"{name}[]", as_file(array)), (f"{name}[]", as_file(pixels()))]
+    own = [("image", as_file(pixels()))] if path == EDIT else []
+    files = [(f"{name}[]", as_file(array)), (f"{name}[]", as_file(pixels())), *own]
     entries = json.dumps([{"model": first, "strength": 0.5}, {"model": second}])
     data = {"prompt": "a hat", "size": "128x128", field: entries}
-    ok(shared.client.post(EDIT, data=data, files=files))
+    ok(shared.client.post(path, data=data, files=files))
     assert [one["model"] for one in easel.last[field]] == [first, second]
     assert np.array_equal(handed_on(worker, easel.seen[-1], field)[0], array)
     for wrong, refused in (
-        ({"files": files[:2]}, f"{field}.image"),
+        ({"files": files[:1] + own}, f"{field}.image"),
         ({"files": [*files, files[1]]}, name),
         ({"data": {**data, field: first}}, field),
-        ({"data": {**data, name: "none"}, "files": files[:1]}, name),
+        ({"data": {**data, name: "none"}, "files": [*own, ("other", b"x")]}, name),
+        ({"files": [*files, ("mask", as_file(pixels())), ("photo", b"x")]}, "photo" if own else "mask"),
     ):
-        check_error(shared.client.post(EDIT, **{"data": data, "files": files, **wrong}), 400, refused)
+        check_error(shared.client.post(path, **{"data": data, "files": files, **wrong}), 400, refused)
 
 
 @pytest.mark.parametrize("field", KINDS)
@@ -315,10 +318,11 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
 
 
 def test_a_model_without_any_says_so(settings: Settings) -> None:
-    with opened(settings, replace(CARD, precision="int8")) as (api, worker):
+    card = replace(CARD, precision="int8", refusals={"loras": "no LoRA folder is configured"})
+    with opened(settings, card) as (api, worker):
         for field, value, param, said in (
-            ("lora", "ink", "lora", "its worker has no DIPTYCH_LORA_DIR"),
-            ("upscale", {"model": "x4"}, "upscale.model", "it has none"),
+            ("lora", "ink", "lora", "lora: no LoRA folder is configured"),
+            ("upscale", {"model": "x4"}, "upscale.model", "there is no x4; its worker's folder of them is empty"),
             ("refiner", {"model": "xl-refiner"}, "refiner.model", "it has none"),
         ):
             form = {"prompt": "a hat", field: value if isinstance(value, str) else json.dumps(value)}

@@ -16,14 +16,14 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from api import edits
+from api import picture_forms
 from api.uploads import MAX_BYTES
 from contract.image import ImageJob
 from core.jobs.record import Claim
 from core.pictures import fitted
 from tests.api.easel import Easel, asked
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, ok
-from tests.faults.payloads import chunk
+from tests.faults.payloads import chunk, form_body
 
 EDITS = "/v1/images/edits"
 
@@ -281,6 +281,8 @@ def test_pictures_are_refused_by_name(
         ({"image": PNG + bytes(MAX_BYTES)}, 413, "image", "body_too_large"),
         ({"image": PNG, "steps": b"4"}, 400, "steps", "invalid_type"),
         ({"other": b""}, 400, "other", "invalid_type"),
+        ({"image": PNG, "outpaint[up]": PNG}, 400, "outpaint[up]", "invalid_type"),
+        ({"image": PNG, "mask[]": b""}, 400, "mask", "invalid_value"),
     ],
 )
 def test_files_are_refused_by_name(shared: Api, files: dict[str, bytes], status: int, param: str, code: str) -> None:
@@ -295,7 +297,12 @@ def test_files_are_refused_by_name(shared: Api, files: dict[str, bytes], status:
         ({"strength": "0.04"}, "strength", "invalid_value"),
         ({"strength": "0.5", "steps": "1"}, "strength", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_type"),
-        ({"deepcache": "{"}, None, "invalid_body"),
+        ({"deepcache": "{"}, "deepcache", "invalid_value"),
+        ({"outpaint": '{"a b": 1}'}, "outpaint", "unknown_parameter"),
+        ({"outpaint": '{"a b": NaN}'}, "outpaint", "invalid_value"),
+        ({"outpaint[up]": "8"}, "outpaint[up]", "unknown_parameter"),
+        ({"control": '{"model": 1}'}, "control.model", "invalid_type"),
+        ({"control": '{"model": "a", "image": "data:"}'}, "control.image", "invalid_type"),
         ({"deepcache": '{"deep_steps": [0, 17]}'}, "deepcache.deep_steps", "invalid_value"),
         *(({"guidance_interval": text}, "guidance_interval", None) for text in ("[", "0:1")),
         ({"timesteps": "999.5, 3"}, "timesteps", None),
@@ -318,6 +325,32 @@ def test_fields_are_refused_by_name(
     answer = shared.client.post(EDITS, data={"prompt": "a hat", **fields}, files={"image": PNG})
     check_error(answer, 400, param, code)
     assert worker.ids() == known
+
+
+@pytest.mark.parametrize(
+    "names", [("image[]", "mask[]"), ("image[0]", "mask[0]"), ("image", "mask[]"), ("image[]", "mask")], ids=str
+)
+def test_the_names_of_lists_are_those_of_their_fields(shared: Api, easel: Easel, names: tuple[str, str]) -> None:
+    array, mask = pixels(seed=3), hole()
+    files = list(zip(names, (as_file(array), as_file(mask)), strict=True))
+    fields = {"prompt[]": "a hat", "steps": "10", "guided_steps[1]": "2", "guided_steps[0]": "0"}
+    ok(shared.client.post(EDITS, data=fields, files=files))
+    claim = easel.seen[-1]
+    assert (claim.parameters["prompt"], claim.parameters["guided_steps"]) == ("a hat", [0, 2])
+    image, drawn = handed_on(easel.worker, claim)
+    assert np.array_equal(image, array) and drawn is not None and np.array_equal(drawn, drawn_anew(mask))
+
+
+def test_a_file_that_nobody_chose_in_a_browser_is_not_given(shared: Api, easel: Easel) -> None:
+    head = b'Content-Disposition: form-data; name="%b"; filename=""\r\nContent-Type: application/octet-stream'
+    empty = b"\r\n" + head + b"\r\n\r\n\r\n--edge"
+    form = form_body({"prompt": b"a hat"}, {"image": PNG}).removesuffix(b"--\r\n")
+    form += empty % b"mask" + empty % b"control_image[]"
+    headers = {"content-type": "multipart/form-data; boundary=edge"}
+    ok(shared.client.post(EDITS, content=form + b"--\r\n", headers=headers))
+    assert handed_on(easel.worker, easel.seen[-1])[1] is None
+    bare = form_body({"prompt": b"a hat"}, {}).removesuffix(b"--\r\n") + empty % b"image" + b"--\r\n"
+    check_error(shared.client.post(EDITS, content=bare, headers=headers), 400, "image", "missing_required_parameter")
 
 
 def test_without_an_adapter_two_pictures_are_one_too_many(client: OpenAI) -> None:
@@ -368,5 +401,5 @@ def test_a_form_of_unknown_length_is_read_and_bounded(
     assert post(data).status_code == 200
     assert easel.last["steps"] == 2
     assert np.array_equal(handed_on(easel.worker, easel.seen[-1])[0], pixels())
-    monkeypatch.setattr(edits, "_ENVELOPE", len(data) - 1 - edits._MOST * MAX_BYTES)
+    monkeypatch.setattr(picture_forms, "_ENVELOPE", len(data) - 1 - picture_forms._MOST * MAX_BYTES)
     check_error(post(data), 413, code="body_too_large")

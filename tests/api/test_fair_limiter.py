@@ -35,7 +35,7 @@ def test_one_of_a_tenant_and_so_many_in_all() -> None:
         go["ann"].set()
         go["cid"].set()
         assert await asyncio.gather(*greedy, others[1]) == ["ann"] * 20 + ["cid"]
-        assert not limiter._locks, "nothing of who is done is remembered"
+        assert not limiter._of_tenant, "nothing of who is done is remembered"
 
     asyncio.run(play())
 
@@ -74,7 +74,7 @@ def test_turns_stay_within_the_budget_and_none_is_overtaken() -> None:
         assert await settled() == ["e"]
         ends["e"].set()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert not limiter._locks and not limiter._queue and (limiter._running, limiter._used) == (0, 0)
+        assert not limiter._of_tenant and not limiter._queue and (limiter._running, limiter._used) == (0, 0)
 
     asyncio.run(play())
 
@@ -92,6 +92,6 @@ def test_a_turn_that_does_not_come_in_time_is_given_up(behind: str) -> None:
         for tenant in ("ann", "bob"):
             async with limiter.turn(tenant, within_s=PATIENCE_S):
                 pass
-        assert not limiter._locks
+        assert not limiter._of_tenant
 
     asyncio.run(play())

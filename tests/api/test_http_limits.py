@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from api import edits, files, http_connection, protocol
+from api import files, http_connection, picture_forms, protocol
 from api.http_connection import MAX_FIELDS
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobDraft
@@ -113,7 +113,7 @@ def test_lingering_has_an_end(guarded: Api, monkeypatch: pytest.MonkeyPatch, lim
 
 
 def test_the_largest_upload_may_be_discarded() -> None:
-    largest = edits._MOST * edits.MAX_BYTES + edits._ENVELOPE
+    largest = picture_forms._MOST * picture_forms.MAX_BYTES + picture_forms._ENVELOPE
     assert max(largest, files.MAX_BYTES + files._ENVELOPE) < http_connection.MAX_DISCARDED
 
 

@@ -182,3 +182,11 @@ def test_unknown_fields_are_warnings_where_that_is_set(settings: Settings) -> No
             many = {"inputs": "a hat", "parameters": {f"f{k}": k for k in range(count)}, "wait": 1}
             assert api.client.post("/", json=many).status_code == status
         check_error(api.draw(steps="one"), 400, "steps")
+
+
+def test_a_name_is_taken_in_any_case_of_its_letters_unless_two_are_alike() -> None:
+    cards = (CARD, replace(CARD, name="Twin"), replace(CARD, name="twin"))
+    seen = RegistrySnapshot(models=cards, names=ModelNames({"Emoji-XL": "twin"}))
+    assert seen.served_name("EMOJI-xl") == CARD.name and seen.declared("emoji-XL", ImageCard) == CARD
+    assert [seen.served_name(name) for name in ("Emoji-XL", "Twin", "twin", "TWIN")] == ["twin", "Twin", "twin", "TWIN"]
+    assert seen.declared("TWIN", ImageCard) is None

@@ -54,11 +54,15 @@ def test_what_encoders_write_passes(form: str, options: dict[str, object]) -> No
     assert walk(picture(form, (61, 47), **options)) == (61, 47)
 
 
-@pytest.mark.parametrize("size", [(1, MAX_SIDE + 1), (MAX_SIDE + 1, 1), (1, 16_777_216)])
-@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+@pytest.mark.parametrize(
+    ("size", "form"),
+    [
+        *(((1, MAX_SIDE + 1), form) for form in ("PNG", "WEBP")),
+        *(((MAX_SIDE + 1, 1), form) for form in ("PNG", "WEBP")),
+        ((1, 16_777_216), "PNG"),  # WebP has no such sizes
+    ],
+)
 def test_a_side_is_bounded_as_the_area_is(size: tuple[int, int], form: str) -> None:
-    if form == "WEBP" and max(size) > 16_383:
-        pytest.skip("WebP has no such sizes")
     with pytest.raises(InvalidPicture, match=rf"^is wider or higher than {MAX_SIDE} pixels"):
         walk(as_file(np.zeros((*size, 3), np.uint8), form))
 

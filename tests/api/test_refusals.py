@@ -131,7 +131,7 @@ def test_a_body_that_is_no_object(shared: Api, worker: Worker, path: str, raw: b
 @pytest.mark.parametrize(
     "kind",
     [
-        "", "text/plain", "application/x-www-form-urlencoded", f"multipart/form-data; boundary={MARK}", MARK,
+        "", "text/plain", "application/x-www-form-urlencoded", f"multipart/form; boundary={MARK}", MARK,
         "application/jsonp", "text/json", "application/json; charset=utf-16", f"application/json; charset={MARK}",
     ],
 )  # fmt: skip

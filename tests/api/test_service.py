@@ -28,20 +28,24 @@ async def on_the_loop(service: Service, get: Get) -> bytes:
     return get()
 
 
+async def on_a_thread_for_redis(service: Service, get: Get) -> bytes:
+    return await service.call("", get)
+
+
 async def after_a_stored_one(service: Service, get: Get) -> bytes:
-    await service.stored(lambda: None)
-    return await service.call(get)
+    await service.stored("", lambda: None)
+    return await service.call("", get)
 
 
 async def after_redis(service: Service, get: Get) -> bytes:
-    await service.call(lambda: None)
-    return await service.stored(get)
+    await service.call("", lambda: None)
+    return await service.stored("", get)
 
 
 Way = Callable[[Service, Get], Awaitable[bytes]]
 
 
-@pytest.mark.parametrize("way", [on_the_loop, Service.call, after_a_stored_one])
+@pytest.mark.parametrize("way", [on_the_loop, on_a_thread_for_redis, after_a_stored_one])
 def test_nobody_waits_for_artifacts_where_all_others_would(service: Service, way: Way) -> None:
     async def run() -> bytes:
         return await way(service, lambda: service.artifacts.get(KEY))
@@ -53,7 +57,7 @@ def test_nobody_waits_for_artifacts_where_all_others_would(service: Service, way
 @pytest.mark.parametrize(
     "way",
     [
-        Service.stored,
+        lambda service, get: service.stored("", get),
         after_redis,
         lambda service, get: service.parsing.run("ann", get),
         lambda service, get: service.writing.run("ann", get),

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from api import text_drafts
 from api.errors import ApiError
 from api.text_answers import TextAnswers
+from core.artifacts import LAID, Artifacts
 from core.config import Settings
 from core.jobs.record import JobState
 from llm import tiny
@@ -28,6 +29,7 @@ from tests.llm import stage
 
 MODEL, VOCABULARY = tiny.TINY, tiny.SHAPES[tiny.TINY].vocabulary
 END = "2"  # its token
+NOT_OFFERED = "unsupported_parameter"
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "a cat"}], "max_tokens": 12, "seed": 1}
 
@@ -200,7 +202,9 @@ def test_what_is_written_grows_with_the_answer(shared: Api, books: Worker) -> No
         answer = shared.post(CHAT, **{**large, "max_tokens": tokens, "logit_bias": {END: -100}})
         assert answer.status_code == 200 and answer.text.endswith("[DONE]\n\n")
         (id,) = books.ids() - known
-        size = len(books.redis.hget(f"diptych:job:{id}", "result"))
+        result = json.loads(books.redis.hget(f"diptych:job:{id}", "result"))
+        assert (LAID in result) == (len(answer.text) > 400_000), "what is large is no value of Redis"
+        size = len(Artifacts(shared.settings.artifacts).get(result[LAID]) if LAID in result else json.dumps(result))
         stream = books.redis.memory_usage(f"diptych:events:{id}", samples=0)
         written = books.redis.info("persistence")["aof_current_size"] - file
         assert stream < 3 * size + 65_536 and written < 6 * size + 262_144
@@ -254,7 +258,11 @@ def test_who_follows_later_is_told_all_of_it(
 FIELDS: list[tuple[str, Any]] = [
     ("temperature", -0.5), ("top_p", 0), ("n", 17), ("max_tokens", 0), ("max_tokens", 5000),
     ("max_completion_tokens", 5), ("top_logprobs", 2), ("stream_options", {"include_usage": True}),
-    ("stop", ["a"] * 5), ("stop", ""), ("seed", 2**63), ("logit_bias", {"5": 100.5}), ("logit_bias", {"05": 1.0}),
+    ("stop", ["a"] * 17), ("stop", ""), ("min_tokens", -1),
+    ("stop_token_ids", [99_999]), ("stop_token_ids", [1] * 129),
+    ("chat_template_kwargs", {"tools": 1}), ("chat_template_kwargs", {"a": [1]}), ("chat_template_kwargs", {"a b": 1}),
+    ("chat_template_kwargs", {"name": "<|end|>"}), ("max_tokens", -2), ("repeat_penalty", 0),
+    ("seed", 2**63), ("logit_bias", {"5": 100.5}), ("logit_bias", {"05": 1.0}),
     ("logit_bias", {"-1": 1.0}), ("logit_bias", {"wizard": 1.0}), ("logit_bias", {"5": True}),
     ("logit_bias", {"5": "1"}), ("logit_bias", [5]), ("logit_bias", {"99999": 1.0}),
     ("logit_bias", {str(k): 1.0 for k in range(1025)}), ("tool_choice", "required"),
@@ -265,12 +273,30 @@ CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"messages": None}, "messages", "missing_required_parameter"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.role", None),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.content", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, None),
+    *(
+        ({"messages": [{"role": "user", "content": [{"type": kind, kind: "x"}]}]}, "messages.content.type", code)
+        for kind, code in (
+            ("image_url", "unsupported_parameter"),
+            ("input_audio", "unsupported_parameter"),
+            ("x", None),
+        )
+    ),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", None),
+    ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", None),
+    ({"repeat_penalty": 1.2, "repetition_penalty": 1.1}, "repeat_penalty", None),
     ({"messages": [{"role": "user", "content": "a\x00b"}]}, None, None),
     (
         {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": None},
         "messages",
         "context_length_exceeded",
+    ),
+    *(
+        (
+            {**more, "messages": [{"role": "user", "content": "word " * 200}], "seed": None},
+            "messages",
+            "context_length_exceeded",
+        )
+        for more in ({"max_tokens": 1}, {"max_tokens": 1, "n": 2}, {**BEAMS, "max_tokens": 1})
     ),
     ({"temperature": "1"}, "temperature", "invalid_type"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", None),
@@ -285,7 +311,12 @@ CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
     *(({"prompt": prompt}, "prompt", None) for prompt in (["a", 5], [], [[1, 2], ["a"]], [9999])),
-    ({"prompt": "word " * 200}, None, "context_length_exceeded"),
+    *(
+        ({"prompt": prompt, **more}, "prompt", "context_length_exceeded")
+        for prompt in ("word " * 200, [[5], [5] * 512])
+        for more in ({}, {"max_tokens": 1}, {"echo": True, "logprobs": 1, "max_tokens": 1})
+    ),
+    ({"prompt": [5] * 500, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
     ({"prompt": ["a"] * 20}, "n", None),
     ({"prompt": [[5] * 500] * 16, "echo": True, "logprobs": 20, "max_tokens": 0}, "echo", None),
     ({"prompt": [5, 6], "echo": True}, "echo", None),
@@ -305,6 +336,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     *((CHAT, {**ASK, name: value}, name, None) for name, value in FIELDS),
     *((CHAT, {**ASK, **fields}, param, code) for fields, param, code in CHATS),
     *((COMPLETE, {"prompt": "a", **fields}, param, code) for fields, param, code in COMPLETIONS),
+    ("/v1/responses", {"input": "word " * 200, "max_output_tokens": 16}, "input", "context_length_exceeded"),
 ]
 
 
@@ -316,6 +348,58 @@ def test_bad_input_is_a_400_that_names_the_field(shared: Api, number: int, strea
         fields = {**fields, "stream": stream}
     error = check_error(shared.post(path, **fields), 400, param, code)
     assert "word word" not in error["message"] and "wizard" not in error["message"]
+
+
+def test_a_picture_in_a_chat_is_told_that_texts_are_read(shared: Api) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [{"type": "text", "text": "what is it?"}, image]
+    chat = shared.post(CHAT, messages=[{"role": "user", "content": content}])
+    parts = [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
+    response = shared.post("/v1/responses", input=[{"role": "user", "content": parts}])
+    for answer in (chat, response):
+        assert "pictures are not read" in check_error(answer, 400, code="unsupported_parameter")["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": -1}, {}), ({"max_completion_tokens": -1}, {}), ({"top_k": -1}, {"top_k": 0}),
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}), ({"stop": ["a"] * 16}, {"stop": ["a"] * 16}),
+        *((fields, fields) for fields in (
+            {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [5]}, {"chat_template_kwargs": {"thinking": False}},
+        )),
+    ],
+)  # fmt: skip
+def test_what_other_servers_have_goes_into_the_job(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    plain = text_drafts.read(CHAT, ASK).job.to_dict()
+    plain.pop("max_tokens", None)
+    given = {name: value for name, value in ASK.items() if name != "max_tokens"}
+    assert text_drafts.read(CHAT, {**given, **fields}).job.to_dict() == {**plain, **expected}
+
+
+def test_a_completion_without_a_limit() -> None:
+    jobs = [text_drafts.read(COMPLETE, {"prompt": "a", **more}).job for more in ({}, {"max_tokens": -1})]
+    assert [job.max_tokens for job in jobs] == [16, None]
+
+
+def test_calls_of_a_history_may_have_their_arguments_as_an_object() -> None:
+    jobs = []
+    for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
+        call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [*ASK["messages"], {"role": "assistant", "tool_calls": [call]}]
+        jobs.append(text_drafts.read(CHAT, {"messages": messages}).job)
+    assert jobs[0] == jobs[1]
+
+
+def test_a_worker_of_an_older_version_is_not_asked_for_what_it_does_not_read() -> None:
+    card = dataclasses.replace(TEXT, limits=dataclasses.replace(TEXT.limits, options=(), max_stops=0))
+    for fields, name in (
+        ({"min_tokens": 1}, "min_tokens"), ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"stop": ["a"] * 5}, "stop"),
+    ):  # fmt: skip
+        with pytest.raises(ApiError) as caught:
+            text_drafts.draft(text_drafts.read(CHAT, {**ASK, **fields}), card, "")
+        assert caught.value.param == name
 
 
 def constrained(schema: dict[str, Any]) -> dict[str, Any]:

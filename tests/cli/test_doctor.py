@@ -185,3 +185,18 @@ def test_workers_of_this_machine_are_counted(healthy: Path, capsys: pytest.Captu
         registry.deregister(f"worker-{number}")
     registry.close()
     assert "threads" not in run(capsys)[1]
+
+
+def test_the_server_that_serve_would_start_is_named(
+    healthy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("DIPTYCH_REDIS_URL")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cli.main(["doctor"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line[2:].startswith("redis:"))
+    assert line.startswith("✓ redis: Valkey 9.") and line.endswith(
+        "bundled: for this machine alone, updated with Diptych"
+    )
+    monkeypatch.setattr("deployment.redis_programs.bundled", lambda: None)
+    cli.main(["doctor"])
+    assert "✗ redis: there is no redis-server or valkey-server on the PATH" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import redis
 
 import cli
 from core.jobs.batches import BatchStore
@@ -99,6 +100,7 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
     code, out, _ = run(capsys, "revoke", mine.id, *words)
     assert code == 0 and out == (
         "revoked\ncancelled: 120 jobs, 1 batches\n"
+        "erased: 120 jobs, 1 batches and 1 files, with their pictures; about 1.0 MiB of Redis and 0.0 MiB of files\n"
         if cancelled
         else "revoked\n120 jobs and 1 batches of it go on; --cancel-jobs ends them\n"
     )
@@ -108,14 +110,17 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
         return {job.state.value for job in found if job is not None}
 
     assert states(other.id) == {"queued", "running"}
-    assert states(mine.id) == ({"cancelled"} if cancelled else {"queued", "running"})
-    now = batches.batch(batch.id)
-    assert now is not None and now.status == ("cancelling" if cancelled else "in_progress")
+    assert states(mine.id) == (set() if cancelled else {"queued", "running"})
+    assert (batches.batch(batch.id) is None) == (files.file(file.id) is None) == cancelled
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        left = {key for key in client.scan_iter(f"*{mine.id}*") if not key.startswith("diptych:events:")}
+        assert left == {f"diptych:barred:{mine.id}"} if cancelled else len(left) > 120, left
     if cancelled:  # an API that has not heard of it yet makes none either
         with pytest.raises(QueueFull):
             store.create(JobDraft("late", "image", "m", {}, owner=mine.id))
         assert run(capsys, "revoke", mine.id, "--cancel-jobs")[:2] == (
-            0, "it was revoked before\ncancelled: 0 jobs, 0 batches\n"
+            0, "it was revoked before\ncancelled: 0 jobs, 0 batches\nerased: 0 jobs, 0 batches and 0 files, with their "
+            "pictures; about 0.0 MiB of Redis and 0.0 MiB of files\n"
         )  # fmt: skip
     for each in (store, batches, files):
         each.close()

@@ -72,6 +72,21 @@ def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str
     assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
 
 
+def test_models_are_added_to_the_data_folder(shell: Shell, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPTYCH_MODELS_DIR")
+    monkeypatch.setenv("HOME", str(shell.folder / "home"))
+    (shell.folder / "home/.local/share/diptych/models/dogs").mkdir(parents=True)
+    monkeypatch.setenv("DIPTYCH_DATA_DIR", str(shell.folder / "disk"))
+    added = shell("models", "add", "mine.safetensors", "--base", "base", "--name", "cats")
+    assert added.code == 0 and added.out.startswith(f"{shell.folder / 'disk/models/cats'}\n")
+    listed = shell("models", "list").out
+    assert "cats  (added; --model cats loads it)" in listed and "dogs  (added" in listed
+    for name, left in (("cats", "dogs"), ("dogs", None)):
+        assert shell("models", "remove", name).code == 0
+        listed = shell("models", "list").out
+        assert f"{name}  (" not in listed and (left is None or f"{left}  (" in listed)
+
+
 def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: Shell, store: str) -> None:
     for name in ("cats", "dogs"):
         shell.done("models", "add", "base", "--name", name)

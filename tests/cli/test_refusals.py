@@ -55,7 +55,7 @@ def test_arguments_that_cannot_be_used_are_named(shell: Shell, arguments: str, m
         ("p.txt", "", "p.txt: holds no prompts"),
         ("p.txt", "fine\n\nbell\a\n", "p.txt: row 3: character 5 is U+0007"),
         ("p.tsv", "", "p.tsv: is empty"),
-        ("p.tsv", "id\ttext\n", "p.tsv: row 1 names no column prompt or caption"),
+        ("p.tsv", "id\tword\n", "p.tsv: row 1 names no column prompt or caption"),
         ("p.tsv", "id\tcaption\n1\n", "p.tsv: row 2 has 1 columns"),
         ("p.tsv", "id\tcaption\n1\ta\n1\tb\n", "p.tsv: row 3 has the id '1' of row 2"),
         ("p.csv", "id,caption\n1,\n", "p.csv: row 2 has an empty caption"),

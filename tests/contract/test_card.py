@@ -91,6 +91,7 @@ def test_the_offer_has_the_cards_limits() -> None:
     assert card.offer == ImageOffer(
         IMAGE.sizes, IMAGE.schedulers, (128, 128), precision="w8a8", loras=("ink",), upscalers=(), refiners=(),
         controls=(), preprocessors=("canny",), image_prompts=(), cascades={}, options={}, checker="",
+            upscale_filters=(),
         max_steps=4, max_seed=MAX_SEED,
     )  # fmt: skip
 

@@ -168,10 +168,13 @@ def test_drawn_seeds_are_numbers_that_every_client_holds(n: int) -> None:
 def test_unknown_fields_are_left_out_with_a_warning_where_that_is_said() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a", "id": 1}], "id": 2}
     fields = {"messages": [message, message, {**message, "ID": 3}], "n": 2, "zoom": 4, "an odd name": 5}
+    fields |= {"stream": True, "stream_options": {"odd too": 1}}
     read = schemas.read(ChatFields, fields, ignore_unknown=True)
     assert len(read.messages) == 3 and read.n == 2
-    names = {"messages.content.id", "messages.id", "messages.ID", "zoom", "A field whose name is no plain word"}
-    assert {warning.split(":")[0] for warning in read.warnings} == names
+    names = {"messages.content.id", "messages.id", "messages.ID", "zoom", "stream_options"}
+    odd = "field whose name is no plain word is not known, and ignored"
+    assert {f"A {odd}", f"stream_options: a {odd}"} < set(read.warnings)
+    assert {warning.split(":")[0] for warning in read.warnings} == {*names, f"A {odd}"}
     assert set(read.job().warnings or ()) == set(read.warnings)
     with pytest.raises(ApiError, match="n: must be a whole number"):
         schemas.read(ChatFields, {**fields, "n": "2"}, ignore_unknown=True)
@@ -213,3 +216,17 @@ def test_a_curve_that_is_given_goes_before_that_of_a_name() -> None:
 def test_a_sampler_that_the_model_does_not_have_is_refused(name: str) -> None:
     with pytest.raises(Invalid, match="must be one of dpm"):
         read(sampler_name=name).complete(replace(OFFER, schedulers=("dpm++2m",)))
+
+
+def test_what_is_near_a_sampler_is_suggested() -> None:
+    with pytest.raises(Invalid, match="; the nearest is dpm"):
+        read(scheduler="uni_pc").complete(replace(OFFER, schedulers=("euler", "dpm++2m")))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("euler_ancestral", "euler-ancestral"), ("dpmpp_2m", "dpm++2m"), ("dpmpp_2m_sde_gpu", "dpm++2m-sde")],
+)
+def test_comfyuis_names_of_samplers_are_known(name: str, expected: str) -> None:
+    offer = replace(OFFER, schedulers=("euler-ancestral", "dpm++2m", "dpm++2m-sde"))
+    assert read(scheduler=name).complete(offer).picture.scheduler == expected

@@ -53,9 +53,12 @@ def test_values_beyond_bounds_are_named(kind: type[PictureInput], wrong: dict[st
 def test_what_a_model_does_not_have_is_refused(kind: type[PictureInput]) -> None:
     one = kind(model="a")
     check_all(kind, [one] * 4, ("a", "b"))
-    for offered, words in (((), "it has none"), (("b", "c"), "there is no a; it has b, c")):
+    for offered, reason, words in (
+        ((), None, "it has none"), ((), "", "there is no a; its worker's folder of them is empty"),
+        ((), "no folder", ": no folder$"), (("b", "c"), "", "there is no a; it has b, c"),
+    ):  # fmt: skip
         with pytest.raises(Invalid, match=words):
-            check_all(kind, [one], offered)
+            check_all(kind, [one], offered, reason)
     with pytest.raises(Invalid, match="at most 4, not 5"):
         check_all(kind, [one] * 5, None)
 

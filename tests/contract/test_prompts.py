@@ -32,7 +32,7 @@ def test_what_is_right_passes(fields: dict[str, Any]) -> None:
     ("fields", "said"),
     [
         ({"prompt": " "}, "prompt: must not be empty"),
-        ({"prompt": "( )", "prompt_weighting": "a1111"}, "prompt: must not be empty"),
+        ({"prompt": "()", "prompt_weighting": "compel"}, "prompt: must not be empty"),
         ({"prompt": None}, "prompt: must be text"),
         ({"prompt_2": "\0"}, "prompt_2: character 1 is U+0000"),
         ({"prompt_2": "(a:99)", "prompt_weighting": "a1111"}, "prompt_2: a weight is more than 10"),

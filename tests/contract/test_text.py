@@ -10,7 +10,7 @@ import pytest
 
 from contract.card import TextOffer
 from contract.chat import ChatFields
-from contract.errors import Invalid
+from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import CompletionFields, TextJob
 from llm.parameters import TextParameters
 from tests.contract.refused import refused
@@ -54,6 +54,43 @@ def test_a_record_carries_every_field() -> None:
 def test_what_is_not_offered_is_named(fields: dict[str, Any], field: str) -> None:
     with refused(field):
         CompletionFields(**fields).job().check(OFFER)
+
+
+SHORT = TextOffer(context=10, token_bytes=4, embedding_dimensions=8)
+BEFORE = [{"role": "system", "content": "s" * 99}, {"role": "assistant", "content": "a" * 99}]
+
+
+@pytest.mark.parametrize(
+    ("job", "field"),
+    [
+        (TextJob(prompts=["x" * 36, "y" * 37]), "prompt"),
+        (TextJob(prompts=["é" * 19]), "prompt"),
+        (TextJob(prompts=["x" * 41], max_tokens=0), "prompt"),
+        (TextJob(prompts=[[5] * 10], max_tokens=1), "prompt"),
+        (TextJob(messages=[*BEFORE, {"role": "user", "content": "x" * 37}]), "messages"),
+        (TextJob(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 19}] * 2}]), "messages"),
+        (TextJob(prompts=["x" * 41], embedding="float"), "input"),
+        (TextJob(prompts=[[5] * 11], embedding="float"), "input"),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes(job: TextJob, field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        job.check(SHORT)
+    assert (caught.value.field, caught.value.code) == (field, CONTEXT_LENGTH)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        TextJob(prompts=["x" * 36, "é" * 18]), TextJob(prompts=["x" * 40], max_tokens=0), TextJob(prompts=[[5] * 9]),
+        TextJob(messages=[*BEFORE, {"role": "user", "content": " " * 99 + "x" * 36 + "\n" * 99}]),
+        TextJob(prompts=["x" * 40, "y" * 40], embedding="float"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_may_fit_is_not(job: TextJob) -> None:
+    """Templates trim contents and leave out thoughts; without an announced bound anything may fit."""
+    job.check(dataclasses.replace(SHORT, max_prompt_logprobs=99))
+    TextJob(prompts=["x" * 10**6]).check(TextOffer(context=10))
 
 
 def test_a_model_that_knows_no_bias_takes_none() -> None:

@@ -45,6 +45,22 @@ def test_an_added_model_is_found_by_its_name_after_the_embedded_ones(models: Pat
     assert Settings(model="cats", models_dir=added).model_name == "cats"
 
 
+def test_added_models_are_in_the_data_folder_and_those_of_the_usual_one_are_found_too(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    usual = tmp_path / "home/.local/share/diptych/models"
+    assert Settings().model_stores == [usual]
+    disk = Settings(data_dir=tmp_path / "disk", model="cats")
+    assert disk.model_stores == [tmp_path / "disk/models", usual]
+    for store in reversed(disk.model_stores):
+        assert disk.model_name != str(store / "cats")
+        (store / "cats").mkdir(parents=True)
+        (store / "cats" / "model_index.json").write_text("{}")
+        assert disk.model_name == str(store / "cats"), "the data folder's own first"
+    assert Settings(data_dir=tmp_path / "disk", models_dir=tmp_path / "other").model_stores == [tmp_path / "other"]
+
+
 def test_a_folder_of_that_name_comes_first(models: Path) -> None:
     Path("emoji-z").mkdir()
     assert Settings(model="emoji-z").model_name == "emoji-z"

@@ -131,7 +131,8 @@ vars(os).pop("setpriority", None)
 from core.graphs import CompiledCache, ExecutableKey
 from torch._dynamo.utils import counters
 made = CompiledCache({"f": lambda x: (x * 3).cos() - x}, compiled=True, cache=Path(sys.argv[1]))
-made.want(ExecutableKey("f", 4, 0), lambda fn: fn(torch.ones(4, 7)))
+x = torch.linspace(-1, 1, 28).view(4, 7)
+made.want(ExecutableKey("f", 4, 0), lambda fn: torch.testing.assert_close(fn(x), made.eager("f")(x)))
 assert made.wait(300) and not made.failed, made.failed
 hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 print("hits", hits, "misses", counters["inductor"]["fxgraph_cache_miss"])
@@ -141,17 +142,59 @@ print("hits", hits, "misses", counters["inductor"]["fxgraph_cache_miss"])
 @pytest.mark.long
 @needs_compiler
 def test_compiled_code_is_kept_between_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch uses fewer instructions, as on another processor, it is not what was compiled for more."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     root = Path(__file__).resolve().parents[2]
     said = [
         subprocess.run(
-            [sys.executable, "-c", _PROCESS, str(tmp_path)], cwd=root, capture_output=True, text=True, check=True
+            [sys.executable, "-c", _PROCESS, str(tmp_path)],
+            cwd=root, env={**os.environ, **variables}, capture_output=True, text=True, check=True,
         ).stdout
-        for _ in range(2)
-    ]
+        for variables in ({}, {}, {"ATEN_CPU_CAPABILITY": "avx2"}, {"ATEN_CPU_CAPABILITY": "default"})
+    ]  # fmt: skip
     assert said[0].startswith("hits 0 misses 1"), said
     assert "hits 0" not in said[1] and "misses 0" in said[1], said
+    assert said[3].startswith("hits 0 misses 1"), said
     assert any(tmp_path.rglob("*.so")), "the compiled code lies where it was told to"
+
+
+@needs_compiler
+def test_code_is_kept_by_what_the_processor_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+
+    def folder(capability: str, flags: str, cache: Path | None = tmp_path / "ours") -> Path:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**dict.fromkeys(flags.split(), True), "cores": 2})
+        CompiledCache({}, compiled=True, cache=cache)
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    cases = [("AVX512", "avx512f avx2"), ("AVX512", "avx512f avx2 amx_int8"), ("AVX2", "avx512f avx2")]
+    folders = [folder(*case) for case in cases]
+    assert len({*folders}) == 3 and {each.parent for each in folders} == {tmp_path / "ours"}
+    assert [folder(*case) for case in cases] == folders, "and not one in the other"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "theirs"))
+    assert {folder(*case).parent for case in cases} == {tmp_path / "theirs"}, "where the user wants it"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert {folder(*case, None).name for case in cases} == {each.name for each in folders}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("traced")
+def test_the_reason_is_told_whole() -> None:
+    """torch names a backend first, and what that raised behind it."""
+
+    def breaks(_: object) -> None:
+        try:
+            raise OSError("no room")
+        except OSError as error:
+            raise RuntimeError("backend='inductor' raised:\nError: x.cpp:3") from error
+
+    made = CompiledCache({"breaks": double}, compiled=True)
+    made.want(ExecutableKey("breaks", 2, 0), breaks)
+    assert made.wait(300)
+    reason = "RuntimeError: backend='inductor' raised: Error: x.cpp:3; caused by OSError: no room"
+    assert made.failed == {"breaks": reason}
 
 
 @needs_compiler

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from deployment import redis_programs
 from deployment.redis import free_port
 from pipeline.checkpoints import tiny
 from tests.children import python_path
@@ -149,7 +150,7 @@ class Served(Client):
     # -- its processes ---------------------------------------------------------------------------------------------
 
     def part(self, word: str, timeout_s: float = READY_S) -> psutil.Process:
-        """The child whose command line holds this word: "redis-server", "api" or "worker"."""
+        """The child whose command line holds this word: "redis", "api" or "worker"."""
         return wait_until(lambda: next(iter(self.parts(word)), None), word, timeout_s)
 
     def parts(self, word: str) -> list[psutil.Process]:
@@ -168,7 +169,7 @@ class Served(Client):
 
     def started(self) -> None:
         """Wait until all three parts are there."""
-        for word in ("redis-server", "api", "worker"):
+        for word in ("redis", "api", "worker"):
             self.part(word)
 
     def ready(self) -> None:
@@ -213,6 +214,7 @@ def ready(folder: Path, *arguments: str, **options: Any) -> Iterator[Served]:
 
 def _words(process: psutil.Process) -> list[str]:
     try:
-        return [Path(word).name for word in " ".join(process.cmdline()).split()]
+        words = [Path(word).name for word in " ".join(process.cmdline()).split()]
+        return ["redis", *words] if {*words} & {*redis_programs.NAMES} else words
     except psutil.NoSuchProcess:
         return []

@@ -22,7 +22,8 @@ from redis.retry import Retry
 
 from core.config import Settings
 from core.kernels import describe as description
-from deployment.redis import executable, free_port
+from deployment.redis import free_port
+from deployment.redis_programs import choose
 from pipeline.checkpoints.load import load
 from tests.core.kernels.test_device import H200
 from tests.deployment.served import ROOT, killed_at_last
@@ -146,7 +147,7 @@ def test_redis_asks_for_the_password_that_the_others_are_given(tmp_path: Path) -
     assert urls == {"redis://:secret@redis:6379/0"}
     service, port = COMPOSE["services"]["redis"], free_port()
     *shell, script = service["command"]
-    script = script.replace("$$", "$").replace("redis-server -", f"{executable()} - --port {port}", 1)
+    script = script.replace("$$", "$").replace("redis-server -", f"{choose().path} - --port {port}", 1)
     variables = {**os.environ, "REDISCLI_AUTH": "secret", "REDIS_MAXMEMORY": "64mb"}
     assert set(service["environment"]) == {"REDISCLI_AUTH", "REDIS_MAXMEMORY"}
     process = subprocess.Popen([*shell, script], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL)
@@ -218,17 +219,20 @@ def nodes(part: str, modules: dict[str, Module]) -> Iterator[ast.AST]:
 
 
 def behind() -> dict[str, set[str]]:
-    """The fields that each property of Settings reads."""
+    """The fields that each property of Settings reads, itself or by another property."""
     (settings,) = [
         node
         for node in ast.parse((ROOT / "core" / "config.py").read_text("utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name == "Settings"
     ]
-    return {
-        method.name: {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)} & Settings.model_fields.keys()
+    names = {
+        method.name: {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)}
         for method in settings.body
         if isinstance(method, ast.FunctionDef) and method.decorator_list
     }
+    for _ in names:
+        names = {name: read.union(*(names.get(other, set()) for other in read)) for name, read in names.items()}
+    return {name: read & Settings.model_fields.keys() for name, read in names.items()}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from api.cards import RegistrySnapshot
 from api.metrics import MetricsMiddleware, QueueCollector
 from core.config import Settings
 from core.jobs.record import QueueBacklog
+from tests import helm
 from tests.deployment import scaling
 from tests.deployment.served import ROOT
 from workers.metrics import WorkerMetrics
@@ -38,8 +38,7 @@ VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text("utf-8
 SCHEMA = jsonschema_rs.validator_for(json.loads((CHART / "values.schema.json").read_text("utf-8")))
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))["services"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
-HELM = shutil.which("helm")
-needs_helm = pytest.mark.skipif(HELM is None, reason="there is no helm")
+needs_helm = pytest.mark.skipif(helm.MISSING, reason="there is no helm: make build/helm/.installed")
 
 AUTOSCALED: dict[str, Any] = {
     "name": "h100",
@@ -242,17 +241,16 @@ def test_the_compose_files_prometheus_reads_the_same_rules() -> None:
 # -- rendered ----------------------------------------------------------------------------------------------------------
 
 
-def render(folder: Path, changes: Mapping[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+def render(folder: Path, changes: Mapping[str, Any], kube_version: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "values.yaml").write_text(json.dumps(changes))
-    command = ["helm", "template", "r", str(CHART), "--namespace", "n", "--values", str(folder / "values.yaml")]
-    return subprocess.run([*command, *options], capture_output=True, text=True)
+    return helm.template(CHART, folder / "values.yaml", kube_version=kube_version)
 
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
-def objects_of(folder: Path, changes: Mapping[str, Any], *options: str) -> Objects:
-    done = render(folder, changes, *options)
+def objects_of(folder: Path, changes: Mapping[str, Any], kube_version: str = "") -> Objects:
+    done = render(folder, changes, kube_version)
     assert done.returncode == 0, done.stderr
     objects = [each for each in yaml.safe_load_all(done.stdout) if each]
     named = {(each["kind"], each["metadata"]["name"]): each for each in objects}
@@ -435,7 +433,7 @@ def test_the_artifacts_volume_is_given_to_the_pods_user_if_asked(tmp_path: Path,
 def test_pods_that_are_not_ready_do_not_keep_a_node(tmp_path: Path) -> None:
     """Kubernetes before 1.27 does not know the field, and would reject it."""
     for version, policy in (("1.26.9", None), ("1.27.0", "AlwaysAllow"), ("1.33.1-eks-1", "AlwaysAllow")):
-        objects = objects_of(tmp_path, {}, "--kube-version", version)
+        objects = objects_of(tmp_path, {}, version)
         budgets = [each["spec"] for (kind, _), each in objects.items() if kind == "PodDisruptionBudget"]
         assert len(budgets) == 2
         assert {budget.get("unhealthyPodEvictionPolicy") for budget in budgets} == {policy}
@@ -510,8 +508,9 @@ def test_values_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, 
 @needs_helm
 def test_helm_and_kubernetes_find_no_fault(rendered: dict[str, Objects], tmp_path: Path) -> None:
     (tmp_path / "full.yaml").write_text(json.dumps(FULL))
-    for values in ([], ["--values", str(tmp_path / "full.yaml")]):
-        subprocess.run(["helm", "lint", "--strict", str(CHART), *values], check=True, capture_output=True)
+    for values in ([], [tmp_path / "full.yaml"]):
+        done = helm.lint(CHART, *values)
+        assert done.returncode == 0, done.stdout + done.stderr
     if program := os.environ.get("KUBERNETES_VALIDATE"):
         objects = [each for objects in rendered.values() for each in objects.values()]
         known = [each for each in objects if not re.search("coreos|keda", each["apiVersion"])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployment.redis import executable, free_port
+from deployment.redis import free_port
+from deployment.redis_programs import choose
 from pipeline.checkpoints.tiny import TINY
 from tests.deployment import scaling
 from tests.deployment.served import ROOT, environment, wait_until
@@ -27,7 +29,8 @@ from tests.deployment.test_compose_settings import DOCKERFILE, image_environment
 from tests.deployment.test_helm import needs_helm, render
 
 VALUES = {"workers": [{"name": "cpu", "models": [TINY], "drainSeconds": 5}], "settings": {"DIPTYCH_LEASE_S": "2"}}
-REPLACED = {"python": sys.executable, "diptych": f"{sys.executable} -m cli", "redis-server": executable()}
+REPLACED = {"python": sys.executable, "diptych": f"{sys.executable} -m cli", "redis-server": str(choose().path)}
+REDIS_CLI = shutil.which("redis-cli") or shutil.which("valkey-cli")
 
 
 class Cluster:
@@ -70,7 +73,7 @@ class Pod:
             command[:1] = REPLACED[command[0]].split()
         else:
             *shell, script = self.container["command"]
-            server = f"{executable()} - --port {cluster.redis_port} --bind 127.0.0.1"
+            server = f"{REPLACED['redis-server']} - --port {cluster.redis_port} --bind 127.0.0.1"
             command = [*shell, script.replace("redis-server -", server, 1)]
         folder = Path(self._places.get("/data", ROOT))
         self.process = subprocess.Popen(command, env=self.variables, cwd=folder)
@@ -94,7 +97,7 @@ class Pod:
         if "exec" in probe:
             command = list(probe["exec"]["command"])
             command[0] = REPLACED.get(command[0], command[0])
-            cli = f"{Path(executable()).with_name('redis-cli')} -p {self.ports['redis']}"
+            cli = f"{REDIS_CLI} -p {self.ports['redis']}"
             command = [word.replace("redis-cli", cli) for word in command]
             return subprocess.run(command, env=self.variables, cwd=ROOT, capture_output=True).returncode == 0
         if "tcpSocket" in probe:
@@ -142,7 +145,7 @@ def ask(api: Pod, path: str, body: Mapping[str, Any] | None = None, key: str = "
 
 
 @needs_helm
-@pytest.mark.skipif(not Path(executable()).with_name("redis-cli").exists(), reason="there is no redis-cli")
+@pytest.mark.skipif(REDIS_CLI is None, reason="there is no redis-cli (apt install redis-tools)")
 def test_a_picture_is_drawn_scaling_is_told_and_all_end_in_time(started: Callable[..., Pod]) -> None:
     redis = started("StatefulSet", "r-diptych-redis")
     redis.started()

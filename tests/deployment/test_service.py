@@ -126,12 +126,12 @@ def test_it_writes_the_captions_that_the_command_writes_by_itself(service: Serve
 
 
 def test_parts_are_nice_in_sessions_of_their_own_and_hide_the_password(service: Served) -> None:
-    parts = {word: service.part(word) for word in ("redis-server", "api", "worker")}
+    parts = {word: service.part(word) for word in ("redis", "api", "worker")}
     for part in parts.values():
         assert os.getsid(part.pid) == part.pid
         assert not any("redis://" in word for word in part.cmdline())
     mine = os.nice(0)
-    assert [parts[word].nice() for word in ("redis-server", "api", "worker")] == [mine, mine, min(mine + 5, 19)]
+    assert [parts[word].nice() for word in ("redis", "api", "worker")] == [mine, mine, min(mine + 5, 19)]
 
 
 def loaded(process: psutil.Process) -> str:
@@ -169,7 +169,7 @@ def test_an_api_that_dies_is_started_again_and_nobody_is_refused(service: Served
 def test_a_redis_that_dies_comes_back_with_all_that_it_held(service: Served) -> None:
     job = service.json("/v1/jobs", {"type": "image", "prompt": "a hen", "steps": 2})
     first = service.finished(job["id"])
-    kill(service, "redis-server")
+    kill(service, "redis")
     assert "diptych: Redis ended (killed by SIGKILL); starting it again in 0.5 s" in service.err
     # Not /readyz, which tells what the API saw of Redis up to a second ago.
     wait_until(lambda: service.answers(f"/v1/jobs/{job['id']}"), "a Redis that answers the API")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evaluation import captions
 from evaluation.captions import Caption, PromptsError
@@ -34,7 +36,7 @@ def test_its_own_caption_goes_before_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("id\ttext\n1\ta\n", "row 1 names no column caption or prompt or name"),
+        ("id\tword\n1\ta\n", "row 1 names no column caption or prompt or text or name"),
         ("id\tcaption\n1\ta\n1\tb\n", "row 3 has the id '1' of row 2"),
         ("id\tcaption\n1\ta\n2\t  \n", "row 3 has an empty caption"),
         ("id\tcaption\n1\ta\n2\n", "row 3 has 1 columns, the header has 2"),
@@ -51,6 +53,18 @@ def test_what_is_wrong_is_named(data: str | bytes, said: str, tmp_path: Path) ->
     with pytest.raises(PromptsError) as refused:
         captions.read(path)
     assert str(refused.value).startswith(f"{path}: ") and said in str(refused.value)
+
+
+CELL = st.text(
+    st.one_of(st.sampled_from('"," '), st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"])), min_size=1
+).filter(lambda cell: cell == cell.strip())
+
+
+@given(st.lists(CELL, min_size=1, max_size=6))
+def test_what_is_rendered_is_read_back(tmp_path_factory: pytest.TempPathFactory, cells: list[str]) -> None:
+    table = captions.render(("id", "caption"), [(str(index), cell) for index, cell in enumerate(cells)])
+    path = save(tmp_path_factory.mktemp("captions"), "c.tsv", table)
+    assert captions.read(path) == [Caption(index, str(index), cell) for index, cell in enumerate(cells)]
 
 
 def test_the_digest_tells_lists_apart() -> None:

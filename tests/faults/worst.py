@@ -24,7 +24,7 @@ from tests.faults.payloads import png
 
 NAMES = (
     "batches_with_ids_taken", "silent_webhooks", "many_logprobs", "large_batches", "empty_arrays", "ids_used_again",
-    "idle_sockets", "long_thin_pictures", "files",
+    "idle_sockets", "long_thin_pictures", "files", "large_lists", "many_embeddings", "other_schemas",
 )  # fmt: skip
 _IDLE_SOCKETS = 300
 _MIB = 2**20
@@ -114,6 +114,28 @@ class Attacker:
         """Findings 16 and 17: files that come and go."""
         made = self._file(b"\n" * _MIB)
         self._http.delete(f"/v1/files/{made}")
+
+    def large_lists(self) -> None:
+        """Everything of one's own that can be listed, with texts among it that no worker has read."""
+        body = {"messages": [{"role": "user", "content": "x" * 500}], "max_tokens": 1, "deadline_s": 0.001}
+        self._http.post("/v1/chat/completions", json=body)
+        for path in ("/v1/jobs?limit=100", "/v1/predictions", "/v1/files", "/v1/batches?limit=100"):
+            self._http.get(path)
+
+    def many_embeddings(self) -> None:
+        """As many numbers as one answer has."""
+        with self._http.stream("POST", "/v1/embeddings", json={"input": [[5]] * 2048}) as answer:
+            for _ in answer.iter_raw():
+                pass
+
+    def other_schemas(self) -> None:
+        """Each answer has to fit a schema that takes long to compile, and that was not compiled before."""
+        number = next(self._numbers)
+        properties = {f"p{number}_{k}": {"type": "string"} for k in range(380)}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "response_format": form, "priority": 9}
+        self._http.post("/v1/chat/completions", json=body)
 
     def _file(self, content: bytes) -> str:
         answer = self._http.post("/v1/files", files={"file": ("x.jsonl", content)}, data={"purpose": "batch"})

@@ -35,6 +35,7 @@ from llm.speculator import Speculator
 from tests.llm import stage
 
 WORDS = 60
+WRONG = 1  # a guess that is never right
 
 
 def following(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -44,10 +45,14 @@ def following(tokens: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass
 class Rule:
-    """A `CudaDecoder` that writes by a rule; its features are the rows' tokens, positions and sequences."""
+    """A `CudaDecoder` that writes by a rule; its features are the rows' tokens, positions and sequences.
+
+    Behind tokens of `nan` its logits are NaN.
+    """
 
     cache: KVCache
     vocabulary: int
+    nan: tuple[int, ...] = ()
     group: int = 2
     feature_width: int = 3
     dtype: torch.dtype = torch.float32
@@ -61,7 +66,10 @@ class Rule:
         index = slice(None) if rows.output_rows is None else rows.output_rows.long()
         best = following(rows.tokens[index], rows.positions[index])
         logits = torch.zeros(len(best), self.vocabulary, device=best.device) if out is None else out.zero_()
-        return logits.scatter_(1, best[:, None], 9.0)
+        logits.scatter_(1, best[:, None], 9.0)
+        for token in self.nan:
+            logits.masked_fill_((rows.tokens[index] == token)[:, None], torch.nan)
+        return logits
 
     def likeliest(self, logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor) -> None:
         token_kernels.likeliest(logits, owners, latest, out)
@@ -109,7 +117,9 @@ class RuleDrafter(FeatureDrafter):
         drafts = []
         for _ in range(count):
             token, position = following(token, position), position + 1
-            drafts.append(torch.where(position % 5 == 0, 1, token))  # wrong, and what follows builds on what is right
+            drafts.append(
+                torch.where(position % 5 == 0, WRONG, token)
+            )  # wrong, and what follows builds on what is right
         return torch.stack(drafts)
 
     def _check(self, features: Tensor, unread: Unread) -> None:
@@ -136,11 +146,13 @@ def _most(guesses: int, acceptance: float) -> int:
 
 
 @contextmanager
-def ruled(monkeypatch: pytest.MonkeyPatch, lookahead: int, **options: Any) -> Iterator[tuple[Engine, TextRunner]]:
+def ruled(
+    monkeypatch: pytest.MonkeyPatch, lookahead: int, nan: Sequence[int] = (WRONG,), **options: Any
+) -> Iterator[tuple[Engine, TextRunner]]:
     """A runner of the rule's model on a CPU, as on a GPU."""
 
     def on_gpu(self: TextExecution, sequences: int, context: int, rows: int) -> FusedTextExecution:
-        decoder: Any = Rule(self.cache, self.model.vocabulary)
+        decoder: Any = Rule(self.cache, self.model.vocabulary, tuple(nan))
         return FusedTextExecution(decoder, self.cache, sequences, context, rows)
 
     class Draft:
@@ -173,7 +185,7 @@ def by_rule(parameters: TextParameters) -> tuple[int, ...]:
     ids=["alone", "several", "preempted"],
 )
 def test_texts_are_the_models(monkeypatch: pytest.MonkeyPatch, lookahead: int, options: dict[str, Any]) -> None:
-    """With requests that sample among them, whose guesses the host accepts."""
+    """With requests that sample among them, whose guesses the host accepts; behind wrong guesses logits are NaN."""
     seen = Counter[str]()
     begin, draw = DraftGraphs.begin, model_runner.draw_on_device
     monkeypatch.setattr(DraftGraphs, "begin", lambda *given: seen.update(["on device"]) or begin(*given))
@@ -186,3 +198,17 @@ def test_texts_are_the_models(monkeypatch: pytest.MonkeyPatch, lookahead: int, o
         assert drafter.size_bytes > drafter.graphs.size_bytes > drafter.graphs.captured.shape[1]
     assert [text.tokens for text in made] == [by_rule(each) for each in [*wanted, *sampled]]
     assert min(seen["on device"], seen["ahead"]) > 3, seen
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["on the device", "on the host"])
+def test_nan_behind_a_right_guess_fails_the_request_alone(monkeypatch: pytest.MonkeyPatch, sampled: bool) -> None:
+    settings = {"temperature": 0.01, "seed": 5} if sampled else {"temperature": 0}
+    wanted = [TextParameters(tuple(range(5, 9 + i)), 30, ignore_end=True, **settings) for i in range(3)]
+    texts = [by_rule(each) for each in wanted]
+    token = next(token for token in texts[1][12:] if token not in (*wanted[2].prompt, *texts[0], *texts[2]))
+    with ruled(monkeypatch, 0, (WRONG, token), max_requests=4) as (engine, runner):
+        futures = [stage.submit(engine, each, f"{i}") for i, each in enumerate(wanted)]
+        with pytest.raises(FloatingPointError, match="returned NaN"):
+            futures[1].result(timeout=300)
+        assert [futures[i].result(timeout=300).tokens for i in (0, 2)] == [texts[0], texts[2]]
+        assert runner.guessing.accepted > 10

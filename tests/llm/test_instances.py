@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.errors import Invalid
+from llm.constrain import _checked
 from llm.instances import has_finite_instance
 
 SELF = {"$ref": "#"}
@@ -100,3 +104,42 @@ def test_as_building_one_finds_it(root: dict[str, Any], defs: dict[str, Any]) ->
     if "$ref" in root:
         root = {"anyOf": [root]}
     assert has_finite_instance({**root, "$defs": defs}) == smallest(root, defs, len(NAMES))
+
+
+# Whatever a stranger may write where a schema has a keyword, at the edges of what Python's numbers and texts can be.
+EDGES = [
+    10**400, -(10**400), 2**63, 1e308, float("inf"), float("-inf"), float("nan"), -0.0, "9" * 5000, "\u0663", "\u00b2",
+    *(f"#/anyOf/{index}" for index in ("9" * 5000, "-1", "\u0663", "\u00b2", "0/anyOf/0")), "#", "#/%", "#/%ff", "#/~",
+    "#/properties/a/minItems", "", "\0", True, None,
+]  # fmt: skip
+KEYWORDS = [
+    "$ref", "allOf", "anyOf", "oneOf", "type", "properties", "required", "additionalProperties", "patternProperties",
+    "minItems", "maxItems", "items", "prefixItems", "additionalItems", "const", "enum", "pattern", "multipleOf",
+    "minLength", "minProperties", "maxProperties", "a", "x-guidance", "$defs",
+]  # fmt: skip
+KEYS = st.sampled_from(KEYWORDS)
+VALUES = st.recursive(
+    st.sampled_from(EDGES) | KEYS | st.integers(-2, 3) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=5))
+def test_whatever_it_says_it_is_refused_or_read(schema: dict[str, Any]) -> None:
+    """Never an error of ours: not by the bounds, nor by the search for an instance, nor past the bounds."""
+    has_finite_instance(schema)
+    try:
+        text = json.dumps(schema)
+        _checked(text)
+    except Invalid as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_each_keyword_takes_anything(keyword: str) -> None:
+    for edge in EDGES:
+        for schema in ({keyword: edge}, {"anyOf": [{keyword: edge}]}, {"type": "array", keyword: [edge]}):
+            has_finite_instance(schema)
+            with contextlib.suppress(Invalid):
+                _checked(json.dumps(schema))

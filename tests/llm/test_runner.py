@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +20,15 @@ from contract.errors import Invalid
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
-from llm.load import TextModelError
+from llm.drafts import DraftRequest, LookupDrafter
+from llm.load import TextModel, TextModelError
 from llm.model_runner import ModelRunner
 from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
 from llm.pending import PendingTokens
 from llm.runner import TextRunner
+from llm.speculate import DraftTokens
+from llm.speculator import Speculator
 from tests.llm import stage
 from tests.llm.test_exact import watch
 
@@ -171,8 +176,8 @@ def test_answers_that_must_be_json() -> None:
         json.loads(free.text)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_model_that_makes_nan_fails_the_request_alone(ahead: bool) -> None:
+def broken() -> TextModel:
+    """The small model, of which token 77 makes NaN; it is never likely."""
     model = stage.small()
     network, _ = stage.tiny.make(stage.tiny.SHAPES[stage.tiny.TINY])
     network.set_attn_implementation("diptych")
@@ -180,12 +185,48 @@ def test_a_model_that_makes_nan_fails_the_request_alone(ahead: bool) -> None:
         network.model.embed_tokens.weight[77] = torch.nan
         network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.clone())
         network.lm_head.weight[77] = 0
-    broken = replace(model, network=network.eval().requires_grad_(False))
-    with stage.serving(broken, ahead=ahead) as (engine, _):
+    return replace(model, network=network.eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_model_that_makes_nan_fails_the_request_alone(ahead: bool) -> None:
+    with stage.serving(broken(), ahead=ahead) as (engine, _):
         good, bad = (stage.submit(engine, stage.greedy((1, token, 8), 6), f"{token}") for token in (9, 77))
         with pytest.raises(FloatingPointError, match="returned NaN"):
             bad.result()
         assert len(good.result().tokens) <= 6
+
+
+@pytest.mark.parametrize(("right", "native"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {"temperature": 0, "logprobs": 2}, {"temperature": 0.8, "top_k": 3, "seed": 1, "logprobs": 2}],
+    ids=["greedy", "log probabilities", "sampled"],
+)
+def test_nan_behind_a_wrong_guess_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch, right: int, native: bool, options: dict[str, Any]
+) -> None:
+    """So many likely guesses, then one that the model never takes, and whose logits are NaN, and one behind it."""
+    model = broken()
+    wanted = TextParameters((1, 9, 8), 24, ignore_end=True, **options)
+    (alone,) = stage.write(model, [wanted], native=native)
+
+    def guess(self: LookupDrafter, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
+        starts = [len(request.tokens) - len(wanted.prompt) for request in requests]
+        return [
+            DraftTokens([*alone.tokens[start : start + right], 77, 5][: request.count])
+            for start, request in zip(starts, requests, strict=True)
+        ]
+
+    monkeypatch.setattr(LookupDrafter, "guess", guess)
+    monkeypatch.setattr(LookupDrafter, "limit", lambda self, work, count: count)
+    monkeypatch.setattr(Speculator, "lengths", lambda *_: lambda acceptance: 4)
+    with stage.serving(model, draft="lookup", kernels=stage.kernels() if native else None) as (engine, runner):
+        text = stage.submit(engine, wanted).result(timeout=300)
+        guessing = runner.guessing
+    assert len(text.tokens) == 24 and guessing.guessed > guessing.accepted >= right * (wanted.temperature == 0)
+    assert wanted.temperature or text.tokens == alone.tokens
+    assert all(math.isfinite(each.logprob) for each in text.logprobs or ())
 
 
 def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
@@ -217,6 +258,7 @@ def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
         ({"prompt": (1, 262)}, "prompt: token ids must be between 0 and 261"),
         ({"prompt": [1]}, "prompt: must be a tuple"),
         ({"prompt": (1,) * 500}, "max_tokens: 500 tokens of prompt and 20 to come are more than the model's context"),
+        ({"prompt": (1,) * 512, "max_tokens": 1}, "prompt: 512 tokens are more than the model's context"),
         ({"max_tokens": -1}, "max_tokens: must be between"),
         ({"max_tokens": True}, "max_tokens: must be a whole number"),
         ({"temperature": -0.1}, "temperature: must be between 0 and 2, not -0.1"),
@@ -232,7 +274,7 @@ def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
         ({"seed": 10**400}, "seed: must be between 0 and 9223372036854775807, not that"),
         ({"logprobs": 21}, "logprobs: must be between"),
         ({"stop": ("",)}, "stop: must be text that is not empty"),
-        ({"stop": tuple("abcde")}, "stop: must be at most 4 texts"),
+        ({"stop": ("a",) * 17}, "stop: must be at most 16 texts"),
         ({"stop": ("a\x00",)}, "stop: character 2"),
         ({"json_schema": 5}, "json_schema: must be text"),
         *(({"json_schema": schema}, "json_schema: ")

@@ -34,7 +34,7 @@ def test_a_prompt_is_drawn_as_a_request_is(
     runner = Watching(one, lane=shared_lane())
     drawing = Denoiser(one, on_torch(one).denoiser, guidance=guidance, steps=4)
     prompts, seeds = ["a red cat", "two dogs", "a boat"], [1, 2, 3]
-    pixels = vae.decode(one, drawing.latents(prompts, seeds)).int()
+    pixels = vae.decode(one, drawing.latents(prompts, seeds))[0].int()
     wanted = ImageParameters(
         "", 0, one.native, one.native, steps=4, guidance_scale=guidance, scheduler=sampler or one.defaults.scheduler
     )

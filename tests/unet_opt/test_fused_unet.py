@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.ops.cuda import CudaLowering
 from core.ops.cuda_branches import AdaptableLayers
-from tests.core.quant.stage import check_close, error
+from tests.core.quant.stage import check_close, error, normal
 from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, stock, unet
 from unet_opt.deepcache import SplitUNet
 
@@ -127,14 +127,22 @@ def _scales(layers: AdaptableLayers) -> Tensor:
 def test_image_prompts_meet_no_new_layer() -> None:
     """Nor does a step without any, once all walks have run without."""
     of = unet("three-levels").to(DEVICE, BASE)
-    split, given = SplitUNet(CudaLowering(BASE, 2, of), of), placed(inputs(of, 2, 8, 8))
+    split, fresh, strict = (SplitUNet(CudaLowering(BASE, 2, of), of) for _ in range(3))
+    given = placed(inputs(of, 2, 8, 8))
     deep(split, given)
     split.lowering.fix_layers()
     lengths = torch.full((2,), 4, dtype=torch.int32, device=DEVICE)
-    images = [(torch.zeros(2, 4, split.text_width, device=DEVICE, dtype=BASE), lengths)]
-    with torch.inference_mode():
-        kv = split.prepare_text(given.hidden)
-        split.deep(given.of_denoiser(kv), images=images)
+    prompts = [(normal(1, 2, 4, split.text_width).to(DEVICE, BASE), lengths)]
+
+    def drawn(network: SplitUNet) -> Tensor:
+        with torch.inference_mode():
+            kv = network.prepare_text(given.hidden)
+            return network.deep(given.of_denoiser(kv), images=prompts)[0].clone()
+
+    assert torch.equal(drawn(split), drawn(fresh))
+    strict.lowering.fix_layers()
+    with pytest.raises(RuntimeError, match="new layer"):
+        drawn(strict)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -20,7 +20,7 @@ second, and then its card in the registry is "ready".
     --name NAME the stand-in's model is called so, and its pictures differ from those of other names; "one,two" are
                 two models of one engine
     --cold S    models but the first are not in memory before their first job; they are said to take S seconds to load
-    --compiling an uninterruptible thread never ends, as the compiler's may not
+    --compiling a thread never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
 see `picture`. Words in a prompt, for both modalities, make things happen at its second iteration (its first step):
@@ -29,9 +29,10 @@ see `picture`. Words in a prompt, for both modalities, make things happen at its
     HANG        the iteration never ends: a device that hangs
     FAIL        the iteration raises an ordinary error
     MEMORY      the iteration runs out of memory
+    OVERFLOW    a network returns NaN
     STEP=0.5    its own iterations take so many seconds instead of --step
 
-KILL, HANG, FAIL and MEMORY may be given a number of attempts: KILL=1 kills at the job's first attempt only.
+KILL, HANG, FAIL, MEMORY and OVERFLOW may be given a number of attempts: KILL=1 kills at the job's first attempt only.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet, OutOfMemory
 from core.batching.slots import Slots
 from core.config import Settings
+from core.failures import NotFinite
 from core.jobs.broker import Envelope
-from core.threads import UninterruptibleThread
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
 from workers.handlers import ImageJobProgress, JobHandler, pictures
@@ -203,7 +204,7 @@ def _own(prompt: str, word: str, otherwise: float) -> float:
 
 def _happen(request: Request) -> None:
     attempt = int(request.id.split("/")[1])
-    for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY)\b", request.parameters.prompt):
+    for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY|OVERFLOW)\b", request.parameters.prompt):
         if attempt > _own(request.parameters.prompt, word, 1e9):
             continue
         if word == "KILL":
@@ -212,6 +213,8 @@ def _happen(request: Request) -> None:
             threading.Event().wait()
         elif word == "FAIL":
             raise RuntimeError("the prompt wanted it")
+        elif word == "OVERFLOW":
+            raise NotFinite("the fp16 VAE of x")
         else:
             raise OutOfMemory("the prompt wanted it")
 
@@ -336,6 +339,7 @@ def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
 class Stage:
     engine: Engine
     handlers: dict[str, JobHandler]
+    failed: tuple[str, ...] = ()
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:
@@ -423,7 +427,7 @@ def main() -> int:
     parser.add_argument("--compiling", action="store_true")
     options = vars(parser.parse_args())
     if options.pop("compiling"):
-        UninterruptibleThread(target=threading.Event().wait).start()
+        threading.Thread(target=threading.Event().wait).start()  # no daemon: the interpreter would wait for it
     note = _writer(options.pop("log"))
     serve = WorkerTasks.run
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from contract.card import ImageCard, read_card, to_data
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
+from contract.image_request import ImageRequest
+from contract.upscale import Upscale
 from core.artifacts import NoArtifact
 from core.batching.request import Request
 from core.config import Settings
@@ -47,6 +51,10 @@ ASKED: dict[str, Any] = {
     "refiner": {"model": "refiner"},
 }  # fmt: skip
 PICTURED = ("control", "image_prompts")
+SENT = {field: value for field, value in ASKED.items() if field not in (*PICTURED, "refiner")} | {
+    field: [{"model": ASKED[field][0]["model"]}] for field in PICTURED
+}
+"""The same in a body, whose pictures are elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +135,34 @@ def test_the_card_offers_what_lies_in_the_folders_now_and_its_cost(works: Runtim
     late.unlink()
 
 
+def test_a_filter_enlarges_without_a_network(place: Path) -> None:
+    """Once the engine is done with a picture, whose own pixels are those without it."""
+    with build(settings(place)) as works:
+        card, handler = image_card(works.images), handler_of(works)
+        request = ImageRequest(
+            prompt="a", steps=1, size=f"{SIDE}x{SIDE}", seed=1, upscale={"model": "lanczos", "scale": 3}
+        )
+        job = request.complete(card.offer)
+        outputs = drawn(works, handler.requests(job))
+        stored: list[bytes] = []
+
+        class Writer:
+            def put(self, data: bytes, media_type: str) -> str:
+                stored.append(data)
+                return "key"
+
+        (image,) = handler.build_result(job, outputs, Writer())["images"]  # type: ignore[arg-type]
+        (plain,) = drawn(works, handler.requests(replace(job, picture=replace(job.picture, upscale=None))))
+        enlarged = plain.image.resize((3 * SIDE, 3 * SIDE), Image.Resampling.LANCZOS)
+        assert (image["width"], image["height"]) == enlarged.size and "upscaler" not in image["fingerprint"]
+        assert Image.open(io.BytesIO(stored[0])).tobytes() == enlarged.tobytes()
+        for scale, size in ((8, (4096, 4096)), (8, (2048, 64))):
+            with pytest.raises(Invalid, match="upscale: it makes"):
+                Upscale(model="lanczos", scale=scale).check_filtered(*size)
+        with pytest.raises(Invalid, match="no folder of upscalers"):
+            Upscale(model="lanczos").check((), "no folder of upscalers", ())
+
+
 def test_without_folders_none_is_offered(place: Path) -> None:
     with build(settings(place)) as works:
         card = image_card(works.images)
@@ -137,6 +173,18 @@ def test_without_folders_none_is_offered(place: Path) -> None:
         ):  # fmt: skip
             with pytest.raises(Invalid, match=said):
                 works.images.check(Request("x", "image", requests(**{field: ASKED[field]})[0]))
+            with pytest.raises(Invalid, match=said):
+                ImageRequest(prompt="a", **{field: SENT[field]}).complete(card.offer)
+
+
+def test_an_empty_folder_is_another_reason_than_none(place: Path, tmp_path: Path) -> None:
+    folders = {name: str(tmp_path) for name in FOLDERS if name != "refiner"}
+    with build(settings(place, **folders)) as works:
+        card = read_card(to_data(image_card(works.images)))
+        assert card.refusals == {} and card.loras == card.upscalers == ()
+        for field, value in SENT.items():
+            with pytest.raises(Invalid, match="its worker's folder of them is empty"):
+                ImageRequest(prompt="a", **{field: value}).complete(card.offer)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def test_a_template_that_refuses_is_refused_by_name(
         handler.requests(TextJob.read(CHAT))
 
 
+def test_a_template_reads_the_options_of_the_request(handler: TextJobHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0]['content'] }}{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
+    monkeypatch.setattr(stage.small().tokenizer, "chat_template", template)
+    first, more = (
+        handler.requests(TextJob.read({**CHAT, **fields}))[0].prompt
+        for fields in ({}, {"chat_template_kwargs": {"enable_thinking": False}})
+    )
+    assert more[:-1] == first and len(more) == len(first) + 1
+    with pytest.raises(Invalid, match="chat_template_kwargs: a content holds one of the model's control tokens"):
+        handler.requests(TextJob.read({**CHAT, "chat_template_kwargs": {"name": "<|end|>"}}))
+
+
 def test_tokens_are_counted_and_texts_are_told_in_pieces(handler: TextJobHandler) -> None:
     tally = handler.tally(handler.requests(TextJob.read({**CHAT, "max_tokens": 5})))
     assert tally.take(0, Outcome(progress=(0, 5))) is None

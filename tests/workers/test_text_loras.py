@@ -190,6 +190,11 @@ def edited(folder: Path, to: Path, **fields: Any) -> None:
         ({"lora_alpha": 1e308}, "lora_alpha is too large"),
         ({"r": 5}, "is of rank 4, which is not what adapter_config.json says"),
         ({"rank_pattern": [3]}, "rank_pattern is no object"),
+        ({"rank_pattern": {".*_proj": 3}}, "which is not what adapter_config.json says"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern: '[(]' is no regular expression"),
+        ({"target_modules": ["k_proj"]}, "target_modules leaves out"),
+        ({"exclude_modules": "model.*"}, "exclude_modules leaves out"),
+        ({"layers_to_transform": [7]}, "layers_to_transform leaves out"),
     ],
 )
 def test_other_adapters_are_refused_by_name(folder: Path, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:

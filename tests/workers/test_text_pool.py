@@ -163,3 +163,27 @@ def test_a_preempted_answer_goes_on_after_its_model_left_memory(stages: Callable
     made = request.work.tokens[request.work.prompt :]
     assert tuple(made) == expected.tokens[: len(made)] and 4 <= len(made) == tokens
     assert two.loads["second"] == 2
+
+
+def test_what_one_tenant_has_checked_holds_up_no_others_model(
+    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither model is in memory, so that each checks its requests before it admits them; the checks of one hang."""
+    begun, end, check = threading.Event(), threading.Event(), TextRunner.check
+
+    def hang(runner: TextRunner, request: Request) -> None:
+        if request.tenant == "mallory":
+            begun.set()
+            assert end.wait(120)
+        check(runner, request)
+
+    three = stages(3)
+    three.pool.evict(NAMES[1:])
+    monkeypatch.setattr(TextRunner, "check", hang)
+    hanging = [three.submit("second", seed, "mallory", max_tokens=1) for seed in range(5)]
+    assert begun.wait(60)
+    assert len(three.submit("third", 1, "alice", max_tokens=2, ignore_end=True).result(60).tokens) == 2
+    assert not any(future.done() for future in hanging)
+    end.set()
+    for future in hanging:
+        future.result(60)

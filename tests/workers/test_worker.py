@@ -78,6 +78,7 @@ def test_whatever_fails_fails_alone(crew: Crew) -> None:
         ({"scheduler": "sundial"}, "invalid_request", "scheduler: must be one of euler"),
         ({"lora": 5}, "engine_error", ""),
         ({"prompt": "FAIL please", "n": 3}, "engine_error", "the engine failed at this job (RuntimeError)"),
+        ({"prompt": "OVERFLOW please"}, "not_finite", "the fp16 VAE of x returned NaN or infinity"),
         ({"prompt": "MEMORY please"}, "out_of_memory", "the device has too little memory"),
     ]
     ids = [crew.ask(**asked) for asked, _, _ in failing]
@@ -205,7 +206,7 @@ def test_what_takes_too_long_is_handed_back(crew: Crew, switches: list[str], ask
     id = crew.ask(**asked, n=2)
     crew.running(id)
     worker.signal(signal.SIGINT)
-    assert worker.wait() == 0
+    assert worker.wait() == 130
     job = crew.job(id)
     assert (job.state, job.attempt, job.lost, job.suspect) == (JobState.QUEUED, 1, 0, False)
     assert crew.redis.llen(QUEUE) == 1  # its new message

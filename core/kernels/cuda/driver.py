@@ -94,14 +94,23 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 
 @functools.cache
-def nvrtc_unsupported_reason() -> str | None:
-    """Return why programs cannot be compiled and loaded in this process, or None if they can."""
+def compiler_unsupported_reason() -> str | None:
+    """Return why programs cannot be compiled in this process, or None if they can. That needs no driver."""
     try:
         _nvrtc()
-        _cuda()
     except (DriverError, OSError) as error:
         return str(error)
     return None
+
+
+@functools.cache
+def nvrtc_unsupported_reason() -> str | None:
+    """Return why programs cannot be compiled and loaded in this process, or None if they can."""
+    try:
+        _cuda()
+    except OSError as error:
+        return compiler_unsupported_reason() or str(error)
+    return compiler_unsupported_reason()
 
 
 def nvrtc_version() -> str:

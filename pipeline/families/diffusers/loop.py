@@ -5,6 +5,7 @@ Of the two threads exactly one runs: `advance` passes a baton to the pipeline's 
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from core.failures import NotFinite
 from pipeline.checkpoints.folder import first_line
 
 log = logging.getLogger(__name__)
@@ -76,9 +78,16 @@ class PipelineLoop:
     `callback_on_step_end` where the class has it, else where the progress bar moves.
     """
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], *, calls_back: bool) -> None:
-        self._pipeline, self._arguments, self._calls_back = pipeline, arguments, calls_back
+    def __init__(self, pipeline: Any, arguments: dict[str, Any], *, calls_back: bool, name: str) -> None:
+        """`name` is the model's, with its precision, in errors."""
+        self._pipeline, self._arguments, self._calls_back, self._name = pipeline, arguments, calls_back, name
         pipeline.progress_bar = self._progress_bar
+        for attribute, part in [*vars(pipeline).items()]:
+            if hasattr(part, "postprocess"):
+                own = copy.copy(part)
+                own.postprocess = self._checked(part.postprocess)
+                setattr(pipeline, attribute, own)
+        pipeline.numpy_to_pil = self._checked(pipeline.numpy_to_pil)
         if calls_back:
             arguments["callback_on_step_end"] = self._after_step
         self._go, self._stopped = Lock(), Lock()  # held but while the baton is passed
@@ -135,6 +144,18 @@ class PipelineLoop:
         finally:
             self._ended = True
             self._stopped.release()
+
+    def _checked(self, convert: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what makes pictures of a network's pixels, but raises `NotFinite` for NaN and infinity."""
+
+        def run(pixels: Any, *arguments: Any, **options: Any) -> Any:
+            if not bool(torch.as_tensor(pixels).isfinite().all()):
+                latents = self._position.latents
+                drawn = latents is None or bool(latents.isfinite().all())
+                raise NotFinite(f"the {'VAE' if drawn else 'denoiser'} of {self._name}")
+            return convert(pixels, *arguments, **options)
+
+        return run
 
     def _unload(self) -> None:
         """Do what a call does at its end: move networks that are offloaded whole off the GPU."""

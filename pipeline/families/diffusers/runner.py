@@ -300,7 +300,8 @@ class DiffusersRunner:
         signature = self.model.signatures[_kind(parameters)]
         if "generator" in signature:
             arguments["generator"] = torch.Generator("cpu").manual_seed(parameters.seed)
-        return PipelineLoop(_copied(pipeline), arguments, calls_back=_CALLBACK in signature)
+        name = f"{self.model.name} in {self.model.precision}"
+        return PipelineLoop(_copied(pipeline), arguments, calls_back=_CALLBACK in signature, name=name)
 
     def _advance(self, loop: PipelineLoop, group: BatchGroup) -> Position:
         """Run one iteration of a call, on the lane's thread, and observe its cost."""

@@ -22,6 +22,7 @@ CARD = replace(
     embeddings=("charturner",),
     vaes=("full", "tiny"),
     upscalers=("nearest4",),
+    upscale_filters=("lanczos",),
     controls=("edges", "union"),
     preprocessors=("canny",),
     image_prompts=("face",),

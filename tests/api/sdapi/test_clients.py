@@ -88,8 +88,11 @@ def test_webuiapi_reads_and_enlarges(webui: Any) -> None:
     assert webui.png_info(result.image).info == result.info["infotexts"][0]
     enlarged = webui.extra_single_image(image=result.image, upscaler_1="None", upscaling_resize=1.5)
     assert enlarged.image.size == (192, 192)
+    for upscaler in ("Latent", "Lanczos"):  # the former by default
+        drawn = webui.txt2img(prompt="a cat", enable_hr=True, hr_upscaler=upscaler)
+        assert ("hr_upscaler" in str(drawn.info["warnings"])) == (upscaler == "Latent")
     with pytest.raises(RuntimeError, match="hires fix"):
-        webui.txt2img(prompt="a cat", enable_hr=True)
+        webui.txt2img(prompt="a cat", enable_hr=True, hr_upscaler="R-ESRGAN 4x+")
 
 
 # -- the calls of others ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from PIL import Image
 from contract import image_request
 from core.jobs.record import JobState
 from tests.api.sdapi.studio import Studio
-from tests.api.world import Api, Worker, check_error, eventually
+from tests.api.world import Api, Worker, check_error, eventually, ok
 
 
 def picture(width: int = 128, height: int = 128, mode: str = "RGB", seed: int = 0, **options: Any) -> str:
@@ -238,7 +238,7 @@ def test_large_pictures_go_through(shared: Api, studio: Studio) -> None:
 def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"steps": 100_000}, "steps"), ({"cfg_scale": 1e6}, "cfg_scale"), ({"batch_size": 20}, "batch_size"),
-        ({"seed": -7}, "seed"), ({"prompt": ""}, "prompt"), ({"prompt": "a <lora:nothing:1>"}, "prompt"),
+        ({"seed": -7}, "seed"), ({"prompt": "a <lora:nothing:1>"}, "prompt"),
         ({"prompt": "a [cat:dog:0.5]"}, "prompt"), ({"sampler_name": "Eulerest"}, "sampler_name"),
         ({"sampler_index": "Eulerest"}, "sampler_index"), ({"scheduler": "fast"}, "scheduler"),
         ({"scheduler": 5}, "scheduler"), ({"sampler_name": 5, "scheduler": "Karras"}, "sampler_name"),
@@ -258,6 +258,12 @@ def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
     wrong = redraw(shared, init_images=["https://example.com/a.png"])
     assert "not fetched" in sdapi_error(wrong, 422, "init_images")
     sdapi_error(shared.post("/sdapi/v1/options", sd_model_checkpoint="none"), 422, "sd_model_checkpoint")
+
+
+@pytest.mark.parametrize("prompt", ["", None, "<lora:sepia:1>", "# a cat"])
+def test_an_empty_prompt_draws(shared: Api, studio: Studio, prompt: str | None) -> None:
+    assert len(ok(draw(shared, prompt=prompt)).json()["images"]) == 1
+    assert studio.last["prompt"] == "" and bool(studio.last.get("lora")) == ("lora" in (prompt or ""))
 
 
 def test_a_job_that_fails(shared: Api, studio: Studio) -> None:

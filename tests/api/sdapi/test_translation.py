@@ -17,6 +17,7 @@ from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.translation import PLACES, Translation
 from api.uploads import PictureSource
 from contract.card import ImageCard
+from contract.control import Control
 from contract.image_request import EditRequest, ImageRequest
 from tests.api.sdapi.studio import CARD
 
@@ -70,6 +71,7 @@ def test_numbers_are_taken_as_they_come() -> None:
         ("a <lora:sepia:1><lora:pixel-art:-.5> cat", "a  cat", "sepia:1,pixel-art:-.5"),
         ("a cat <lyco:sepia:0.5:0.5>", "a cat", "sepia:0.5"),
         ("a cat <lora:sepia:te=0.5:unet=0.5>", "a cat", "sepia:0.5"),
+        ("# of no effect\na cat <lora:sepia:1> # <lora:pixel-art:1>", "a cat", "sepia:1"),
     ],
 )  # fmt: skip
 def test_loras_are_named_in_the_prompt(prompt: str, bare: str, lora: str) -> None:
@@ -78,8 +80,22 @@ def test_loras_are_named_in_the_prompt(prompt: str, bare: str, lora: str) -> Non
     assert result.warnings == []
 
 
+@pytest.mark.parametrize(
+    ("tag", "scale", "warned"),
+    [
+        ("0.5:1", "1", "one weight"), ("te=0.5:unet=0.8", "0.8", "one weight"), ("0.8:lbw=OUTALL", "0.8", "lbw"),
+        ("0.8:0.8:16", "0.8", "dyn"), ("1:start=5:stop=9", "1", "start, stop"), ("1:a b=2", "1", "an argument"),
+    ],
+)  # fmt: skip
+def test_a_lora_has_its_weight_of_the_unet_and_is_told_what_else_its_tag_says(
+    tag: str, scale: str, warned: str
+) -> None:
+    result = made(prompt=f"a cat <lora:sepia:{tag}>")
+    (warning,) = result.warnings
+    assert result.fields["lora"] == f"sepia:{scale}" and warned in warning
+
+
 def test_a_lora_that_is_named_otherwise_is_told() -> None:
-    assert "one weight" in made(prompt="a cat <lora:sepia:0.5:1>").warnings[0]
     assert "negative_prompt" in made(negative_prompt="<lora:sepia:1>").warnings[0]
     assert refused(prompt="a <lora:../x:1>")[0] == refused(prompt="<lora:sepia:1> <lora:sepia:1>")[0] == "prompt"
 
@@ -91,6 +107,33 @@ def test_what_is_no_loras_name_is_told_why(name: str, reason: str) -> None:
     assert reason in refused(prompt=f"a <lora:{name}:1>")[1]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "drawn", "warned"),
+    [
+        ("a cat AND a dog :0.5", "a cat, a dog", True), ("a cat :1.2 AND rain :-0.5 AND", "a cat", True),
+        ("a cat:0.5", "a cat", True), ("a LAND of cats", "a LAND of cats", False), ("(cat:0.5)", "(cat:0.5)", False),
+        ("a cat\n# and no dog\nasleep # soundly", "a cat\nasleep", False), ("", "", False), ("# a cat", "", False),
+    ],
+)  # fmt: skip
+def test_what_the_web_ui_reads_in_a_prompt_is_drawn_or_told(prompt: str, drawn: str, warned: bool) -> None:
+    result = made(prompt=prompt)
+    assert (result.fields["prompt"], bool(result.warnings), result.prompt) == (drawn, warned, prompt)
+    assert not warned or "AND" in result.warnings[0]
+    ImageRequest(**result.fields).complete(CARD.offer)
+
+
+def test_comments_may_be_text() -> None:
+    fields = {"prompt": "a #1 cat", "negative_prompt": "dogs # and so on"}
+    assert [made(**fields).fields[name] for name in fields] == ["a", "dogs"]
+    result = made(**fields, override_settings={"enable_prompt_comments": False})
+    assert [result.fields[name] for name in fields] == [*fields.values()]
+
+
+def test_more_pictures_than_a_request_has_are_told_by_both_fields() -> None:
+    field, message = refused(batch_size=4, n_iter=3)
+    assert field == "batch_size" and "n_iter" in message and "12" in message and "10" in message
+
+
 @given(st.text(st.sampled_from("<lora:ab>0.5 ()"), max_size=30))
 def test_a_prompt_without_a_whole_name_is_as_it_was(prompt: str) -> None:
     try:
@@ -98,7 +141,7 @@ def test_a_prompt_without_a_whole_name_is_as_it_was(prompt: str) -> None:
     except ApiError as error:
         assert error.param in ("prompt", "lora")
     else:
-        assert result.fields["prompt"] == prompt or "lora" in result.fields
+        assert result.fields["prompt"] == prompt or "lora" in result.fields or "AND" in result.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +184,14 @@ def test_the_hires_fix_enlarges() -> None:
     result = made(enable_hr=True, hr_upscaler="nearest4", width=128, height=128, hr_resize_x=256, hr_resize_y=256)
     assert result.fields["upscale"]["scale"] == 2.0
     assert "upscale" not in made(enable_hr=False, hr_upscaler="Latent").fields
-    for upscaler in ("Latent", "R-ESRGAN 4x+", "None", None):
-        field, message = refused(enable_hr=True, hr_upscaler=upscaler)
-        assert field == "hr_upscaler" and "nearest4" in message
-    assert "DIPTYCH_UPSCALERS_DIR" in refused(card=replace(CARD, upscalers=()), enable_hr=True)[1]
+    for upscaler in ("Latent", "Latent (nearest-exact)", "Lanczos", "Nearest", "None", None):
+        result = made(enable_hr=True, hr_upscaler=upscaler, denoising_strength=0)
+        assert result.fields["upscale"] == {"model": "lanczos", "scale": 2.0}
+        assert [warning.partition(":")[0] for warning in result.warnings] == ["hr_upscaler"] * (upscaler != "Lanczos")
+    field, message = refused(enable_hr=True, hr_upscaler="R-ESRGAN 4x+")
+    assert field == "hr_upscaler" and "nearest4, Lanczos" in message
+    without = replace(CARD, upscalers=(), upscale_filters=(), refusals={"upscalers": "no folder of upscalers"})
+    assert "no folder of upscalers" in refused(card=without, enable_hr=True)[1]
     shape = {"width": 128, "height": 128, "hr_resize_x": 256, "hr_resize_y": 128}
     assert refused(enable_hr=True, hr_upscaler="nearest4", **shape)[0] == "hr_resize_x"
 
@@ -164,6 +211,8 @@ def test_a_source_and_its_mask() -> None:
     named = [warning.partition(":")[0] for warning in result.warnings]
     assert named == ["resize_mode", "inpainting_fill", "inpaint_full_res"]
     assert made(Img2Img, **{**fields, "mask_blur": 0, "inpainting_fill": 1}).warnings == []
+    assert made(Img2Img, **{**fields, "mask": ["mask"]}).pictures.mask is not None
+    assert refused(Img2Img, **{**fields, "mask": ["a", "b"]})[0] == "mask"
     assert refused(Img2Img)[0] == refused(Img2Img, init_images=["a", "b"])[0] == "init_images"
     assert refused(Img2Img, init_images=["a"], denoising_strength=2)[0] == "denoising_strength"
     assert refused(Img2Img, init_images="a") == ("init_images", "must be a list")
@@ -224,10 +273,48 @@ def test_a_unit_without_a_picture_reads_the_source() -> None:
     assert refused(**scripts({"model": "edges"}))[0] == "alwayson_scripts.controlnet.image"
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"threshold_a": 50, "threshold_b": 64.0}, {"low_threshold": 50, "high_threshold": 64}),
+        ({"threshold_a": -1, "threshold_b": -1}, {}), ({"module": "none", "threshold_a": 64}, {"preprocessor": None}),
+        ({"resize_mode": "Just Resize"}, {"fit": "stretch"}), ({"resize_mode": 1}, {"fit": "crop"}),
+        ({"resize_mode": "2"}, {"fit": "contain"}), ({"pixel_perfect": True, "processor_res": -1}, {}),
+    ],
+)  # fmt: skip
+def test_fields_of_units_that_are_read(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    result = made(**scripts({**UNIT, "module": "canny", **fields}))
+    entry = {"model": "edges", "preprocessor": "canny", **expected}
+    assert result.fields["control"] == [{name: value for name, value in entry.items() if value is not None}]
+    assert result.warnings == []
+    Control(**result.fields["control"][0]).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"effective_region_mask": "mask"}, "effective_region_mask"), ({"processor_res": 512}, "processor_res"),
+        ({"advanced_weighting": [1.0] * 12}, "advanced_weighting"), ({"hr_option": "High res only"}, "hr_option"),
+        ({"inpaint_crop_input_image": True}, "inpaint_crop_input_image"), ({"future": 1}, "future"),
+        ({"a b": 1}, "1 are not read"), ({"union_control_type": "Recolor"}, "union_control_type"),
+        ({"module": "depth_leres", "threshold_a": 5}, "threshold_a"), ({"mask_image": "mask"}, "mask_image"),
+        *(({"image": image}, "mask") for image in ({"image": "a", "mask": "b"}, ["a", "b"])),
+    ],
+)  # fmt: skip
+def test_fields_of_units_that_would_change_a_picture_are_told(fields: dict[str, Any], name: str) -> None:
+    card = replace(CARD, preprocessors=("canny", "depth"))
+    (warning,) = made(card=card, **scripts({**UNIT, "module": "canny", **fields})).warnings
+    assert name in warning
+    assert made(**scripts({**UNIT, **fields, "enabled": False})).warnings == []
+
+
 def test_units_that_are_refused_or_told() -> None:
     assert refused(**scripts({**UNIT, "module": "openpose_full"}))[0] == "alwayson_scripts.controlnet.module"
     assert refused(**scripts({"module": "canny", "image": "a"}))[0] == "alwayson_scripts.controlnet.model"
     assert refused(**scripts({**UNIT, "weight": "x"}))[0] == "alwayson_scripts.controlnet.weight"
+    assert refused(**scripts({**UNIT, "resize_mode": 7}))[0] == "alwayson_scripts.controlnet.resize_mode"
+    for ours, theirs in (("strength", "weight"), ("low_threshold", "threshold_a")):
+        assert place(f"control.{ours}", PLACES) == f"alwayson_scripts.controlnet.{theirs}"
     assert refused(**scripts(*[UNIT] * 9))[0] == "alwayson_scripts"
     assert refused(alwayson_scripts={"controlnet": {"args": 1}})[0] == "alwayson_scripts"
     assert made(**scripts({**UNIT, "control_mode": "Balanced"})).warnings == []

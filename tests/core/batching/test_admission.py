@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -72,6 +73,25 @@ def test_what_waits_for_a_resource_keeps_its_place_and_delays_no_other(
     assert not breaches
     assert {r.state for r in house.ended} <= {State.DONE, State.ABORTED}, "each gets its room"
     assert all(room.taken == 0 for room in runner.rooms.values())
+
+
+def test_who_is_passed_over_keeps_others_from_all_that_it_needs() -> None:
+    """Every queue of three requests that need any of three resources, of which x is taken."""
+    sets = [needed for count in range(4) for needed in itertools.combinations("xyz", count)]
+    for queue in itertools.product(sets, repeat=3):
+        house, runner = drive(slots=9, rooms=dict.fromkeys("xyz", 1))
+        house.add("holds", Ask(files=(("x", 1),)))
+        house.fill()
+        taken, closed, expected = {"x"}, set[str](), ["holds"]
+        for number, needed in enumerate(queue):
+            house.add(f"r{number}", Ask(files=tuple((name, 1) for name in needed)))
+            if taken.isdisjoint(needed) and closed.isdisjoint(needed):
+                taken.update(needed)
+                expected.append(f"r{number}")
+            else:
+                closed.update(needed)
+        house.fill()
+        assert runner.admitted == expected, queue
 
 
 def test_a_long_queue_for_a_resource_costs_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

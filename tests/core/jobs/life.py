@@ -126,7 +126,8 @@ class Life:
         level = max(step for step in books.LEVELS if step <= priority)
         deadline = self.now + DEADLINE_S if timed else None
         self.models[id] = Model(id, queue, name, work_ms, deadline, level, self._next(), self.now, priority=priority)
-        assert self.store.create(draft) == job  # again: nothing happens
+        assert self.store.create(draft) == self.store.lists.summary(id)  # again: nothing happens
+        assert self.store.get(id) == job
         self.unsent.append(draft.envelope)
 
     def send(self, dice: Random) -> None:
@@ -274,7 +275,7 @@ class Life:
         self.seen[f"cancel of {model.state}"] += 1
         if model.live:
             model.to("cancelled")
-        assert job == self.store.get(id)
+        assert job == self.store.lists.summary(id)
         for worker in WORKERS:
             due = running and worker == model.worker
             assert self.client.xlen(f"diptych:control:{worker}") == told[worker] + due

@@ -98,7 +98,7 @@ def test_one_that_should_be_gone_goes_when_it_is_noted(
     assert batches.note(batch.id, 0, {}, "completed")
     assert jobs.get(id) is None
     jobs.upkeep.sweep()
-    assert not present(jobs.page("ann")).jobs
+    assert not present(jobs.lists.page("ann")).jobs
 
 
 def test_a_pictures_record_names_it_until_the_batch_is_written(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import redis
 
+from core.jobs.job_lists import _LOOKS
 from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
 from core.jobs.record import new_id
-from core.jobs.store import _LOOKS, JobStore
+from core.jobs.store import JobStore
 from tests.core import refusals
 from tests.core.jobs import books
 from tests.core.jobs.drafts import make
@@ -93,7 +94,7 @@ def test_a_page_steps_over_thousands_that_are_gone(store: JobStore, client: redi
     last = many(store, 1)
     found, after, pages = [], "", 0
     while True:
-        page = present(store.page(None, limit=2, after=after))
+        page = present(store.lists.page(None, limit=2, after=after))
         assert page.after or not page.more
         found += [job.id for job in page.jobs]
         after, pages = page.after, pages + 1
@@ -106,11 +107,11 @@ def test_a_page_steps_over_thousands_that_are_gone(store: JobStore, client: redi
 def test_a_page_of_nothing_but_what_is_gone_is_the_last(store: JobStore, client: redis.Redis) -> None:
     make_dead(store, client, 4500)
     before = scripts(client)
-    assert store.page("eve", limit=1) is not None
+    assert store.lists.page("eve", limit=1) is not None
     assert scripts(client) - before >= 4500 // _LOOKS, "one script keeps Redis for no longer than that many take"
     make_dead(store, client, 4500)
     for model in ("", "emoji-xl"):
-        page = present(store.page("eve", model=model))
+        page = present(store.lists.page("eve", model=model))
         assert not page.jobs and not page.more
 
 
@@ -129,7 +130,7 @@ def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.R
     first = many(store, 1)
     make_dead(store, client, 2500)
     with refusals.no_replicas(client):
-        page = present(store.page(None))
+        page = present(store.lists.page(None))
     assert [job.id for job in page.jobs] == first and not page.more
 
 

@@ -101,9 +101,9 @@ def test_who_has_the_id_next_is_in_no_list_of_the_last_one(brief: JobStore, clie
     forgotten(client)
     brief.create(draft("bob"))
     for _ in range(2):
-        page = present(brief.page("ann"))
+        page = present(brief.lists.page("ann"))
         assert page.jobs == [], "it is bob's"
-        page = present(brief.page(None))
+        page = present(brief.lists.page(None))
         assert [job.owner for job in page.jobs] == ["bob"]
         while client.exists("diptych:ended"):
             brief.upkeep.sweep()

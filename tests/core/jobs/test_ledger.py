@@ -65,7 +65,7 @@ def test_pages_hold_every_job_once_and_newest_first(
             found: list[str] = []
             after, more = "", True
             while more:
-                page = present(store.page(owner, state=state, after=after, limit=limit))
+                page = present(store.lists.page(owner, state=state, after=after, limit=limit))
                 assert len(page.jobs) <= limit
                 found += [job.id for job in page.jobs]
                 after, more = page.after, page.more
@@ -78,11 +78,11 @@ def test_pages_hold_every_job_once_and_newest_first(
 
 def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
     mine, other = store.create(draft(owner="ann")), store.create(draft(owner="bob"))
-    assert store.page("ann", after="nothing") is None
-    assert store.page("ann", after=other.id) is None, "it is in another's list"
-    page = present(store.page("ann", after=mine.id))
+    assert store.lists.page("ann", after="nothing") is None
+    assert store.lists.page("ann", after=other.id) is None, "it is in another's list"
+    page = present(store.lists.page("ann", after=mine.id))
     assert page.jobs == [] and not page.more
-    elsewhere = present(store.page("ann", model="other"))
+    elsewhere = present(store.lists.page("ann", model="other"))
     assert elsewhere.jobs == []
 
 

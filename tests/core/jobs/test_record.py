@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from typing import Any
 
 import pytest
 
-from core.jobs.record import JobDraft, JobState, from_json, new_id, to_json
+from core.jobs.record import FIELDS, Job, JobDraft, JobState, from_json, new_id, to_json
+from tests.core.jobs.drafts import RECORD
 
 
 def test_states() -> None:
@@ -61,3 +63,20 @@ def test_json_has_no_nan(value: Any) -> None:
 
 def test_no_json() -> None:
     assert from_json(None) is None
+
+
+def test_a_summary_has_every_field_that_a_job_is_read_from() -> None:
+    """A field that `Job.of` reads and `FIELDS` lacks would be missing in lists alone."""
+    read: set[str] = set()
+
+    class Fields(UserDict[str, str]):
+        def __getitem__(self, name: str) -> str:
+            read.add(name)
+            return super().__getitem__(name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            read.add(name)
+            return super().get(name, default)
+
+    Job.of("job_1", Fields(RECORD))
+    assert read == {*FIELDS}

@@ -24,6 +24,7 @@ from core.jobs.events import EventReader
 from core.jobs.keyring import Keyring
 from core.jobs.store import JobStore
 from deployment.redis import free_port
+from deployment.redis_programs import NAMES
 from tests.https_server import make_certificate
 
 PATIENCE_S = 60.0
@@ -34,9 +35,9 @@ OURS, OTHERS = "certificate.pem", "other/certificate.pem"
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """Port and folder of a server that speaks nothing but TLS."""
-    server = shutil.which("redis-server")
+    server = next(filter(None, map(shutil.which, NAMES)), None)
     if server is None:
-        pytest.skip("there is no redis-server with TLS (apt install redis-server)")
+        pytest.skip("there is no Redis with TLS (apt install redis-server)")
     folder, port = tmp_path_factory.mktemp("tls"), free_port()
     (folder / "other").mkdir()
     for place in (folder, folder / "other"):
@@ -44,7 +45,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, P
     process = subprocess.Popen(
         [server, "--port", "0", "--tls-port", str(port), "--tls-cert-file", OURS, "--tls-key-file", "key.pem",
          "--tls-ca-cert-file", OURS, "--tls-auth-clients", "no", "--save", "", "--requirepass", PASSWORD],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
     )  # fmt: skip
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -53,7 +54,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, P
             break
         except OSError:
             if process.poll() is not None:
-                pytest.skip("this redis-server was built without TLS")
+                pytest.skip("the Redis on the PATH was built without TLS (apt install redis-server)")
             assert time.monotonic() < until
             time.sleep(0.02)
     yield port, folder

@@ -94,7 +94,7 @@ def test_a_list_goes_on_past_a_record_that_cannot_be_read(
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     before = TALLY.counts()["record"]
     for owner in ("eve", None):
-        page = present(store.page(owner))
+        page = present(store.lists.page(owner))
         assert [job.id for job in page.jobs] == [ids[2], ids[0]]
     with pytest.raises(UnreadableRecord) as caught:
         store.get(ids[1])

@@ -26,7 +26,8 @@ from core.jobs.keyring import Keyring
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.address import listen, url
-from deployment.redis import RedisError, RedisServer
+from deployment.redis import RedisServer
+from deployment.redis_programs import RedisError
 from tests.api.world import SERVE
 from tests.faults.guard import Guard
 from tests.faults.histories.clocks import Clocks

@@ -44,9 +44,9 @@ def test_examples_run_every_phase(shape: str) -> None:
     for phase in STEPS:
         output, *_ = timer.example(phase, 3, (side, side))(phases[phase])
         assert output.shape == (3, channels, side // scale, side // scale) and output.isfinite().all()
-    assert timer.example(VAE, 2, (side, side))(phases[VAE]).shape == (2, side, side, 3)
+    assert timer.example(VAE, 2, (side, side))(phases[VAE])[0].shape == (2, side, side, 3)
     with_tiny = on_torch(tiny_model(shape)).phases
-    assert timer.example(VAE_TINY, 2, (side, side))(with_tiny[VAE_TINY]).shape == (2, side, side, 3)
+    assert timer.example(VAE_TINY, 2, (side, side))(with_tiny[VAE_TINY])[0].shape == (2, side, side, 3)
     hidden, pooled = timer.example(TEXT, 2, (0, 0))(phases[TEXT])
     assert hidden.shape[0] == pooled.shape[0] == 2
     assert phases[KEYS](hidden).shape == (2, hidden.shape[1], denoiser.text_width)

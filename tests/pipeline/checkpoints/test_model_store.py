@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from pipeline.checkpoints import release_assets, tiny
-from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.folder import ModelError, local
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.model_store import AddOptions, add, names
 from pipeline.checkpoints.single_file import CheckpointOptions
@@ -267,6 +268,22 @@ def test_a_file_that_is_not_there_is_not_downloaded(source: str, release: Publis
         add(source, tmp_path / "store", options(base))
     with pytest.raises(ModelError, match="no such folder"):
         add(f"{source}.safetensors", tmp_path / "store", options(base))
+
+
+@pytest.mark.parametrize("address", [None, ""])
+def test_a_remedy_is_one_that_works(
+    address: str | None, release: Publish, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build without its release's address cannot download; what it names instead is done here."""
+    release(ARCHIVE.getvalue(), **({} if address is None else {"address": address}))
+    (tmp_path / "small.zip").write_bytes(ARCHIVE.getvalue())
+    monkeypatch.chdir(tmp_path)
+    remedy = release_assets.listed()["small"].remedy
+    source = re.match(r"`diptych models add (\S+)` (downloads|unpacks) it", remedy)
+    assert source is not None and source[1] == ("small" if address is None else "small.zip")
+    with pytest.raises(ModelError, match=f"small: is not installed; {re.escape(remedy)}$"):
+        local("small")
+    assert add(source[1], tmp_path / "store", options(base)).folder.is_dir()
 
 
 def test_without_the_release_another_place_can_be_named(release: Publish, base: Path, tmp_path: Path) -> None:

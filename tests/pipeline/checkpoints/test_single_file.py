@@ -287,8 +287,12 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def test_what_no_picture_depends_on_may_be_there(converted: Write) -> None:
-    load(str(converted(added({key: torch.zeros(2) for key in HARMLESS}))))
+def test_what_no_picture_depends_on_may_be_there(converted: Write, own: Any) -> None:
+    model = load(str(converted(added({key: torch.full((2,), 7.0) for key in HARMLESS}))), precision="fp32")
+    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        actual, expected = model.parts[name].state_dict(), getattr(own, name).state_dict()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected), name
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,4 @@ def test_the_edges_are_opencvs(kind: str, digest: str) -> None:
 def test_higher_thresholds_find_no_more(seed: int, kind: str) -> None:
     some, fewer = edges(picture(kind, seed)), edges(picture(kind, seed), 150, 300)
     assert set(np.unique(some)) <= {0, 255} and (some[fewer > 0] > 0).all()
+    assert (edges(picture(kind, seed), 300, 150) == fewer).all(), "as OpenCV, which takes them in either order"

@@ -186,7 +186,7 @@ def test_metadata_that_is_no_config_is_refused(config: str, model: ImageModel, t
 @pytest.mark.parametrize(
     ("pattern", "alpha"),
     [
-        ("to_q", 10), ("attn1.to_q", 8), ("^to_q$", 8), ("to_q.lora_A", 8),
+        ("to_q", 10), ("attn1.to_q", 8), ("^to_q$", 10), ("to_q.lora_A", 10), (r".*attn1\.to_[qk]", 8), ("^.*to_q$", 8),
         ("o_q", 6), ("ttn1.to_q", 6), ("to_", 6), ("attn1", 6), ("", 6),
     ],
 )  # fmt: skip

@@ -206,7 +206,7 @@ def test_what_cannot_enlarge_is_refused_and_nobody_else(tmp_path: Path, one: Ima
 
 def test_without_a_folder_and_beyond_all_bounds_it_is_refused(folder: UpscalerFolder) -> None:
     error = refusal(Watching(model(SHAPE)), wanted())
-    assert error.field == "upscale" and error.message.startswith("there is no folder of upscalers")
+    assert error.field == "upscale" and error.message.startswith("no folder of upscalers")
     large = replace(model(SHAPE), max_pixels=4096 * 4096)
     error = refusal(Watching(large, upscalers=folder), wanted(width=2048, height=2048))
     assert error.field == "upscale" and "4 times 2048x2048 is more than 33554432 pixels" in error.message

@@ -11,6 +11,7 @@ local status = redis.call('HGET', key, 'status')
 if status ~= 'in_progress' and status ~= 'cancelling' then
   redis.call('ZREM', P .. 'batches', ARGV[2])
   redis.call('DEL', P .. 'batch_jobs:' .. ARGV[2], P .. 'batch_done:' .. ARGV[2])
+  weigh(redis.call('HGET', key, 'owner') or '', 'batch:' .. ARGV[2], batch_excess_bytes(key))
   release(redis.call('HGET', key, 'key'), ARGV[2], now())
 end
 return 1

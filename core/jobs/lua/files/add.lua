@@ -2,8 +2,9 @@
 -- include: shared/sizes
 -- KEYS: none
 -- ARGV: 2 id, 3 owner, 4 name, 5 purpose, 6 size, 7 key, 8 kept_ms, 9 quota in bytes or '', 10 and 11 width and height of a
--- picture or '', 12 whether the request came without a key ('1' or '')
--- Answer: {1, created}, {0, bytes that the owner already stores}, or {-1, 0}: keys are required by now
+-- picture or '', 12 whether the request came without a key ('1' or ''), 13 bytes that the owner's records may take or ''
+-- Answer: {1, created}, {0, bytes that the owner already stores}, {-1, 0}: keys are required by now, or {-2, 0}: the owner's
+-- records would take more bytes than they may
 
 local id, owner, kept_ms = ARGV[2], ARGV[3], tonumber(ARGV[8])
 local sizes, index = P .. 'file_sizes:' .. owner, P .. 'files:' .. owner
@@ -17,6 +18,10 @@ if created then return {1, created} end
 if ARGV[12] == '1' and redis.call('GET', P .. 'access') == 'keys' then
   release(ARGV[7], id, at)
   return {-1, 0}
+end
+if beyond_share(owner, file_bytes, tonumber(ARGV[13]), at) then
+  release(ARGV[7], id, at)
+  return {-2, 0}
 end
 local total = redis.call('HGET', sizes, 'total')
 if ARGV[9] ~= '' and total + ARGV[6] > tonumber(ARGV[9]) then

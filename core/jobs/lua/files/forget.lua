@@ -10,5 +10,7 @@ if not v[1] then return 0 end
 redis.call('DEL', key)
 redis.call('ZREM', P .. 'files:' .. v[1], ARGV[2])
 discount(v[1], ARGV[2])
+local sizes = P .. 'file_sizes:' .. v[1]
+if redis.call('HGET', sizes, 'total') == '0' then redis.call('DEL', sizes) end
 release(v[2], ARGV[2], now())
 return 1

@@ -1,5 +1,5 @@
 -- Cancels a live job and notifies the worker that runs it.
--- include: shared/transitions
+-- include: shared/transitions shared/summary
 -- KEYS: none
 -- ARGV: 2 id, 3 retention_ms, 4 incarnation or ''
 -- Answer: the record's fields afterwards; empty if the job does not exist
@@ -10,4 +10,4 @@ if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', now(), ARGV[3])
   if job.state == 'running' then tell_to_cancel(job) end
 end
-return redis.call('HGETALL', job.key)
+return summary(job.key)

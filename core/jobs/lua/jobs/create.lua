@@ -3,21 +3,21 @@
 --
 -- It is one script, so that no record is left without a message and no rejected job is charged. If the id is taken, the
 -- caller checks whether the existing job is the same.
--- include: shared/transitions shared/positions shared/charge
+-- include: shared/transitions shared/positions shared/charge shared/summary
 -- KEYS: none
 -- ARGV: 2 one JSON array of strings (a command of thirty arguments is slower to encode than the script is to run): id,
 --   modality, model, parameters, priority, level, deadline in ms from now or '', work_ms, max_queued, owner, digest,
 --   webhook or '', keys of its input artifacts separated by spaces, trace, request id, whether its progress is followed
 --   ('1', '0', or '': unspecified), kombu's list, message or '', how many of the charges below count even if no job is
 --   created, minimum retention of the ended record in ms, whether the request came without a key ('1' or ''), limits of the
---   owner's jobs, each '' or: waiting in that queue, live of that model, live in that queue, and of that model at workers
---   (see may_send); charges of five arguments each
+--   owner's jobs, each '' or: waiting in that queue, live of that model, live in that queue, of that model at workers (see may_send),
+--   and bytes that its records may take; charges of five arguments each
 -- Answer: numbers separated by spaces: the outcome, how many charges were evaluated, the state of each (5 numbers), and
 --   1, created: created, deadline or 0, sequence, jobs ahead of it, queued, their ms, running, their ms
---   0, it existed: nothing more, but the record's fields as a second value
+--   0, it existed: nothing more, but the record's summary as a second value
 --   -1, the queue is full, -2, the last of these charges exceeds its limit, -3, the owner has too many waiting jobs,
 --   -4, the owner may create no more jobs, or keys are required by now, -5, the id was withdrawn, -6, the owner has too
---   many live jobs of the model, or -7, in the queue: nothing more
+--   many live jobs of the model, or -7, in the queue, -8, its records would take more bytes than they may: nothing more
 
 local A = cjson.decode(ARGV[2])
 local id, queue, level, owner = A[1], A[2], A[6], A[10]
@@ -55,15 +55,16 @@ if code == 1 and owner ~= '' then
   end
   if most_of_model and has_live({A[3]}, most_of_model) then code = -6 end
   if most_live and has_live(models(queue), most_live) then code = -7 end
+  if beyond_share(owner, job_bytes + slack * #ARGV[2], tonumber(A[26]), now()) then code = -8 end
   if redis.call('EXISTS', P .. 'barred:' .. owner) == 1 then code = -4 end
 end
 -- The first key was added since the request was admitted.
 if A[21] == '1' and redis.call('GET', P .. 'access') == 'keys' then code = -4 end
-local within, told = charge(A, 26, tonumber(A[19]), code < 1)
+local within, told = charge(A, 27, tonumber(A[19]), code < 1)
 if not within then code = -2 end
 local answer = code .. ' ' .. #told .. ' ' .. table.concat(told, ' ')
 if code < 0 then return answer end
-if code == 0 then return {answer, redis.call('HGETALL', key)} end
+if code == 0 then return {answer, summary(key)} end
 
 local at = now()
 -- Leftovers of an earlier job with this id do not belong to this one.
@@ -85,6 +86,7 @@ if A[13] ~= '' then
     redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
   end
 end
+if owner ~= '' then weigh(owner, id, #ARGV[2] > job_fields_bytes / 2 and excess_bytes(key) or 0) end
 local order = precisely()  -- finer resolution than `created`: lists use this order
 redis.call('ZADD', P .. 'jobs', order, owner .. '|' .. id)
 redis.call('ZADD', P .. 'jobs:' .. owner, order, owner .. '|' .. id)

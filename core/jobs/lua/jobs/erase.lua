@@ -25,6 +25,7 @@ for artifact in string.gmatch((redis.call('HGET', job.key, 'artifacts') or '') .
   end
 end
 redis.call('DEL', job.key)
+weigh(job.owner, job.id, 0)
 for _, list in ipairs({'ended', 'jobs', 'jobs:' .. job.owner}) do
   redis.call('ZREM', P .. list, job.owner .. '|' .. job.id)
 end

@@ -18,6 +18,7 @@ if job.state == 'running' then
         redis.call('HINCRBY', P .. 'naming', artifact, 1)
         redis.call('ZADD', P .. 'kept', 'GT', at + kept_ms(job, ARGV[5]) + 3600000, artifact)
       end
+      weigh(job.owner, job.id, excess_bytes(job.key))
     end
   end
   return 1

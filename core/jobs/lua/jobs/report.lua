@@ -1,7 +1,7 @@
 -- Writes progress into records and into the event streams of followed jobs.
 --
 -- A text job's result is sent in pieces, in events only: the record's progress stays small, and the bytes written are
--- linear in the length of the text. A job that nobody follows (`followed` is 0, set only at creation) gets no event.
+-- linear in the length of the text; they count as bytes of its owner's. A job that nobody follows (`followed` is 0, set only at creation) gets no event.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: for each job: id, fencing token, data, the event's data or '' (same as the record's), whether it replaces all
@@ -24,6 +24,10 @@ while i <= #ARGV do
         id = redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2],
           'of', job.incarnation, 'v', V)
       else  -- never trimmed: the text is incomplete without each piece
+        local bytes = redis.call('HINCRBY', job.key, 'told', #event)
+        if math.floor(bytes / large_events) > math.floor((bytes - #event) / large_events) then
+          weigh(job.owner, job.id, excess_bytes(job.key) + bytes)
+        end
         id = redis.call('XADD', stream, '*', 'type', 'progress', 'data', event ~= '' and event or ARGV[i + 2],
           'of', job.incarnation, 'v', V)
       end

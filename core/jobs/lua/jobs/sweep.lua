@@ -94,6 +94,7 @@ for _, entry in ipairs(over) do
   if left_ms == -2 then
     redis.call('ZREM', P .. 'jobs', entry)
     redis.call('ZREM', P .. 'jobs:' .. owner, entry)
+    weigh(owner, id, 0)
   end
 end
 

@@ -5,7 +5,7 @@
 -- Answer: whether the key existed
 
 let_through()
+if ARGV[3] == '1' then redis.call('SET', P .. 'barred:' .. ARGV[2], '', 'PX', 86400000) end  -- also if revoked before
 if redis.call('HEXISTS', P .. 'keys', ARGV[2]) == 0 then return 0 end
 redis.call('SET', P .. 'access', 'keys')
-if ARGV[3] == '1' then redis.call('SET', P .. 'barred:' .. ARGV[2], '', 'PX', 86400000) end
 return redis.call('HDEL', P .. 'keys', ARGV[2])

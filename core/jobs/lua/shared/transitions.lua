@@ -7,7 +7,7 @@
 -- supported); times are milliseconds since the epoch:
 --
 --   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed list message
---                          offered claim by graced most_running`
+--                          offered claim by graced most_running dropped told`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces
@@ -31,6 +31,7 @@
 --   needed                 hash: artifact → number of live jobs that read it as input
 --   going                  zset: artifact being deleted → start of the deletion
 --   held:{artifact}        see holding.lua
+--   heavy:{owner}, heavy_bytes:{owner}    see footprint.lua
 --   webhooks, webhook_*    see lanes.lua
 --   workers                zset: worker → heartbeat;  worker:{id}: its card;  models: hash of cards
 --   control:{worker}       stream of messages to a worker
@@ -47,7 +48,7 @@
 -- A full Redis (`noeviction`) refuses a script's first write if it could need memory; after a first write of another
 -- kind it accepts all others. So the script that creates a job (create.lua) begins with a write that is refused, and
 -- leaves nothing half done; scripts that end a job or keep it running begin with one that is accepted.
--- include: shared/fairness
+-- include: shared/fairness shared/footprint
 
 local P, V = ARGV[1], VERSION
 
@@ -138,6 +139,17 @@ local function kept_ms(job, retention_ms)
     return math.max(retention_ms, 172800000)
   end
   return retention_ms
+end
+
+local most_kept = 16384  -- bytes of a request
+local large_events = 65536
+
+-- Drops the request of a text job that has ended, if it is large: its text is the client's. Its size stays.
+local function drop_request(key)
+  local parameters = redis.call('HGET', key, 'parameters')
+  if parameters and #parameters > most_kept then
+    redis.call('HSET', key, 'parameters', '{}', 'dropped', #parameters)
+  end
 end
 
 local function count(job, state, n)
@@ -259,6 +271,9 @@ local function finish(job, state, by, at, retention_ms, field, value)
   redis.call('DEL', P .. 'preview:' .. job.id)
   redis.call('HSET', job.key, 'state', state, 'ended', at, 'by', by)
   if field then redis.call('HSET', job.key, field, value) end
+  -- The results of a batch's lines are made of their requests too (batches/note.lua).
+  if job.queue == 'text' and job.digest == '' then drop_request(job.key) end
+  weigh(job.owner, job.id, excess_bytes(job.key))
   emit(job, state, field == 'error' and value or '{}')
   redis.call('PEXPIRE', job.key, retention_ms)
   redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
@@ -267,8 +282,9 @@ local function finish(job, state, by, at, retention_ms, field, value)
     if redis.call('HINCRBY', P .. 'needed', artifact, -1) <= 0 then redis.call('HDEL', P .. 'needed', artifact) end
     redis.call('ZADD', P .. 'kept', 'GT', at + retention_ms + 3600000, artifact)
   end
-  -- Followers of an ended job read its record, so its events, half of its memory, expire sooner.
-  redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, 3600000))
+  -- Followers of an ended job read its record, so its events, half of its memory, expire sooner; a long text's at once.
+  local told = tonumber(redis.call('HGET', job.key, 'told')) or 0
+  redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, told > large_events and 60000 or 3600000))
   if room then feed(job, at) end
 end
 

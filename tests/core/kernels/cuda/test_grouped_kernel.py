@@ -39,11 +39,14 @@ class Case:
         ]
         self.scales = [uniform(generator, n) * 1e-3 if quantized else None for n, _ in shapes]
 
-    def run(self, rows: slice, tile: GroupTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts, their weights, and the sum of what they make."""
-        experts, weights, x = kernels.route(
+    def route(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the experts, their weights, and the rows as `dtype`."""
+        return kernels.route(
             self.x[rows], self.router, self.top, normalized=True, inverse=self.inverses[0], dtype=self.dtype
         )
+
+    def products(self, experts: Tensor, weights: Tensor, x: Tensor, tile: GroupTile | None = None) -> Tensor:
+        """Return the weighted outputs of the rows' experts, [top, T, WIDTH]."""
         first, second = (
             tile or kernels.choose(experts.numel(), self.experts, WIDTH, self.dtype.itemsize, gated=gated)
             for gated in (True, False)
@@ -52,10 +55,7 @@ class Case:
         hidden = kernels.gated(
             x, self.weights[0], self.scales[0], self.inverses[1], self.dtype, places, self.top, self.experts, first
         )
-        parts = kernels.down(
-            hidden, self.weights[1], self.scales[1], weights, DTYPE, places, self.experts, second
-        )  # fmt: skip
-        return experts, weights, parts
+        return kernels.down(hidden, self.weights[1], self.scales[1], weights, DTYPE, places, self.experts, second)
 
 
 def route_reference(
@@ -94,7 +94,8 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None, experts: Tensor, c
 @pytest.mark.parametrize(("rows", "experts", "top"), [(1, 8, 2), (37, 5, 3)])
 def test_mixture(rows: int, experts: int, top: int, dtype: torch.dtype) -> None:
     case = Case(rows, experts, top, dtype)
-    chosen, weights, parts = case.run(slice(None))
+    chosen, weights, levels = case.route(slice(None))
+    parts = case.products(chosen, weights, levels)
     expected, expected_weights, x = route_reference(
         case.x, case.router, top, normalized=True, inverse=case.inverses[0], dtype=dtype
     )
@@ -112,9 +113,14 @@ def test_mixture(rows: int, experts: int, top: int, dtype: torch.dtype) -> None:
 def test_a_row_does_not_depend_on_its_companions(dtype: torch.dtype) -> None:
     """Nor on the tile, and so on how many rows there are."""
     case = Case(40, 6, 2, dtype)
-    whole = case.run(slice(None))[2]
+    experts, weights, x = case.route(slice(None))
+    whole = case.products(experts, weights, x)
     for rows, tile in ((slice(0, 1), None), (slice(5, 22), None), (slice(0, 40), GroupTile(64, 128, 128, 8, 3))):
-        assert torch.equal(case.run(rows, tile)[2], whole[:, rows])
+        alone = case.route(rows)
+        assert torch.equal(alone[0], experts[rows]) and torch.equal(alone[2], x[rows])
+        torch.testing.assert_close(alone[1], weights[rows])  # of sums of floats
+        # Sums of integers are exact, and what follows is by element: the bits are equal on every machine.
+        assert torch.equal(case.products(experts[rows], weights[rows], x[rows], tile), whole[:, rows])
 
 
 def test_assignments_are_in_order_and_blocks_of_one_expert() -> None:
@@ -136,7 +142,8 @@ def test_what_is_not_finite_chooses_experts_too(value: float) -> None:
     case = Case(5, 4, 2, DTYPE)
     case.router = case.router.abs() + 1  # all overflow
     case.x[1] = value
-    experts, _, parts = case.run(slice(0, 5))
+    experts, weights, x = case.route(slice(0, 5))
+    parts = case.products(experts, weights, x)
     assert {*experts.flatten().tolist()} <= {*range(4)} and all(len({*row}) == 2 for row in experts.tolist())
     assert not parts[:, 1].isfinite().any() and parts[:, 0].isfinite().all()
 

@@ -120,10 +120,10 @@ def test_gate_and_up_become_one(kind: str, rows: int, columns: int, depth: int) 
     close(gated(x, made, None, None, DTYPE, gelu=True), expected)
 
 
-@pytest.mark.skipif(not CUDA, reason="numpy's sums of floats depend on the shape")
 def test_a_row_does_not_depend_on_its_companions() -> None:
-    int4 = weight("int4 with zeros", 0, 4096, 4096)[0]
-    x = normal(draw(1), 64, 4096).to(DTYPE)
+    side = 4096 if CUDA else 512
+    int4 = weight("int4 with zeros", 0, side, side)[0]
+    x = normal(draw(1), 64, side).to(DTYPE)
     whole = stream(x, int4).sum(0)
     for first, count in ((0, 1), (5, 2), (20, 20)):
         assert torch.equal(stream(x[first : first + count].contiguous(), int4).sum(0), whole[first : first + count])

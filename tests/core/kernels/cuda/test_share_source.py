@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.kernels.branches import BranchPart
 from core.kernels.cuda import gemm
-from core.kernels.cuda.driver import compile_program, nvrtc_unsupported_reason
+from core.kernels.cuda.driver import compile_program, compiler_unsupported_reason
 from core.kernels.cuda.epilogue_source import ROWS
 from core.kernels.cuda.gemm_source import LOCATE, TYPES, GemmVariant, source
 from core.kernels.cuda.low_rank import ENTRY, pack
@@ -338,7 +338,8 @@ def rows_get_their_own(case: Case, run: str) -> None:
     assert torch.equal(found.view_as(wanted), wanted)
 
 
-@pytest.mark.skipif(nvrtc_unsupported_reason() is not None, reason="there is no NVRTC")
+@pytest.mark.skipif(compiler_unsupported_reason() is not None, reason="there is no NVRTC")
+@pytest.mark.quick("fp8-shape3", "fp8-shape7", "int8-shape5")  # all take a minute
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_it_compiles_for_hopper(shape: tuple[int, int, int], kind: str) -> None:

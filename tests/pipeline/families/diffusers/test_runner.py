@@ -23,6 +23,7 @@ from contract.picture_input import Edit
 from core.batching.engine import Engine
 from core.batching.pending import Aborted
 from core.batching.request import Outcome, Request
+from core.failures import NotFinite
 from pipeline.families.diffusers.loop import _CallThread
 from pipeline.families.diffusers.runner import DiffusersRunner
 from tests.pipeline.families.diffusers.conftest import Folders, Runners
@@ -396,3 +397,21 @@ def test_previews_follow_maps_of_latents(name: str, expected: int, runners: Runn
     runner.release(request)
     previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
     assert len(previews) == expected and all(preview.shape[2] == 3 for preview in previews)
+
+
+@pytest.mark.parametrize("part", ["vae", "transformer"])
+def test_a_picture_of_what_is_not_finite_is_an_error_that_names_the_network(
+    part: str, runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, request = begun(runners, "flux")
+    layer = runner.model.modules[part]
+    layer = layer.decoder.conv_out if part == "vae" else layer.proj_out
+    monkeypatch.setattr(layer.bias, "data", torch.full_like(layer.bias, torch.nan))
+    try:
+        with pytest.raises(NotFinite) as caught:
+            finish(runner, request)
+    finally:
+        monkeypatch.undo()
+    label = "VAE" if part == "vae" else "denoiser"
+    assert str(caught.value) == f"the {label} of flux in fp32 returned NaN or infinity"
+    assert np.asarray(finish(*begun(runners, "flux"))).std() > 0

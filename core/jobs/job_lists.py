@@ -1,0 +1,76 @@
+"""Reads job records as far as lists show them: a text's request and answer, megabytes perhaps, stay in Redis."""
+
+from __future__ import annotations
+
+from core.jobs.connection import RedisClient, RedisStore
+from core.jobs.record import Job, JobIds, JobPage, JobState, pairs
+from core.jobs.unreadable import TALLY, UnreadableRecord
+
+_LOOKS = 2000  # entries that one page of a list may scan
+_PAGE_BYTES = 2**20  # that one page reads of requests and results
+
+
+class JobLists(RedisStore):
+    """Summaries of jobs: their records, without the `parameters` and the `result` of texts."""
+
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._list = self._client.script("jobs/list")
+        self._summaries = self._client.script("jobs/summaries")
+
+    def summary(self, id: str) -> Job | None:
+        """Read a record as `page` does. Raises `UnreadableRecord`."""
+        (fields,) = self._summaries(_PAGE_BYTES, id)
+        return Job.of(id, pairs(fields)) if fields else None
+
+    def page(
+        self,
+        owner: str | None,
+        *,
+        modality: str = "",
+        state: JobState | None = None,
+        model: str = "",
+        after: str = "",
+        limit: int = 20,
+    ) -> JobPage | None:
+        """List an owner's jobs (None: all owners), newest first, after the given one, without the `parameters` and the
+        `result` of texts. None: that one does not exist.
+
+        A page may be short, or empty, although more follow, if few of very many jobs are of the modality, state and
+        model, or if their records are large.
+        """
+        listed = self.ids(owner, modality=modality, state=state, model=model, after=after, limit=limit)
+        if listed is None:
+            return None
+        records = self._summaries(_PAGE_BYTES, *listed.ids) if listed.ids else []
+        jobs = []
+        for id, fields in zip(listed.ids, records, strict=False):
+            try:
+                if fields:  # one may have ended or changed state since the list was read
+                    jobs.append(Job.of(id, pairs(fields)))
+            except UnreadableRecord as error:
+                TALLY.note(error)
+        if len(records) < len(listed.ids):
+            return JobPage(jobs, listed.ids[len(records) - 1], True)
+        return JobPage(jobs, listed.after, listed.more)
+
+    def ids(
+        self,
+        owner: str | None,
+        *,
+        modality: str = "",
+        state: JobState | None = None,
+        model: str = "",
+        after: str = "",
+        limit: int = 20,
+    ) -> JobIds | None:
+        """List the ids of an owner's jobs as `page` does, without reading their records."""
+        rank = 0
+        index = "*" if owner is None else owner
+        while True:
+            answer = self._list(index, state or "", model, limit, after, _LOOKS, rank, modality)
+            if answer == 0:
+                return None
+            last, more, rank, *ids = answer
+            if last or more == "0":  # else everything scanned is gone, and there is no position to continue from
+                return JobIds(ids, last, more == "1")
