@@ -72,9 +72,22 @@ def test_a_door_charges_what_it_makes(house: House, door: Door) -> None:
         assert answers < paid[unit, ""] < answers + 20 and paid[unit, model] == paid[unit, ""]
 
 
+@pytest.mark.parametrize("door", [door for door in DOORS if door.offers({"expand_prompt": True})], ids=str)
+def test_an_expanded_prompt_is_charged_to_the_text_model(house: House, door: Door) -> None:
+    """As the tokens of the prompt and 96 more for each picture."""
+    client, request = limited(house), {"expand_prompt": True, **several(door)}
+    call = door.prepare(house, client, request)
+    before = {name: house.used(client, RATE, "tokens", name) for name in ("", WRITER.name)}
+    assert call().accepted
+    assert {name: house.used(client, RATE, "tokens", name) - count for name, count in before.items()} == dict.fromkeys(
+        before, 98 * request.get("n", 1)
+    )
+    assert house.used(client, RATE, "requests", WRITER.name) == 0
+
+
 WRONG: dict[str, dict[str, Request]] = {
     "image": {"a field": {"steps": 10**6}, "a model": {"model": "nobody's"}},
-    "text": {"a field": {"max_tokens": -1}, "a model": {"model": "nobody's"}},
+    "text": {"a field": {"max_tokens": "many"}, "a model": {"model": "nobody's"}},
 }
 NEW = tuple(door for door in DOORS if "requeue" not in door.route)
 

@@ -19,6 +19,12 @@ def narrow(house: House) -> Client:
     return house.key(models=OFFERED.name)
 
 
+@pytest.fixture(scope="module")
+def drawer(house: House) -> Client:
+    """A key that may have pictures drawn, and no texts written."""
+    return house.key("images", "files")
+
+
 @pytest.mark.parametrize("door", DOORS, ids=str)
 def test_a_door_makes_its_callers_job(house: House, tenants: Tenants, door: Door) -> None:
     """And nobody else's: what the other tables refuse is served otherwise."""
@@ -121,6 +127,15 @@ def test_a_request_uses_no_model_that_its_key_may_not(
     assert outcome.refused(400, code), outcome
     assert house.worker.ids() == before
     assert door.submit(house, tenants.owner, **request_).accepted
+
+
+@pytest.mark.parametrize("door", [door for door in NEW if door.offers({"expand_prompt": True})], ids=str)
+def test_a_prompt_is_expanded_for_who_may_write_texts(house: House, drawer: Client, door: Door) -> None:
+    before = house.worker.ids()
+    outcome = door.submit(house, drawer, expand_prompt=True)
+    assert outcome.refused(403, "insufficient_scope"), outcome
+    assert house.worker.ids() == before
+    assert door.submit(house, drawer, expand_prompt=False).accepted
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])

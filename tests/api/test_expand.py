@@ -7,9 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 
-import openai
 import pytest
 
 from contract.card import ModelCard, TextOffer
@@ -30,7 +28,6 @@ from tests.api.world import (
     client_of,
     eventually,
     parsed,
-    token_of,
 )
 
 EMBEDS = replace(TEXT, name="embedder", limits=TextOffer(embedding_dimensions=8, generates=False))
@@ -131,67 +128,6 @@ def test_what_only_the_worker_can_tell_is_a_400(world: tuple[Api, Worker]) -> No
     said = Invalid("expand_prompt", "the prompt is too long", "context_length_exceeded")
     assert worker.store.leases.fail(id, worker.take(id).attempt, **said.to_dict())
     check_error(answer.result(PATIENCE_S), 400, "expand_prompt", "context_length_exceeded")
-
-
-DOORS: dict[str, tuple[str, dict[str, object]]] = {
-    "generations": ("/v1/images/generations", {"prompt": "a cat", "expand_prompt": True}),
-    "jobs": ("/v1/jobs", {"type": "image", "prompt": "a cat", "expand_prompt": True}),
-    "prediction": ("/predictions", {"input": {"prompt": "a cat", "prompt_upsampling": True}}),
-    "replicate": ("/v1/predictions", {"input": {"prompt": "a cat", "expand_prompt": True}}),
-}
-
-
-def error_file(client: openai.OpenAI, id: str) -> str | None:
-    return client.batches.retrieve(id).error_file_id
-
-
-def line(fields: dict[str, object]) -> bytes:
-    return json.dumps({"custom_id": "0", "method": "POST", "url": "/v1/images/generations", "body": fields}).encode()
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_who_may_not_write_texts_has_none_written(settings: Settings, door: str) -> None:
-    """A key's scopes and its tokens hold for what the text model writes, at every door."""
-    images, poor = (
-        token_of(settings, name, scopes, **limits)
-        for name, scopes, limits in (
-            ("ann", ["images"], {}), ("bob", ["images", "text"], {"tokens": "100/day, emoji-lm=150/day"})
-        )
-    )  # fmt: skip
-    path, fields = DOORS[door]
-    with served(settings, (CARD, TEXT)) as (api, worker):
-        refused = api.client.post(path, json=fields, headers=bearer(images))
-        assert refused.status_code == 403 and "lacks the scope text" in refused.text
-        # 96 tokens and those of the prompt: the second one is beyond the limit of all models.
-        headers = {**bearer(poor), "Prefer": "respond-async"}
-        if path.endswith("generations"):
-            fields = {**fields, "stream": True}
-        with api.client.stream("POST", path, json=fields, headers=headers) as first:
-            assert first.status_code in (200, 201, 202), first.read()
-            assert first.headers["x-ratelimit-remaining-tokens"] == "2"
-        assert api.client.post(path, json=fields, headers=headers).status_code == 429
-        assert len(worker.ids()) == 1
-
-
-def test_a_line_of_a_batch_is_no_other_door(settings: Settings) -> None:
-    owners = {
-        "insufficient_scope": token_of(settings, "ann", ["images", "files"]),
-        "": token_of(settings, "bob", ["images", "files", "text"]),
-    }
-    with served(settings, (CARD, TEXT)) as (api, worker):
-        for code, token in owners.items():
-            with client_of(api.url, token) as client:
-                content = line({"prompt": "a cat", "expand_prompt": True})
-                file = client.files.create(file=("x.jsonl", content), purpose="batch")
-                batch = client.batches.create(
-                    input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h"
-                )
-                if not code:
-                    eventually(worker.ids)
-                    continue
-                file_id = eventually(partial(error_file, client, batch.id))
-                text = client.files.content(file_id).text
-                assert json.loads(text)["response"]["body"]["error"]["code"] == code and not worker.ids()
 
 
 def test_a_job_is_tried_again_by_who_may_write(settings: Settings) -> None:

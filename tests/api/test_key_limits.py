@@ -261,6 +261,17 @@ def test_lines_of_batches_wait_for_a_models_limits(fleet: Fleet) -> None:
     assert errors["custom_id"] == "c0" and errors["response"]["body"]["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("jobs", ["3", "emoji-xl=3"])
+def test_lines_of_batches_leave_a_job_to_other_requests(fleet: Fleet, jobs: str) -> None:
+    client = fleet.key(jobs=jobs)
+    data = lines(*({"prompt": "a cat", "steps": 2} for _ in range(5)))
+    file = ok(client.post("/v1/files", files={"file": ("x.jsonl", data)}, data=BATCH)).json()["id"]
+    ok(client.post("/v1/batches", json={"input_file_id": file, "endpoint": URL, "completion_window": "24h"}))
+    eventually(lambda: len(fleet.jobs(client)) == 2)
+    assert client.order().status_code == 202
+    check_error(client.order(), 429, code="too_many_jobs")
+
+
 def test_a_key_knows_of_no_models_but_its_own(fleet: Fleet) -> None:
     client = fleet.key(
         models="gpt-image-1, best", jobs="gpt-image-1=4", running="50%,emoji-z=2", rate="emoji-xl=1/hour"

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from core.jobs.record import JobState
-from tests.api.doors import DOORS, IMAGES, House, Tenants, outcome_of
+from tests.api.doors import DOORS, IMAGES, WRITER, House, Tenants, outcome_of
 from tests.api.easel import asked
 from tests.api.test_access import Client
 from tests.api.world import BATCH, eventually, ok
@@ -158,6 +158,16 @@ def test_what_is_anothers_does_not_exist(house: House, tenants: Tenants, kind: s
         for route in THINGS[kind][:-1]:
             assert call(client, route, id).status_code in (200, 204, 409), (route, client.key_id)
     assert call(tenants.owner, THINGS[kind][-1], id).status_code == 200
+
+
+@pytest.mark.parametrize("route", [route for route in JOB if "predictions" in route])
+def test_a_text_is_no_prediction(house: House, tenants: Tenants, route: str) -> None:
+    """Not for its owner either, who sees it as a job."""
+    with house.holding():
+        id = house.hold_job(tenants.owner, id=house.new_id(), modality="text", model=WRITER.name)
+        assert outcome_of(call(tenants.owner, route, id)).refused(404, "job_not_found")
+        assert house.worker.is_(id, JobState.QUEUED)
+        assert call(tenants.owner, "POST /v1/jobs/{id}/cancel", id).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["job", "batch"])
