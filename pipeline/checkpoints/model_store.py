@@ -56,7 +56,7 @@ class AddOptions:
 def add(source: str, store: Path, options: AddOptions) -> Added:
     """Put the model into the folder `store`. Nothing of it is left there if that fails but a broken download.
 
-    source: a safetensors file of an SDXL checkpoint, its https address, a folder in diffusers' format, a hub id, or a
+    source: a safetensors file of a checkpoint, its https address, a folder in diffusers' format, a hub id, or a
     model of `release_assets`: its name, or its archive's file or address elsewhere.
 
     Raises `ModelError`, naming the source, or the option, and what is wrong.
