@@ -174,7 +174,7 @@ LAYOUTS: dict[str, Layout] = {
     **{
         f"{first}, {second}": _layout(
             {f"{first}{_Q_TEXT}.q_proj": ("text_encoder", f"{_Q_TEXT}.q_proj"),
-             f"{second}{_OUT_TEXT}.out_proj": ("text_encoder_2", f"{_OUT_TEXT}.out_proj")}, "bugs of other readers", style)
+             f"{second}{_OUT_TEXT}.out_proj": ("text_encoder_2", f"{_OUT_TEXT}.out_proj")}, "tools", style)
         for first, second, style in (
             ("te1.", "te2.", KOHYA), ("te.", "lora_te2.", PEFT), ("lora_te1.", "clip_g.", KOHYA),
             ("transformer.", "te2.", PEFT),
