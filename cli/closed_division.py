@@ -150,12 +150,11 @@ def _folder_of(files: dict[str, Path], options: argparse.Namespace) -> str:
         return str(path)
     folders: Path = options.out / "model" / MODEL_FOLDER
     if not folders.is_dir():
-        from cli.convert import BASE
         from pipeline.checkpoints import single_file
 
         folders.parent.mkdir(parents=True, exist_ok=True)
         with model_errors():
-            single_file.convert(path, folders, single_file.CheckpointOptions(options.base or BASE, None, None, ""))
+            single_file.convert(path, folders, single_file.CheckpointOptions(options.base or "", None, None, ""))
     return str(folders)
 
 

@@ -11,9 +11,9 @@ from cli.arguments import Commands, StartupProgress, UsageError, add_command, mo
 if TYPE_CHECKING:
     from pipeline.checkpoints.single_file import CheckpointOptions
 
-BASE = "stabilityai/stable-diffusion-xl-base-1.0"
-_ABOUT = """FILE is an SDXL checkpoint as fine-tunes are shared (.safetensors). Configs and tokenizers, which such a
-file lacks, come from the base. The folder is a model for every other command:
+_BASES = "stabilityai/stable-diffusion-xl-base-1.0 or stable-diffusion-v1-5/stable-diffusion-v1-5"  # of single_file
+_ABOUT = """FILE is a checkpoint of SDXL or Stable Diffusion 1 as fine-tunes are shared (.safetensors). Configs and
+tokenizers, which such a file lacks, come from the base. The folder is a model for every other command:
 
   diptych convert juggernautXL.safetensors -o models/juggernaut
   diptych serve --model models/juggernaut --precision int8
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         commands,
         "convert",
         "make a model's folder of a checkpoint in one file",
-        "Write an SDXL checkpoint of one file as a folder in diffusers' format.",
+        "Write a checkpoint of one file as a folder in diffusers' format.",
         _ABOUT,
     )
     convert.add_argument("file", type=Path, metavar="FILE", help="the checkpoint, a .safetensors file")
@@ -38,9 +38,9 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the options of what a checkpoint in one file lacks."""
     parser.add_argument(
         "--base",
-        default=BASE,
+        default="",
         metavar="NAME",
-        help="an SDXL folder or hub id, for the configs and tokenizers that a file lacks; default: %(default)s",
+        help=f"a folder or hub id of its family, for the configs and tokenizers that a file lacks; default: {_BASES}",
     )
     parser.add_argument(
         "--vae", default="", metavar="PATH", help="a VAE's folder or file, in place of the checkpoint's own"

@@ -28,8 +28,9 @@ from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
 
 _ANSWER_S = 10.0
 _GIB = 2**30
-_ABOUT = """SOURCE is an SDXL checkpoint in one .safetensors file, its https address, a folder or a hub id, or the name
-of a model that is offered beside the wheel (`diptych models list`). The model then goes by its name:
+_ABOUT = """SOURCE is a checkpoint of SDXL or Stable Diffusion 1 in one .safetensors file, its https address, a
+folder or a hub id, or the name of a model that is offered beside the wheel (`diptych models list`).
+The model then goes by its name:
 
   diptych models add juggernautXL.safetensors --name juggernaut --quantize int8
   diptych serve --model juggernaut

@@ -18,7 +18,7 @@ def read_json(path: Path, error: Callable[[str], Exception]) -> Any:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
-        raise error(f"{path.parent}: {path.name} is missing") from None
+        raise error(f"{path.parent}: {missing(path)}") from None
     except OSError as cause:
         raise error(f"{path}: cannot be read ({cause.strerror})") from cause
     if len(data) > MOST_BYTES:
@@ -27,6 +27,13 @@ def read_json(path: Path, error: Callable[[str], Exception]) -> Any:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}: is not JSON ({printable(str(cause), 300)})") from cause
+
+
+def missing(path: Path) -> str:
+    """Return what to say of a file that is not there: that it is missing, or a link that leads nowhere."""
+    if not path.is_symlink():
+        return f"{path.name} is missing"
+    return f"{path.name} is a link to {printable(str(path.readlink()), 300)}, which is not there"
 
 
 def read_object(path: Path, error: Callable[[str], Exception]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from contract.precision import PRECISIONS, SCHEMES, is_quantized
 from contract.precision import dtype as dtype_of
 from core.digests import digest_of
+from core.hub_cache import model_name, snapshot
+from core.json_files import missing
 from llm import tiny
 from llm.pooling import Pooling
 
@@ -132,7 +134,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu", rank: Rank 
                 )
             in_fp32 = is_quantized(precision) and form is None
             network, tokenizer, generates, files = _read(folder, torch.float32 if in_fp32 else dtype)
-            short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
+            short = model_name(Path(name)) if Path(name).expanduser().is_dir() else Path(name).name
             digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
         experts.adopt(network, family.MIXTURES)
@@ -213,11 +215,16 @@ def _local(name: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
-            if not (folder / "config.json").is_file():
+            files = snapshot(folder)
+            if (files / "config.json").is_symlink() and not (files / "config.json").is_file():
+                raise TextModelError(f"{short}: {missing(files / 'config.json')}")
+            if not (files / "config.json").is_file():
                 raise TextModelError(
                     f"{short}: holds no config.json; a language model is a folder in transformers' format"
                 )
-            return folder
+            return files
+    except LookupError as error:
+        raise TextModelError(f"{short}: {error}") from error
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise TextModelError(f"{short}: no such folder ({reason})") from error

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up. A module belongs to the longest name that it starts with. Imports go down; a room knows itself.
 LAYERS = (
     ("contract", "core"),  # of core the package's own __init__ only
-    ("core.config", "core.digests", "core.extras", "core.failures", "core.json_files", "core.logs", "core.peft_config",
-     "core.pictures", "core.threads"),
+    ("core.config", "core.digests", "core.extras", "core.failures", "core.hub_cache", "core.json_files", "core.logs",
+     "core.peft_config", "core.pictures", "core.threads"),
     ("core.traces",),
     ("core.artifacts", "core.batching", "core.cuda_graphs", "core.graphs", "core.jobs", "core.kernels", "core.quant",
      "core.transfers"),

@@ -15,6 +15,7 @@ from pipeline.checkpoints.safetensors_header import MAX_BYTES
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 TEXT, TEXT_2 = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
+TEXT_1 = "cond_stage_model.transformer."  # of Stable Diffusion 1
 CONV_IN = f"{UNET}input_blocks.0.0.weight"
 INPAINTING_CHANNELS = 9  # latents, mask and the masked image's latents
 _PUT_INTO_FOLDER = "not a checkpoint; put it into a folder and name that with"
@@ -30,7 +31,7 @@ _OTHER_FILES = (
     ),
     (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", f"is a T2I-Adapter, {_PUT_INTO_FOLDER} --control-dir"),
     (r"^conditioner\.embedders\.0\.model\.", "is an SDXL refiner, which is not supported"),
-    (r"^cond_stage_model\.", "is a checkpoint of Stable Diffusion 1 or 2, and only SDXL's are converted"),
+    (r"^cond_stage_model\.model\.", "is a checkpoint of Stable Diffusion 2, which is not supported"),
     (r"double_blocks\.|single_transformer_blocks\.", "is a checkpoint of Flux, which is not supported"),
     (r"joint_blocks\.", "is a checkpoint of Stable Diffusion 3, which is not supported"),
     (r"(^|\.)cap_embedder\.", "is a transformer of Lumina's or Z-Image's kind, of which only folders are read"),
@@ -47,6 +48,30 @@ _PARTS_ALONE = (
     (r"^(conv_first|conv_body|conv_up|conv_hr|conv_last|body|model\.\d+)\b", "is an upscaler, not a checkpoint"),
 )  # fmt: skip
 _UNET_READS = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 1280: "an SDXL refiner", 2048: "SDXL"}
+
+
+class Layout(NamedTuple):
+    """The layout of a checkpoint of one family.
+
+    prefixes: of the keys of each part. inpaints: whether its UNets with nine input channels are supported. base: the
+    hub id that has the configs and tokenizers by default.
+    """
+
+    label: str
+    prefixes: Mapping[str, str]
+    inpaints: bool
+    base: str
+
+
+SDXL = Layout(
+    "SDXL", {"unet": UNET, "vae": VAE, "text_encoder": TEXT, "text_encoder_2": TEXT_2}, True,
+    "stabilityai/stable-diffusion-xl-base-1.0",
+)  # fmt: skip
+SD1 = Layout(
+    "Stable Diffusion 1", {"unet": UNET, "vae": VAE, "text_encoder": TEXT_1}, False,
+    "stable-diffusion-v1-5/stable-diffusion-v1-5",
+)  # fmt: skip
+_PART_LABELS = {"unet": "UNet", "text_encoder": "first text encoder", "text_encoder_2": "second text encoder"}
 
 
 class Header(NamedTuple):
@@ -122,15 +147,18 @@ def sign_of(header: Header, kinds: Sequence[tuple[str, str]]) -> Sign | None:
     return next(signs, None)
 
 
-def check_checkpoint(name: str, header: Header) -> None:
-    """Raise `ModelError` for anything but a whole SDXL checkpoint, saying what else it is and which key tells."""
+def check_checkpoint(name: str, header: Header) -> Layout:
+    """Return the layout of a whole checkpoint. Raises `ModelError` for any other file, saying what else it is and which
+    key tells.
+    """
     shapes = header.shapes
     if (other := sign_of(header, _OTHER_FILES)) is not None:
         raise ModelError(f"{name}: {other.kind} (it has {printable(other.key)})")
+    layout = SD1 if any(key.startswith(TEXT_1) for key in shapes) else SDXL
     missing = [
-        (sign, label)
-        for sign, label in ((UNET, "UNet"), (TEXT, "first text encoder"), (TEXT_2, "second text encoder"))
-        if not any(key.startswith(sign) for key in shapes)
+        (layout.prefixes[part], label)
+        for part, label in _PART_LABELS.items()
+        if part in layout.prefixes and not any(key.startswith(layout.prefixes[part]) for key in shapes)
     ]
     if missing:
         sign, label = missing[0]
@@ -139,9 +167,13 @@ def check_checkpoint(name: str, header: Header) -> None:
             f"{name}: {_alone(shapes)}it has no {label} (keys that begin with {sign}); its first key is {first}"
         )
     channels = _second(shapes.get(CONV_IN, (0, 4)))
+    if channels == INPAINTING_CHANNELS and not layout.inpaints:
+        label = f"a {layout.label} that inpaints"
+        raise ModelError(f"{name}: is {label}, which is not supported: {CONV_IN} has {channels} channels, not 4")
     if channels not in (4, INPAINTING_CHANNELS):
         label = "a model that edits by instructions" if channels == 8 else "a model of another kind"
         raise ModelError(f"{name}: is {label}, which is not supported: {CONV_IN} has {channels} channels, not 4 or 9")
+    return layout
 
 
 def _alone(shapes: Mapping[str, tuple[int, ...]]) -> str:

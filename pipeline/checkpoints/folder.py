@@ -11,7 +11,8 @@ from typing import Any, Literal
 from contract.printable import printable, printable_message
 from core.batching.runner import DeviceLost, OutOfMemory
 from core.digests import digest_of
-from core.json_files import read_object
+from core.hub_cache import snapshot
+from core.json_files import missing, read_object
 from pipeline.checkpoints import release_assets, safetensors_header
 
 TINY_VAE = "vae-tiny"  # a part that a model's folder may have, whatever its family
@@ -119,11 +120,13 @@ def local(name: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
-            return folder
+            return snapshot(folder)
         if folder.exists():
             raise ModelError(
                 f"{short}: is a file; a model is a folder in diffusers' format, which `diptych models add` makes of it"
             )
+    except LookupError as error:
+        raise ModelError(f"{short}: {error}") from error
     except (OSError, RuntimeError) as error:  # a name too long, no permission, ~ of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{short}: no such folder ({reason})") from error
@@ -225,7 +228,7 @@ def _check_tokenizer(where: Path) -> None:
         if not merges.read_text(encoding="utf-8").strip():
             raise ModelError(f"{merges}: is empty")
     except FileNotFoundError:
-        raise ModelError(f"{where}: merges.txt is missing") from None
+        raise ModelError(f"{where}: {missing(merges)}") from None
     except OSError as error:
         raise ModelError(f"{merges}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -249,7 +252,7 @@ def _weight_files(where: Path, stem: str, variant: str | None) -> list[Path]:
         also = f" (there is {', '.join(weight_names)[:200]}{'' if variant else ': give its variant'})"
     elif pickles:
         also = f" (there is {', '.join(pickles)[:200]}: pickles can run code and are not read; save as safetensors)"
-    raise ModelError(f"{where}: {single.name} is missing{also}")
+    raise ModelError(f"{where}: {missing(single)}{also}")
 
 
 def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
@@ -257,7 +260,7 @@ def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
     try:
         tensors = safetensors_header.read(file).tensors
     except FileNotFoundError:
-        raise ModelError(f"{file.parent}: {file.name} is missing") from None
+        raise ModelError(f"{file.parent}: {missing(file)}") from None
     except (ValueError, OSError) as error:
         raise ModelError(f"{file}: is damaged ({first_line(error)})") from error
     if not tensors:

@@ -18,6 +18,7 @@ from contract import students
 from contract.precision import PRECISIONS, is_quantized
 from contract.precision import dtype as dtype_of
 from core.digests import digest_of
+from core.hub_cache import model_name
 from pipeline import sizes
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints import scaled_weights
@@ -165,7 +166,7 @@ def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
 
 def short_name(name: str) -> str:
     """Return the short name: a folder's own, independent of the path given; a hub id's last word."""
-    return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
+    return model_name(Path(name)) if Path(name).expanduser().is_dir() else Path(name).name
 
 
 def _find(name: str, variant: str | None) -> tuple[Path, Family]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from core.hub_cache import model_name
 from pipeline.checkpoints import checkpoint, download, release_assets, single_file
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.folder import ModelError
@@ -56,7 +57,7 @@ class AddOptions:
 def add(source: str, store: Path, options: AddOptions) -> Added:
     """Put the model into the folder `store`. Nothing of it is left there if that fails but a broken download.
 
-    source: a safetensors file of an SDXL checkpoint, its https address, a folder in diffusers' format, a hub id, or a
+    source: a safetensors file of a checkpoint, its https address, a folder in diffusers' format, a hub id, or a
     model of `release_assets`: its name, or its archive's file or address elsewhere.
 
     Raises `ModelError`, naming the source, or the option, and what is wrong.
@@ -178,7 +179,7 @@ def _add_folder(source: str, store: Path, options: AddOptions) -> Path:
     model_folder = folders.find(source, options.variant, lambda folder: registry.read(folder).parts)
     family = registry.read(model_folder)
     folders.check(model_folder, options.variant, family.parts, family.label)
-    name = model_folder.resolve().name if local_folder else Path(source).name
+    name = model_name(model_folder) if local_folder else Path(source).name
     out = _ensure_parent(store / (options.name or _check_name(name, store, options)))
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Converts a checkpoint in one safetensors file, of Stability's own layout, to a folder in diffusers' format.
+"""Converts a checkpoint in one safetensors file, of SDXL's or Stable Diffusion 1's layout, to diffusers' format.
 
 By diffusers' own tables of names. Configs and tokenizers, which such a file lacks, come from a folder of the same
 family, such as SDXL base.
@@ -19,10 +19,10 @@ from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.checkpoint import (
     CONV_IN,
     INPAINTING_CHANNELS,
-    TEXT,
+    SDXL,
     TEXT_2,
-    UNET,
     VAE,
+    Layout,
     check_checkpoint,
     only_vae,
     read_header,
@@ -39,9 +39,11 @@ _EDM = {"_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "final_
 _COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_min": 0.002, "sigma_max": 120.0}
 _PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.002, "sigma_max": 80.0}
 _PLAYGROUND_SCALE = 0.5
-# By modelspec.prediction_type.
-_DECLARED_TYPES = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}
-_PREFIXES = {"unet": UNET, "vae": VAE, "text_encoder": TEXT, "text_encoder_2": TEXT_2}
+# By modelspec.prediction_type, whose own words are "v" and "epsilon"; in lower case, with _ for - and blanks.
+_DECLARED_TYPES = {
+    **dict.fromkeys(("v", "v_pred", "v_prediction", "vpred", "velocity"), "v_prediction"),
+    **dict.fromkeys(("epsilon", "eps", "noise"), "epsilon"),
+}
 # Keys that no picture depends on: averages and states of training, the noise schedule and counts as buffers, losses,
 # CLIP's image tower, the projection of the first encoder, whose output is not read, textual inversions under training,
 # and signs of what the model predicts, which are read by `_write_scheduler`. No part of the UNet is among them.
@@ -49,9 +51,11 @@ _UNREAD = re.compile(
     r"^(?!model\.diffusion_model\.)(.*\.)?(model_ema|ema|optimizer|optimizer_states|lr_schedulers|loss|perceptual_loss|discriminator|logvar)(\.|$)"
     r"|^(?!model\.diffusion_model\.)(.*\.)?(position_ids|logit_scale|attn_mask|num_batches_tracked|global_step|epoch|step|iteration|decay|num_updates)$"
     r"|^(betas|alphas_cumprod(_prev)?|sqrt_\w*alphas\w*|log_one_minus_alphas_cumprod|posterior_\w+|lvlb_weights|scale_factor)$"
-    r"|^(log_)?sigmas$|^embedding_manager\.|^conditioner\.embedders\.0\.(transformer\.)?text_projection(\.weight)?$"
+    r"|^(log_)?sigmas$|^embedding_manager\.|^(conditioner\.embedders\.0|cond_stage_model)\.(transformer\.)?text_projection(\.weight)?$"
     r"|^denoiser\.|\.visual\.|^(v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.\w+|state_dict_version)$"
 )
+_LEVEL = "text_model."
+_PROJECTION = f"{TEXT_2}text_projection"
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
 
 
@@ -59,8 +63,8 @@ _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipe
 class CheckpointOptions:
     """The parts and settings that a checkpoint lacks, or that replace its own.
 
-    base: a folder of SDXL in diffusers' format, or a hub id: configs and tokenizers are taken from there, and the VAE
-        where there is no other.
+    base: a folder of the same family in diffusers' format, or a hub id: configs and tokenizers are taken from there,
+        and the VAE where there is no other; "": the family's own.
     prediction_type: of `PREDICTION_TYPES`, of which the last is v at EDM's noise levels, as CosXL. None: that if the
         file has a key `edm_vpred.sigma_max`, Playground v2.5's own if it has `edm_mean`, v_prediction if it has a key
         `v_pred` or metadata that say so (`modelspec.prediction_type`, `ss_v_parameterization`), else the base's.
@@ -69,7 +73,7 @@ class CheckpointOptions:
     vae: a folder or a safetensors file with the VAE; "": the file's own.
     """
 
-    base: str
+    base: str = ""
     prediction_type: str | None = None
     zero_snr: bool | None = None
     vae: str = ""
@@ -92,21 +96,22 @@ def convert(
     """
     name = name or str(file)
     header = read_header(file, name)
-    check_checkpoint(name, header)
+    layout = check_checkpoint(name, header)
     if out.exists():
         raise ModelError(f"{out}: is there already")
     weights = _read(file, name)
-    _check_consumed(name, [key for key in weights if not key.startswith((UNET, VAE, TEXT, TEXT_2))])
+    _check_consumed(name, layout, [key for key in weights if not key.startswith((*layout.prefixes.values(),))])
     has_vae = options.vae or any(key.startswith(VAE) for key in weights)
-    configs = folders.find_configs(options.base, *(() if has_vae else ("vae/*.safetensors",)))
+    base = options.base or layout.base
+    configs = folders.find_configs(base, *(() if has_vae else ("vae/*.safetensors",)))
     family = registry.read(configs)
-    if "text_encoder_2" not in family.parts:
-        raise ModelError(f"{options.base}: is a {family.label}, and not SDXL")
+    if {name for name, part in family.parts.items() if part.stem} != {*layout.prefixes}:
+        raise ModelError(f"{base}: is a {family.label}, and {name} is a {layout.label}")
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write_parts(name, header.metadata, weights, configs, partial, options, say)
+        _write_parts(name, layout, header.metadata, weights, configs, partial, options, say)
         partial.rename(out)
     except OSError as error:
         raise ModelError(f"{out}: cannot be written ({error.strerror or error})") from error
@@ -116,7 +121,7 @@ def convert(
 
 
 def _write_parts(
-    name: str, metadata: Mapping[str, str], weights: Mapping[str, Any], base: Path, out: Path,
+    name: str, layout: Layout, metadata: Mapping[str, str], weights: Mapping[str, Any], base: Path, out: Path,
     options: CheckpointOptions, say: Callable[[str], None],
 ) -> None:  # fmt: skip
     has_vae = not options.vae and any(key.startswith(VAE) for key in weights)
@@ -129,7 +134,7 @@ def _write_parts(
         elif part_name == "vae" and not has_vae:
             _copy_vae(Path(options.vae) if options.vae else base / part_name, base, out)
         else:
-            _write_part(name, part_name, part, weights, base, out)
+            _write_part(name, layout, part_name, part, weights, base, out)
     _write_index(base, out, CONV_IN in weights and weights[CONV_IN].shape[1] == INPAINTING_CHANNELS)
 
 
@@ -152,6 +157,10 @@ def _write_index(base: Path, out: Path, inpaints: bool) -> None:
     index = folders.read_json(base / "model_index.json")
     if inpaints or index["_class_name"] == _INPAINTING:
         index["_class_name"] = _INPAINTING if inpaints else _PLAIN
+    for part, entry in index.items():
+        if isinstance(entry, list) and not (out / part).is_dir():
+            index[part] = [None, None]  # such as a safety checker, which the folder does not have
+    index |= {"requires_safety_checker": False} if "requires_safety_checker" in index else {}
     if class_name := folders.read_json(out / "scheduler/scheduler_config.json").get("_class_name"):
         index["scheduler"] = ["diffusers", class_name]
     _write_json(out / "model_index.json", index)
@@ -172,10 +181,12 @@ def _copy_vae(source: Path, base: Path, out: Path) -> None:
     header = read_header(source)
     if not only_vae(header.shapes) and not any(key.startswith(VAE) for key in header.shapes):
         raise ModelError(f"{source}: has no VAE; its first key is {min(header.shapes, default='no key at all')}")
-    _write_part(str(source), "vae", part, _read(source, str(source)), base, out)
+    _write_part(str(source), SDXL, "vae", part, _read(source, str(source)), base, out)
 
 
-def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any], base: Path, out: Path) -> None:
+def _write_part(
+    name: str, layout: Layout, part_name: str, part: Part, weights: Mapping[str, Any], base: Path, out: Path
+) -> None:
     """Write a network with the file's weights, in the type that they have there."""
     import importlib
 
@@ -193,31 +204,40 @@ def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any
     with torch.device("meta"):
         configured = getattr(cls, "config_class", None)  # of transformers
         network = cls.from_config(config) if configured is None else cls(configured(**config))
-    weights = _of_part(part_name, weights)
+    prefix = layout.prefixes[part_name]
+    weights = _of_part(part_name, prefix, weights)
     keys = [*weights]
     numbers = {key: torch.tensor(float(number)).expand(weights[key].shape) for number, key in enumerate(keys)}
-    consumed = {keys[int(value.flatten()[0])] for value in _renamed(part_name, numbers, config, network).values()}
-    _check_consumed(name, [key for key in keys if key not in consumed])
-    state_dict = _renamed(part_name, weights, config, network)
+    renamed = _renamed(part_name, prefix, numbers, config, network)
+    consumed = {keys[int(value.flatten()[0])] for value in renamed.values()}
+    _check_consumed(name, layout, [key for key in keys if key not in consumed])
+    state_dict = _renamed(part_name, prefix, weights, config, network)
     _check_fit(name, part_name, state_dict, network)
     network.load_state_dict(state_dict, strict=True, assign=True)
     network.save_pretrained(out / part_name, safe_serialization=True)
 
 
-def _of_part(part: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _of_part(part: str, prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a part; of a VAE's own file all."""
-    own = {key: value for key, value in weights.items() if key.startswith(_PREFIXES[part])}
+    own = {key: value for key, value in weights.items() if key.startswith(prefix)}
+    if part == "text_encoder_2" and _PROJECTION not in own and f"{_PROJECTION}.weight" in own:
+        own[_PROJECTION] = own.pop(f"{_PROJECTION}.weight").T  # a linear layer's, as transformers writes it
     return dict(weights) if part == "vae" and not own else own
 
 
-def _check_consumed(name: str, left: Iterable[str]) -> None:
+def _check_consumed(name: str, layout: Layout, left: Iterable[str]) -> None:
     """Raise `ModelError` for a key that no part of the model is made of, unless it is one of `_UNREAD`."""
     if unknown := sorted(key for key in left if not _UNREAD.search(key)):
         count = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise ModelError(f"{name}: has weights that an SDXL has no use for: {printable(unknown[0])}{count}")
+        article = "an" if layout is SDXL else "a"
+        raise ModelError(
+            f"{name}: has weights that {article} {layout.label} has no use for: {printable(unknown[0])}{count}"
+        )
 
 
-def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any) -> dict[str, Any]:
+def _renamed(
+    part: str, prefix: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any
+) -> dict[str, Any]:
     """Return a part's weights by diffusers' and transformers' names."""
     from diffusers.loaders import single_file_utils as tables
 
@@ -228,10 +248,23 @@ def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], n
             return dict(weights)  # a VAE's file by diffusers' own names
         return dict(tables.convert_ldm_vae_checkpoint(dict(weights), config))
     if part == "text_encoder":
-        state_dict = {key.removeprefix(TEXT): value for key, value in weights.items() if not _UNREAD.search(key)}
+        state_dict = _leveled(
+            {key.removeprefix(prefix): value for key, value in weights.items() if not _UNREAD.search(key)}, network
+        )
     else:
         state_dict = dict(tables.convert_open_clip_checkpoint(network, dict(weights), prefix=TEXT_2))
     return {key: value for key, value in state_dict.items() if not key.endswith(("position_ids", "logit_scale"))}
+
+
+def _leveled(state_dict: Mapping[str, Any], network: Any) -> dict[str, Any]:
+    """Return CLIP's weights by the network's names: files, and versions of transformers, have its level or not."""
+    expected = network.state_dict().keys()
+
+    def name(key: str) -> str:
+        other = key.removeprefix(_LEVEL) if key.startswith(_LEVEL) else f"{_LEVEL}{key}"
+        return other if key not in expected and other in expected and other not in state_dict else key
+
+    return {name(key): value for key, value in state_dict.items()}
 
 
 def _check_fit(name: str, part: str, state_dict: Mapping[str, Any], network: Any) -> None:
@@ -259,18 +292,27 @@ def _write_scheduler(
         _write_json(out / "scheduler_config.json", config)
         return
     config = folders.read_json(base / "scheduler_config.json")
-    declared = _DECLARED_TYPES.get(metadata.get("modelspec.prediction_type", ""))
-    if "v_pred" in weights or metadata.get("ss_v_parameterization") == "True":
+    said = re.sub(r"[\s-]+", "_", metadata.get("modelspec.prediction_type", "").strip().lower())
+    if said and said not in _DECLARED_TYPES and options.prediction_type is None:
+        known = f"{said[:40]!a}, which is not known; say --prediction-type"
+        raise ModelError(f"modelspec.prediction_type of its metadata is {known}")
+    declared = _DECLARED_TYPES.get(said)
+    if "v_pred" in weights or _is_true(metadata, "ss_v_parameterization"):
         declared = "v_prediction"
     if prediction_type := options.prediction_type or declared:
         config["prediction_type"] = prediction_type
-    zero_snr = "ztsnr" in weights or metadata.get("ss_zero_terminal_snr") == "True"
+    zero_snr = "ztsnr" in weights or _is_true(metadata, "ss_zero_terminal_snr")
     if zero_snr if options.zero_snr is None else options.zero_snr:
         # trailing timesteps begin at the one of noise alone
         config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     elif options.zero_snr is False:
         config["rescale_betas_zero_snr"] = False
     _write_json(out / "scheduler_config.json", config)
+
+
+def _is_true(metadata: Mapping[str, str], name: str) -> bool:
+    """Return whether metadata, whose values are texts, say so: as Python and JSON write it, or as a number."""
+    return metadata.get(name, "").strip().lower() in ("true", "1")
 
 
 def _edm(weights: Mapping[str, Any], prediction_type: str | None) -> dict[str, Any] | None:

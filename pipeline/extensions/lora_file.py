@@ -37,8 +37,9 @@ _MERGED = "such a file is merged into the weights at start (DIPTYCH_LORA)"
 _UNKNOWN = {
     "lora_embedding_": "a LoRA of embeddings",
     "bundle_emb.": "a textual inversion inside of a LoRA (files of these go into DIPTYCH_EMBEDDINGS_DIR)",
-    ".oft_": "OFT",
-    "boft_": "BOFT",
+    # They turn a layer's weight: what they add to it is no product of narrow matrices, and needs the weight itself.
+    ".oft_": "OFT, which turns a layer's weights,",
+    "boft_": "BOFT, which turns a layer's weights,",
     ".on_input.": "IA3",
     ".a1.weight.": "GLoRA",
     ".b1.weight.": "GLoRA",

@@ -171,6 +171,22 @@ LAYOUTS: dict[str, Layout] = {
     "peft, DoRA": _layout(_behind("base_model.model.", _PATHS), "the same", DORA_PEFT),
     "LyCORIS full": _layout({**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, "LyCORIS full.py", FULL),
     "ComfyUI's whole differences": _layout({**_COMFY, **_COMFY_TEXT}, "comfy_extras/nodes_lora_extract.py", FULL),
+    **{
+        f"{first}, {second}": _layout(
+            {f"{first}{_Q_TEXT}.q_proj": ("text_encoder", f"{_Q_TEXT}.q_proj"),
+             f"{second}{_OUT_TEXT}.out_proj": ("text_encoder_2", f"{_OUT_TEXT}.out_proj")}, "tools", style)
+        for first, second, style in (
+            ("te1.", "te2.", KOHYA), ("te.", "lora_te2.", PEFT), ("lora_te1.", "clip_g.", KOHYA),
+            ("transformer.", "te2.", PEFT),
+        )
+    },
+    **{
+        f"the authors' {prefix}": _layout(
+            {f"{prefix}{_Q_TEXT}.q_proj": ("text_encoder", f"{_Q_TEXT}.q_proj")}, "keys of a checkpoint")
+        for prefix in ("conditioner.embedders.0.transformer.", "cond_stage_model.transformer.")
+    },
+    "a denoiser called transformer": _layout(_behind("transformer.", _PATHS), "PEFT-saved by diffusers' scripts", PEFT),
+    "a denoiser called lora_unet": _layout(_behind("lora_unet.", _PATHS), "dots for kohya's underscores"),
     "clip_l and clip_g": _layout(
         _renamed("text_encoders.", "", _COMFY_TEXT), "Comfy-Org/ComfyUI comfy/lora.py"),
 }  # fmt: skip

@@ -25,6 +25,17 @@ _OPEN_CLIP = {
 
 def checkpoint(pipeline: Any) -> dict[str, torch.Tensor]:
     """All weights of an SDXL pipeline of diffusers as one file of the original layout has them."""
+    found = _networks(pipeline)
+    for (
+        key,
+        value,
+    ) in pipeline.text_encoder.state_dict().items():  # with a level that some versions of transformers lack
+        found[f"conditioner.embedders.0.transformer.text_model.{key.removeprefix('text_model.')}"] = value
+    found |= _open_clip(pipeline.text_encoder_2.state_dict())
+    return _with_upsamplers_placed({key: value.contiguous() for key, value in found.items()})
+
+
+def _networks(pipeline: Any) -> dict[str, torch.Tensor]:
     layers = int(pipeline.unet.config.layers_per_block)
     found = {f"model.diffusion_model.{_unet(key, layers)}": value for key, value in pipeline.unet.state_dict().items()}
     levels = len(pipeline.vae.config.block_out_channels)
@@ -32,9 +43,14 @@ def checkpoint(pipeline: Any) -> dict[str, torch.Tensor]:
         name = _vae(key, levels)
         is_linear = ".attn_1." in name and value.ndim == 2
         found[f"first_stage_model.{name}"] = value[:, :, None, None] if is_linear else value
+    return found
+
+
+def checkpoint_1(pipeline: Any, level: str = "text_model.") -> dict[str, torch.Tensor]:
+    """All weights of a Stable Diffusion 1 as one file of CompVis's layout has them; `level` is that of its CLIP."""
+    found = {key: value for key, value in _networks(pipeline).items() if ".label_emb." not in key}
     for key, value in pipeline.text_encoder.state_dict().items():
-        found[f"conditioner.embedders.0.transformer.{key}"] = value
-    found |= _open_clip(pipeline.text_encoder_2.state_dict())
+        found[f"cond_stage_model.transformer.{level}{key.removeprefix('text_model.')}"] = value
     return _with_upsamplers_placed({key: value.contiguous() for key, value in found.items()})
 
 

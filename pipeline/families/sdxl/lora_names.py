@@ -71,6 +71,12 @@ NAMES = LoraNames(
         "text_encoders.clip_l.": "lora_te1_", "text_encoders.clip_g.": "lora_te2_",
         "clip_l.transformer.": "lora_te1_", "clip_g.transformer.": "lora_te2_",
         "clip_l.": "lora_te1_", "clip_g.": "lora_te2_",
+        "te1.": "lora_te1_", "te2.": "lora_te2_", "te.": "lora_te1_", "lora_te1.": "lora_te1_",
+        "lora_te2.": "lora_te2_", "lora_te.": "lora_te1_", "lora_unet.": "lora_unet_",
+        # The authors' own names of the encoder, and a denoiser by the word for those of other families.
+        "conditioner.embedders.0.transformer.": "lora_te1_", "cond_stage_model.transformer.": "lora_te1_",
+        "transformer.text_model.": "lora_te1_text_model_",
+        **{f"transformer.{top}.": f"lora_unet_{top}_" for top in ("down_blocks", "mid_block", "up_blocks")},
     },
     others=_others,
 )  # fmt: skip

@@ -45,10 +45,7 @@ OTHERS = {
     ],
     "T2I-Adapter": ["adapter.body.0.resnets.0.block1.weight"],
     "refiner": ["conditioner.embedders.0.model.transformer.resblocks.0.ln_1.bias"],
-    "Stable Diffusion 1 or 2": [
-        "cond_stage_model.transformer.text_model.encoder.layers.0.layer_norm1.bias",
-        "cond_stage_model.model.transformer.resblocks.0.ln_1.bias",
-    ],
+    "Stable Diffusion 2": ["cond_stage_model.model.transformer.resblocks.0.ln_1.bias"],
     "Flux": [
         "double_blocks.0.img_attn.qkv.weight",
         "model.diffusion_model.double_blocks.0.img_attn.qkv.weight",
@@ -102,6 +99,19 @@ def test_a_unet_alone_is_told_by_the_width_of_what_it_reads(width: int, told: st
 @pytest.mark.parametrize("channels", [4, 9])
 def test_a_whole_checkpoint_is_accepted(channels: int) -> None:
     check_checkpoint("mine", header(*SDXL, **{f"{UNET}input_blocks.0.0.weight": (320, channels, 3, 3)}))
+
+
+@pytest.mark.parametrize("level", ["text_model.", ""])
+def test_a_checkpoint_of_stable_diffusion_1_is_told_by_its_text_encoder(level: str) -> None:
+    text = f"cond_stage_model.transformer.{level}encoder.layers.0.layer_norm1.bias"
+    assert check_checkpoint("mine", header(SDXL[0], text)).label == "Stable Diffusion 1"
+    assert check_checkpoint("mine", header(*SDXL)).label == "SDXL"
+    with pytest.raises(
+        ModelError, match=r"is a Stable Diffusion 1 that inpaints, which is not supported: .* 9 channels"
+    ):
+        check_checkpoint("mine", header(SDXL[0], text, **{f"{UNET}input_blocks.0.0.weight": (320, 9, 3, 3)}))
+    with pytest.raises(ModelError, match="has no UNet"):
+        check_checkpoint("mine", header(text))
 
 
 def test_weights_without_a_second_side_are_refused_too() -> None:

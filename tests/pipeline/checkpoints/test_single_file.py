@@ -166,7 +166,16 @@ def test_without_a_vae_the_bases_is_taken(converted: Write, base: Path) -> None:
         (("v_pred", "ztsnr"), {}, {}, "v_prediction", True),
         (("v_pred",), {}, {}, "v_prediction", False),
         ((), {"modelspec.prediction_type": "v"}, {}, "v_prediction", False),
-        ((), {"modelspec.prediction_type": "something"}, {}, "epsilon", False),
+        *(
+            ((), {"modelspec.prediction_type": word}, {}, "v_prediction", False)
+            for word in ("v_prediction", "v-prediction", "V", "V Prediction", "v_pred")
+        ),
+        *(((), {"modelspec.prediction_type": word}, {}, "epsilon", False) for word in ("", "epsilon", "Eps")),
+        ((), {"modelspec.prediction_type": "flow"}, {"prediction_type": "v_prediction"}, "v_prediction", False),
+        *(
+            ((), {"ss_v_parameterization": word, "ss_zero_terminal_snr": word}, {}, "v_prediction", True)
+            for word in ("true", "1", " TRUE")
+        ),
         ((), {"ss_v_parameterization": "True", "ss_zero_terminal_snr": "True"}, {}, "v_prediction", True),
         ((), {"ss_v_parameterization": "False", "ss_zero_terminal_snr": "None"}, {}, "epsilon", False),
         ((), {}, {"prediction_type": "v_prediction", "zero_snr": True}, "v_prediction", True),
@@ -181,6 +190,36 @@ def test_what_it_predicts_is_read(
     config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
     assert config["prediction_type"] == prediction and config.get("rescale_betas_zero_snr", False) is rescaled
     assert (config["timestep_spacing"] == "trailing") is rescaled
+
+
+def test_a_prediction_that_is_not_known_is_refused(converted: Write) -> None:
+    with pytest.raises(ModelError, match=r"modelspec\.prediction_type of its metadata is 'flow', which is not known"):
+        converted(lambda found: found, {"modelspec.prediction_type": "flow"})
+
+
+def test_a_projection_may_be_a_linear_layers(converted: Write, own: Any) -> None:
+    key = "conditioner.embedders.1.model.text_projection"
+
+    def change(found: Weights) -> Weights:
+        return {name: value for name, value in found.items() if name != key} | {
+            f"{key}.weight": found[key].T.contiguous()
+        }
+
+    model = load(str(converted(change)))
+    expected = own.text_encoder_2.state_dict()
+    for name, value in model.parts["text_encoder_2"].state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_text_encoder_may_lack_a_level(converted: Write, own: Any) -> None:
+    level = "conditioner.embedders.0.transformer.text_model."
+
+    def change(found: Weights) -> Weights:
+        return {key.replace(level, level.removesuffix("text_model.")): value for key, value in found.items()}
+
+    model = load(str(converted(change)))
+    expected = own.text_encoder.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.parts["text_encoder"].state_dict().items())
 
 
 DOWN = "first_stage_model.encoder.down.0"
