@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from api import admission, schemas
 from api.access import By, Caller
 from api.errors import ApiError
+from api.predictions import objects
 from api.routers import new_router
 from api.service import Given, Service
 from contract.bounds import MAX_EXACT
@@ -26,16 +27,19 @@ _HEARD_S = 2.0  # cards are polled once a second
 
 
 @router.get("/v1/models", summary="List models")
-async def models(service: Given, caller: By) -> Response:
+async def models(request: Request, service: Given, caller: By) -> Response:
     """List every model that a worker ever announced, text models with their adapters, and then their aliases;
-    `diptych.live` says whether one serves it now.
+    `diptych.live` says whether one serves it now. `results` are the image models as Replicate lists them.
     """
     now = service.cards.seen_by(caller.id)
     names = [name for card in now.models for name in (card.name, *_adapters(card))]
     # Models may share an adapter's name, or one may have it.
     names = [*dict.fromkeys(names), *(alias for alias in now.names.aliases if now.served_name(alias) != alias)]
     data = [model_object(card, service, name, caller) for name in names if (card := now.named(name)) is not None]
-    return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
+    base = service.links(request).base
+    listed = [card for card in now.models if isinstance(card, ImageCard)]
+    page = {"previous": None, "next": None, "results": [objects.listed_model(card, base) for card in listed]}
+    return JSONResponse({"object": "list", "data": data, **page}, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")

@@ -15,10 +15,11 @@ from PIL import Image, ImageFilter, ImageOps
 
 from api.picture_walk import InvalidPicture, check_size, header_of, walk
 from api.process_pool import serve
-from api.sdapi.infotext import png_info
+from api.sdapi import infotext
 from core import pictures
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
+_EXIF, _USER_COMMENT = 0x8769, 0x9286
 _MEDIA_TYPES = {"PNG": "image/png", "WEBP": "image/webp"}
 _NONE_REPAINTED = {
     "hole": "has no transparent pixel: what is transparent in it is what is drawn anew",
@@ -43,6 +44,27 @@ def measure(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[b
     width, height = image.size[::-1] if pictures.orientation(image) >= 5 else image.size
     media_type = _MEDIA_TYPES.get(image.format or "", "image/jpeg")
     return {"width": width, "height": height, "media_type": media_type, "alpha": alpha}, []
+
+
+def png_info(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    """What the texts of a file say, as `infotext.info_of` has it: of a PNG its chunks, else EXIF's comment."""
+    (data,) = blobs
+    items = infotext.texts(data)
+    if not items and data.startswith((b"\xff\xd8", b"RIFF")):
+        items = infotext.comment(_comment(data))
+    return infotext.info_of(items), []
+
+
+def _comment(data: bytes) -> bytes:
+    """EXIF's UserComment of a JPEG or a WebP; empty where there is none, or none that can be read."""
+    try:
+        walk(data)
+        value = pictures.opened(data, _FORMATS[1:]).getexif().get_ifd(_EXIF).get(_USER_COMMENT)
+    except MemoryError:
+        raise
+    except Exception:  # damaged, as far as Pillow reads it
+        return b""
+    return value if isinstance(value, bytes) else str(value or "").encode()
 
 
 def find_hole(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[bool, list[bytes]]:

@@ -140,7 +140,7 @@ class PictureDecoder:
         return (await self._call(tenant, cost, "fit_mask", arguments, upload.mask))[1][0]
 
     async def png_info(self, tenant: str, source: PictureSource) -> dict[str, Any]:
-        """What a PNG's texts say, as `infotext.png_info` reads them."""
+        """What a file's texts say, as `picture_codec.png_info` reads them."""
         source.check_bytes()
         info: dict[str, Any] = (await self._call(tenant, 2 * source.size_bytes, "png_info", None, source))[0]
         return info

@@ -338,7 +338,8 @@ class ImageCard(_Card):
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
     offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`, `image_prompts`, `cascades`, `fields`,
     `sources`, `options`, `checker`, `refusals` and `upscale_filters`. `loop`: "diffusers" for a model that runs by
-    diffusers' own loop, "" for one of a native family.
+    diffusers' own loop, "" for one of a native family. `lora_aliases` are names of LoRAs by those that they were
+    trained as.
     """
 
     modality: Literal["image"] = "image"
@@ -373,6 +374,7 @@ class ImageCard(_Card):
     checker: StrictStr = ""
     refusals: dict[StrictStr, StrictStr] | None = None
     upscale_filters: tuple[StrictStr, ...] = ()
+    lora_aliases: dict[StrictStr, StrictStr] = field(default_factory=dict)
 
     @property
     def offer(self) -> ImageOffer:

@@ -14,6 +14,7 @@ from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.extensions.costs import WIDTHS
+from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.families.diffusers import LOOP
 from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.model_pool import Pooled
@@ -44,6 +45,8 @@ def image_card(
     defaults, extensions = model.defaults, runner.extensions.values()
     names: dict[str, Any] = {extension.card_field: tuple(extension.asset_names()) for extension in extensions}
     refusals = {extension.card_field: extension.refusal for extension in extensions}
+    folders = (extension.folder for extension in extensions if isinstance(extension, LoraExtension))
+    lora_aliases = next((folder.aliases() for folder in folders if folder is not None), {})
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
     costs = ImageCosts(
@@ -74,6 +77,7 @@ def image_card(
         kernels_reason=summary(decisions)[1] if decisions else "",
         **names,
         refusals={name: reason for name, reason in refusals.items() if reason},
+        lora_aliases=lora_aliases,
         upscale_filters=(LANCZOS,),
         preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),

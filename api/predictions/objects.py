@@ -133,11 +133,19 @@ def qualified(model: str) -> str:
 
 def model_fields(card: ImageCard, owner: str, name: str, base: str, started: float) -> dict[str, Any]:
     """What Replicate's object of a model has besides OpenAI's."""
+    return {**_model(owner, name, base), "latest_version": version(card, started)}
+
+
+def listed_model(card: ImageCard, base: str) -> dict[str, Any]:
+    """Replicate's object of a model in a list, without its version."""
+    owner, slash, name = card.name.rpartition("/")
+    return {**_model(owner if slash else OWNER, name, base), "latest_version": None}
+
+
+def _model(owner: str, name: str, base: str) -> dict[str, Any]:
     unknown = ("description", "github_url", "paper_url", "license_url", "cover_image_url", "default_example")
-    return {
-        "owner": owner, "name": name, "url": f"{base}v1/models/{owner}/{name}", "visibility": "public", "run_count": 0,
-        **dict.fromkeys(unknown), "latest_version": version(card, started),
-    }  # fmt: skip
+    url = f"{base}v1/models/{owner}/{name}"
+    return {"owner": owner, "name": name, "url": url, "visibility": "public", "run_count": 0, **dict.fromkeys(unknown)}
 
 
 def version(card: ImageCard, started: float) -> dict[str, Any]:

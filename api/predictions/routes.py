@@ -44,6 +44,7 @@ EVENTS = ("start", "output", "logs", "completed")
 _LONGEST_WAIT_S = 60
 _ANSWER_S = 0.25  # before `Prefer: wait=n` has passed the answer begins: clients give up half a second after it
 _WAIT = re.compile(r"wait(?:=([0-9]{1,4}))?")
+_HASH = re.compile(r"[0-9a-f]{64}")
 _PAGE = 100
 _MOST_INPUTS = 100
 _MAX_URL = 2048  # characters
@@ -414,7 +415,12 @@ def _version(seen: RegistrySnapshot, version: str | None) -> str | None:
         return version
     path, _, id = version.partition(":")
     owner, slash, name = path.partition("/")
-    return id or (_name(seen, owner, name) if slash else path)
+    model = id or (_name(seen, owner, name) if slash else path)
+    if _HASH.fullmatch(model) and seen.model(model, ImageCard) is None:
+        words = "version: is one of another service; a version is a model's name here, such as diptych/NAME of "
+        words += "GET /v1/models, and DIPTYCH_MODEL_ALIASES gives models further names"
+        raise ApiError(404, words, param="version", code="model_not_found")
+    return model
 
 
 def _name(seen: RegistrySnapshot, owner: str, name: str) -> str:

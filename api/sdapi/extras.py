@@ -30,7 +30,7 @@ _HEAD, _TAIL = b'{"html_info":"","image":"', b'"}'
 
 
 class PngInfo(BaseModel):
-    """What a PNG's text chunks say."""
+    """What a file's text chunks, or EXIF's comment, say."""
 
     info: str
     items: dict[str, str]
@@ -46,12 +46,12 @@ class ExtraImage(BaseModel):
 
 @router.post(
     "/sdapi/v1/png-info",
-    summary="The text of a PNG",
+    summary="The text of a picture's file",
     response_model=PngInfo,
     openapi_extra=schemas.document(PngInfoBody),
 )
 async def png_info(request: Request, service: Given, caller: By) -> Response:
-    """The infotext that a PNG holds, its other texts, and the infotext's parameters by name. Empty for other files."""
+    """The infotext that a PNG, a JPEG or a WebP holds, its other texts, and the infotext's parameters by name."""
     caller.check("images")
     await enforce_rate_limit(request, service, caller)
     async with picture_body.read(request, caller.id) as (fields, pictures):

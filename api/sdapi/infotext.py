@@ -1,4 +1,4 @@
-"""Reads the text chunks of a PNG, and AUTOMATIC1111's infotext, which one of them holds."""
+"""Reads the text chunks of a PNG and EXIF's comment, and AUTOMATIC1111's infotext, which one of them holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from api.picture_walk import png_chunks
 
 PARAMETERS = "parameters"
 """The chunk with the infotext."""
+COMMENT = "exif comment"
+"""What the web UI calls the infotext of JPEG and WebP."""
 _KINDS = (b"tEXt", b"zTXt", b"iTXt")
 _MOST_CHUNKS = 64  # with text, that are looked at
 _MOST_BYTES = 2**20  # of all texts, decompressed; also of those that are left out
@@ -21,13 +23,24 @@ _MOST_CHARACTERS = 8192  # of the line of pairs
 _NEGATIVE = "Negative prompt:"
 
 
-def png_info(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-    """The infotext of a picture's file, its texts by keyword, and the infotext's parameters by name, in the form that
-    process_pool.py calls.
+def info_of(items: dict[str, str]) -> dict[str, Any]:
+    """The infotext among a file's texts by keyword, these texts, and the infotext's parameters by name."""
+    info = items.get(PARAMETERS) or items.get(COMMENT, "")
+    return {"info": info, "items": items, "parameters": parse(info) if info else {}}
+
+
+def comment(data: bytes) -> dict[str, str]:
+    """The text of EXIF's UserComment, by the web UI's keyword; {} for none that can be read.
+
+    Its first eight bytes name the encoding; of UTF-16 programs write either order, which Latin letters tell.
     """
-    items = texts(blobs[0])
-    info = items.get(PARAMETERS, "")
-    return {"info": info, "items": items, "parameters": parse(info) if info else {}}, []
+    kind, rest = data[:8], data[8 : 8 + _MOST_BYTES]
+    if kind == b"UNICODE\0":
+        encoding = "utf-16-le" if rest[1::2].count(0) > rest[::2].count(0) else "utf-16-be"
+    else:
+        encoding, rest = "utf-8", rest if kind == b"ASCII\0\0\0" else data[:_MOST_BYTES]
+    text = rest.decode(encoding, "ignore").strip("\0 ")
+    return {COMMENT: text} if text else {}
 
 
 def texts(data: bytes) -> dict[str, str]:

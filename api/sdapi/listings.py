@@ -76,6 +76,12 @@ def _upscalers(card: ImageCard | None) -> list[str]:
     return [] if card is None else [*map(str.capitalize, card.upscale_filters), *card.upscalers]
 
 
+def _titled(card: ImageCard | None) -> list[tuple[str, str]]:
+    """The model's LoRAs, each with the name that it was trained as, or ""."""
+    aliases = {} if card is None else {name: alias for alias, name in card.lora_aliases.items()}
+    return [(name, aliases.get(name, "")) for name in (() if card is None else card.loras)]
+
+
 def _modules(card: ImageCard | None) -> list[str]:
     return [name for name in controlnet.MODULES if card is not None and name in ("none", *card.preprocessors)]
 
@@ -106,7 +112,8 @@ _OF_MODEL: dict[str, tuple[str, str, Callable[[ImageCard | None], Any]]] = {
         {"name": name, **_UPSCALER} for name in (_NONE, *_upscalers(card))
     ]),
     "/sdapi/v1/loras": ("loras", "List a model's LoRAs", lambda card: [
-        {"name": name, "alias": name, "path": name, "metadata": {}} for name in (card.loras if card else ())
+        {"name": name, "alias": alias or name, "path": name, "metadata": {"ss_output_name": alias} if alias else {}}
+        for name, alias in _titled(card)
     ]),
     "/sdapi/v1/embeddings": ("embeddings", "List a model's textual inversions", lambda card: {
         "loaded": dict.fromkeys(card.embeddings if card else (), _EMBEDDING), "skipped": {}

@@ -132,9 +132,9 @@ def _add_prompts(result: Translation, body: Generation, card: ImageCard) -> None
     prompt, negative = body.prompt or "", body.negative_prompt or ""
     if result.options.enable_prompt_comments is not False:
         prompt, negative = (_COMMENT.sub("\n", text).strip() if "#" in text else text for text in (prompt, negative))
-    prompt, named = _without_networks(prompt, result.warnings)
+    prompt, named = _without_networks(prompt, result.warnings, card)
     prompt = _joined(prompt, result.warnings)
-    negative, ignored = _without_networks(negative, [])
+    negative, ignored = _without_networks(negative, [], card)
     if ignored:
         result.warnings.append("negative_prompt: its LoRAs are not read")
     given = bool(negative.strip())  # to the web UI an empty one is none
@@ -177,7 +177,7 @@ def _joined(text: str, warnings: list[str]) -> str:
     return ", ".join(filter(None, kept))
 
 
-def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, str]]:
+def _without_networks(text: str, warnings: list[str], card: ImageCard) -> tuple[str, dict[str, str]]:
     """The text without its LoRAs, and their scales by name. Raises `ApiError`."""
     named: dict[str, str] = {}
 
@@ -185,6 +185,7 @@ def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, st
         name, arguments = match[2].strip(), [part.strip() for part in match[3].split(":")[1:]]
         if (reason := loras.name_error(name)) is not None:
             raise invalid_field("lora", f"a name {reason}")
+        name = card.lora_aliases.get(loras.normal(name), name)
         scale = _scale(name, arguments, warnings)
         if name in named:
             raise invalid_field("lora", f"{name}: is named twice")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from contract import loras as names
 from contract.precision import PRECISIONS, is_quantized
 from core.ops.branches import LowRank, PackedAdapter
-from pipeline.checkpoints.folder import first_line
+from pipeline.checkpoints import safetensors_header
+from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.extensions import lora_file, weight_files
 from pipeline.extensions.asset_cache import Asset, ReadFile
 from pipeline.extensions.asset_folder import AssetFolder
@@ -94,6 +96,28 @@ class LoraFolder(AssetFolder[_Content]):
         super().__init__(folder, capacity_bytes, at_once=_LOADS)
         self._model = model
         self._pack = pack
+        self._titles: dict[str, tuple[Hashable, str]] = {}  # by file: its stamp, and the name that it was trained as
+
+    def aliases(self) -> dict[str, str]:
+        """Return the files' names by those that kohya's trainer knew them by, as the web UI writes them into prompts:
+        without those that two have, or that are a file's name.
+        """
+        files = self.asset_names()
+        titled = [(title, name) for name in files if (title := self._title(name)) not in ("", *files)]
+        counts = Counter(title for title, _ in titled)
+        return {title: name for title, name in titled if counts[title] == 1}
+
+    def _title(self, name: str) -> str:
+        """Return `ss_output_name` of a file's metadata, if it may be a name; else ""."""
+        try:
+            stamp = self._stamp(name)
+            known = self._titles.get(name)
+            if known is None or known[0] != stamp:
+                title = names.normal(safetensors_header.read(self._path(name)).metadata.get("ss_output_name", ""))
+                known = self._titles[name] = stamp, title if names.is_name(title) else ""
+        except (ModelError, ValueError, OSError):  # requests that name it are told
+            return ""
+        return known[1]
 
     def check(self, text: str) -> None:
         """Check that the LoRAs in `name:scale,name` exist and fit. Raises `ModelError`, naming the LoRA."""

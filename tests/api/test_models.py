@@ -42,7 +42,13 @@ def test_kserve_is_told_the_same(settings: Settings) -> None:
 def test_before_any_worker_and_while_one_starts(settings: Settings) -> None:
     with opened(settings) as (api, worker):
         assert api.get("/healthz").json() == {"status": "ok"}
-        assert api.get("/v1/models").json() == {"object": "list", "data": []}
+        assert api.get("/v1/models").json() == {
+            "object": "list",
+            "data": [],
+            "previous": None,
+            "next": None,
+            "results": [],
+        }
         not_ready = api.get("/readyz")
         assert not_ready.status_code == 503 and not_ready.json()["status"] == "not_ready"
         assert not_ready.json()["error"]["message"] == "No worker is ready." and not_ready.json()["redis"] is True

@@ -16,7 +16,7 @@ from core.jobs.record import JobState
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, handed_on, pixels
 from tests.api.test_webhooks import Receiver
-from tests.api.world import PATIENCE_S, Api, Worker, eventually
+from tests.api.world import PATIENCE_S, Api, Worker, client_of, eventually
 
 replicate = pytest.importorskip("replicate", reason="pip install replicate")
 
@@ -175,6 +175,20 @@ def test_a_refusal_names_the_field_of_the_input(client: Any, fields: dict[str, A
     with pytest.raises(replicate.exceptions.ReplicateError) as caught:
         client.run(MODEL, input={**INPUT, **fields})
     assert caught.value.status == 422 and caught.value.detail.startswith(detail), caught.value
+
+
+def test_models_are_listed_beside_openais_list(client: Any, api: Api) -> None:
+    (listed,) = client.models.list().results
+    assert (listed.owner, listed.name, listed.latest_version) == ("diptych", "emoji-xl", None)
+    assert client.models.get(f"{listed.owner}/{listed.name}").latest_version.id == "emoji-xl"
+    with client_of(api.url) as other:
+        assert [model.id for model in other.models.list()] == ["emoji-xl"]
+
+
+def test_a_version_of_another_service_is_told_what_a_version_is(client: Any) -> None:
+    with pytest.raises(replicate.exceptions.ReplicateError, match="DIPTYCH_MODEL_ALIASES") as caught:
+        client.run(f"stability-ai/sdxl:{'39ed52f2' * 8}", input=INPUT)
+    assert caught.value.status == 404
 
 
 def test_unknown_models_and_predictions(client: Any) -> None:

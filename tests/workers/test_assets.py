@@ -27,6 +27,7 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
 from pipeline.extensions import canny
+from pipeline.extensions.adapters import LoraFolder
 from pipeline.extensions.depth import DepthEstimator
 from pipeline.quantization import quantized
 from tests.core.quant.stage import CACHE, kernels
@@ -133,6 +134,21 @@ def test_the_card_offers_what_lies_in_the_folders_now_and_its_cost(works: Runtim
     late.write_bytes((place / "loras" / "ink.safetensors").read_bytes())
     assert image_card(works.images).loras == ("damaged", "flux", "ink", "late", "pickle")
     late.unlink()
+
+
+def test_loras_have_the_names_that_they_were_trained_as(tmp_path: Path) -> None:
+    def save(name: str, **metadata: str) -> None:
+        save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors", metadata)
+
+    folder = LoraFolder(tmp_path, torch.nn.Module(), 2**20)  # type: ignore[arg-type]  # which is not read
+    for name, title in (("v1-000010", "MyStyle"), ("v2", "Twin"), ("v3", "Twin"), ("v4", "v2"), ("v5", "a/b")):
+        save(name, ss_output_name=title)
+    save("plain")
+    (tmp_path / "damaged.safetensors").write_bytes(b"no header")
+    (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "gone.safetensors")
+    assert folder.aliases() == {"MyStyle": "v1-000010"}
+    save("v3", ss_output_name="Other", ss_comment="so that its size differs")
+    assert folder.aliases() == {"MyStyle": "v1-000010", "Twin": "v2", "Other": "v3"}
 
 
 def test_a_filter_enlarges_without_a_network(place: Path) -> None:

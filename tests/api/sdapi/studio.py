@@ -19,6 +19,7 @@ CARD = replace(
     schedulers=("euler", "euler-ancestral", "dpm++2m", "dpm++2m-sde", "lcm"),
     size_range=SizeRange(8, 64, 256, 256 * 256),
     loras=("sepia", "pixel-art"),
+    lora_aliases={"MyStyle": "pixel-art"},
     embeddings=("charturner",),
     vaes=("full", "tiny"),
     upscalers=("nearest4",),

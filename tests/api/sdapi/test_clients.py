@@ -186,6 +186,13 @@ def test_what_extensions_ask_of_controlnet_and_scripts(shared: Api) -> None:
 
 def test_sillytavern(shared: Api, studio: Studio) -> None:
     assert get(shared, "/sdapi/v1/upscalers")[0]["name"] == "None"
+    sepia, pixels = get(shared, "/sdapi/v1/loras")
+    assert sepia == {"name": "sepia", "alias": "sepia", "path": "sepia", "metadata": {}}
+    assert (pixels["name"], pixels["alias"], pixels["metadata"]["ss_output_name"]) == (
+        "pixel-art",
+        "MyStyle",
+        "MyStyle",
+    )
     assert get(shared, "/sdapi/v1/latent-upscale-modes") == []
     assert [vae["model_name"] for vae in get(shared, "/sdapi/v1/sd-vae")]
     assert shared.get("/sdapi/v1/sd-modules").status_code == 404, "this is Forge's"

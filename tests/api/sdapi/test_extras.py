@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
 import socket
 from collections import Counter
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,12 @@ from PIL import Image
 
 from api import picture_body
 from api.sdapi.infotext import parse
+from contract.image import ImageParameters
+from pipeline.pixels.picture import Picture
 from tests.api.sdapi.studio import Studio
 from tests.api.sdapi.test_generation import draw, info, opened, picture, sdapi_error
-from tests.api.world import PATIENCE_S, Api, eventually
+from tests.api.world import PATIENCE_S, Api, eventually, ok
+from workers.formats import ImageFormat, encode
 
 
 def test_a_drawn_picture_says_how(shared: Api, studio: Studio) -> None:
@@ -27,6 +32,29 @@ def test_a_drawn_picture_says_how(shared: Api, studio: Studio) -> None:
         said = shared.post("/sdapi/v1/png-info", image=form).json()
         assert said == {"info": text, "items": {"parameters": text}, "parameters": parse(text)}
     assert said["parameters"]["Seed"] == "3"
+
+
+@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
+@pytest.mark.parametrize("prompt", ["a cat, in snow", "une forêt, 雪の猫 🦊"])
+def test_a_jpeg_and_a_webp_say_how_too(shared: Api, form: str, prompt: str) -> None:
+    """As a worker writes them; of other programs in the other order, and in UTF-8."""
+    drawn = Picture(Image.new("RGB", (64, 64)), ImageParameters(prompt, 3, 64, 64), {"model": "emoji-xl"}, (), "euler")
+    own = encode(drawn, ImageFormat(form.lower(), 90))
+    assert png_info(shared, own) == {
+        "info": drawn.infotext, "items": {"exif comment": drawn.infotext}, "parameters": parse(drawn.infotext),
+    }  # fmt: skip
+    for comment in (b"UNICODE\0" + drawn.infotext.encode("utf-16-le"), b"ASCII\0\0\0" + drawn.infotext.encode(),
+                    drawn.infotext.encode()):  # fmt: skip
+        stream, exif = io.BytesIO(), Image.Exif()
+        exif.get_ifd(0x8769)[0x9286] = comment
+        drawn.image.save(stream, form, exif=exif)
+        assert png_info(shared, stream.getvalue())["info"] == drawn.infotext
+    for damaged in (own[:40], own[:200], own.replace(b"Exif", b"Ex\xff\xff"), own.replace(b"UNICODE", b"\xff" * 7)):
+        assert set(png_info(shared, damaged)) == {"info", "items", "parameters"}
+
+
+def png_info(api: Api, data: bytes) -> Any:
+    return ok(api.post("/sdapi/v1/png-info", image=base64.b64encode(data).decode())).json()
 
 
 def test_a_picture_without_words(shared: Api) -> None:

@@ -69,7 +69,7 @@ def test_numbers_are_taken_as_they_come() -> None:
     [
         ("a cat <lora:sepia:0.8>", "a cat", "sepia:0.8"), ("<lora:sepia> a cat", "a cat", "sepia:1"),
         ("a <lora:sepia:1><lora:pixel-art:-.5> cat", "a  cat", "sepia:1,pixel-art:-.5"),
-        ("a cat <lyco:sepia:0.5:0.5>", "a cat", "sepia:0.5"),
+        ("a cat <lyco:sepia:0.5:0.5>", "a cat", "sepia:0.5"), ("a cat <lora:MyStyle:1>", "a cat", "pixel-art:1"),
         ("a cat <lora:sepia:te=0.5:unet=0.5>", "a cat", "sepia:0.5"),
         ("# of no effect\na cat <lora:sepia:1> # <lora:pixel-art:1>", "a cat", "sepia:1"),
     ],
