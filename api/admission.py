@@ -143,10 +143,13 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
     """The error for a name that no model of this kind has: another kind's, or unknown. None: no model of this kind was
     announced yet.
     """
+    loading = now.loading_as(name)
+    if loading is kind:
+        return model_loading(name)
     for other, (article, endpoint) in _ENDPOINTS.items():
         card = now.model(name, other) if name is not None and other is not kind else None
-        if card is not None:
-            words = f"{card.name} is {article} model; use POST {endpoint}"
+        if card is not None or loading is other:
+            words = f"{name if card is None else card.name} is {article} model; use POST {endpoint}"
             return invalid_field("model", words, "wrong_modality")
     if now.model(None, kind) is None:
         hidden = any(isinstance(card, kind) for card in now.hidden)
@@ -155,8 +158,19 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
     if model != name:
         return unknown_model(f"{name} is an alias of {model}, which no worker has announced")
     if is_openai_image(name) and now.model(None, ImageCard) is not None:
-        return unknown_model(f"{name} is served by no model here; DIPTYCH_MODEL_ALIASES names one")
+        words = "is served by no model here; DIPTYCH_MODEL_ALIASES or DIPTYCH_OPENAI_NAMES=on names one"
+        return unknown_model(f"{name} {words}")
     return unknown_model()
+
+
+def missing_model(now: RegistrySnapshot, name: str) -> ApiError:
+    """The error for a name that no model of any kind has: it is being loaded, or unknown."""
+    return unknown_model() if now.loading_as(name) is None else model_loading(name)
+
+
+def model_loading(name: str | None) -> ApiError:
+    message = f"model: {name} is being loaded by a worker; see GET /readyz."
+    return ApiError(503, message, param="model", code="model_loading", headers={"Retry-After": "5"})
 
 
 def no_model() -> ApiError:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import anyio.to_thread
 
-from contract.card import ImageCard, ModelCard, TextCard
+from contract.card import KINDS, ImageCard, ModelCard, TextCard
 from contract.model_names import PLACEHOLDERS, is_openai_image
 from core.jobs.access import AccessReader
 from core.jobs.broker import QUEUES
@@ -67,6 +67,7 @@ class RegistrySnapshot:
     names: ModelNames = ModelNames()
     only_live: str = ""  # the model that was the only live image model when there was one last
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
+    allowed: Set[str] | None = None  # those that it may use; None: all
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
         """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
@@ -81,6 +82,7 @@ class RegistrySnapshot:
             models=tuple(_with_drafts(model, allowed) for model in self.models if model.name in allowed),
             names=replace(self.names, aliases=aliases),
             hidden=tuple(model for model in self.models if model.name not in allowed),
+            allowed=allowed,
         )
 
     def clock(self) -> float:
@@ -137,14 +139,35 @@ class RegistrySnapshot:
             return self.names.aliases[name]
         if name in PLACEHOLDERS:
             return None
-        if self.names.openai != "off" and is_openai_image(name):
-            images = [model for model in self.models if isinstance(model, ImageCard)]
-            live = [model for model in images if model.live]
-            known = live or [model for model in images if model.name == self.only_live] or images
-            first = self.model(None, ImageCard) if self.names.openai == "on" else known[0] if len(known) == 1 else None
-            if first is not None:
-                return first.name
+        if self.names.openai == "on" and is_openai_image(name):
+            first = self.model(None, ImageCard)
+            return name if first is None else first.name
+        if self.names.openai == "auto" and is_openai_image(name):
+            images = [model.name for model in self.models if isinstance(model, ImageCard)]
+            known = self.configured_images() or [name for name in images if name == self.only_live] or images
+            return known[0] if len(known) == 1 else name
         return name
+
+    def configured_images(self) -> list[str]:
+        """The names of the image models that workers serve, or will serve once they are loaded."""
+        live = [model.name for model in self.models if isinstance(model, ImageCard) and model.live]
+        return [*dict.fromkeys([*live, *(name for name, kind in self.loading.items() if kind == "image")])]
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """The modalities of the models that are being loaded and that no worker serves, by name."""
+        names = {name: kind for worker in self.workers for name, kind in worker.loading.items()}
+        served = {model.name for model in self.models if model.live}
+        return {
+            name: kind for name, kind in names.items()
+            if name not in served and (self.allowed is None or name in self.allowed)
+        }  # fmt: skip
+
+    def loading_as(self, name: str | None) -> type[ModelCard] | None:
+        """The kind of the model of this name or alias, if it is being loaded and no worker has ever announced it."""
+        served = self.served_name(name)
+        known = served is None or any(model.name == served for model in self.models)
+        return None if known else KINDS.get(self.loading.get(served or "", ""))
 
     def expands(self, name: str) -> bool:
         """Return whether all workers of this image model expand prompts: by their first text model, if it answers and
@@ -323,8 +346,8 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        live = [model.name for model in models if isinstance(model, ImageCard) and model.live]
-        only_live = live[0] if len(live) == 1 else self.now.only_live
-        return RegistrySnapshot(
-            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live
+        snapshot = RegistrySnapshot(
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names
         )
+        images = snapshot.configured_images()
+        return replace(snapshot, only_live=images[0] if len(images) == 1 else self.now.only_live)

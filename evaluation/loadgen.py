@@ -143,7 +143,8 @@ def _in_thread(function: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            result.set_result(function())
+            function()
+            result.set_result(None)
         except BaseException as error:
             result.set_exception(error)
 
