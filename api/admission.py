@@ -11,7 +11,7 @@ from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.uploads import NO_PICTURES, PictureUploads, Upload
 from contract import pipeline_call
 from contract.bounds import PRIORITY
-from contract.card import ImageCard, ModelCard, TextCard
+from contract.card import KINDS, ImageCard, ModelCard, TextCard
 from contract.control import Control
 from contract.errors import Invalid
 from contract.estimates import solo_s, work_s
@@ -154,7 +154,7 @@ def expansion(job: ImageJob, model: str, now: RegistrySnapshot, *, may_write: bo
     if not may_write:
         message = "expand_prompt: has a text model write, and this key lacks the scope text."
         raise ApiError(403, message, param="expand_prompt", code="insufficient_scope")
-    text_models = now.expanders(model)
+    text_models = _expanders(now, model)
     if not text_models:
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
     request = TextJob(messages=[{"role": "user", "content": job.picture.prompt}])
@@ -166,6 +166,27 @@ def expansion(job: ImageJob, model: str, now: RegistrySnapshot, *, may_write: bo
                 raise error.of("expand_prompt") from error
     read = TextJob(prompts=[job.picture.prompt]).tokens
     return job.n * math.ceil(read + EXPANSION_TOKENS), text_models[0].name
+
+
+def _expanders(now: RegistrySnapshot, name: str) -> list[TextCard]:
+    """The text models that expand prompts for this image model: the first one of each of its workers, if it answers and
+    is not hidden. Without a worker, any text model. Empty: not all workers expand prompts.
+    """
+    drawing = [worker for worker in now.workers if any(model.name == name for model in worker.models)]
+    if not drawing:
+        others = (model for model in now.models if isinstance(model, TextCard) and model.limits.generates)
+        return [*others][:1]
+    hidden = {model.name for model in now.hidden}
+    firsts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
+    usable = [text for text in firsts if text is not None and text.limits.generates and text.name not in hidden]
+    return usable if len(usable) == len(drawing) else []
+
+
+def loading_kind(now: RegistrySnapshot, name: str | None) -> type[ModelCard] | None:
+    """The kind of the model of this name or alias, if it is being loaded and no worker has ever announced it."""
+    served = now.served_name(name)
+    known = served is None or any(model.name == served for model in now.models)
+    return None if known else KINDS.get(now.loading.get(served or "", ""))
 
 
 def check_cascade(job: ImageJob, now: RegistrySnapshot) -> None:
@@ -189,10 +210,13 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
     """The error for a name that no model of this kind has: another kind's, or unknown. None: no model of this kind was
     announced yet.
     """
+    loading = loading_kind(now, name)
+    if loading is kind:
+        return model_loading(name)
     for other, (article, endpoint) in _ENDPOINTS.items():
         card = now.model(name, other) if name is not None and other is not kind else None
-        if card is not None:
-            words = f"{card.name} is {article} model; use POST {endpoint}"
+        if card is not None or loading is other:
+            words = f"{name if card is None else card.name} is {article} model; use POST {endpoint}"
             return invalid_field("model", words, "wrong_modality")
     if now.model(None, kind) is None:
         hidden = any(isinstance(card, kind) for card in now.hidden)
@@ -201,8 +225,19 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
     if model != name:
         return unknown_model(f"{name} is an alias of {model}, which no worker has announced")
     if is_openai_image(name) and now.model(None, ImageCard) is not None:
-        return unknown_model(f"{name} is served by no model here; DIPTYCH_MODEL_ALIASES names one")
+        words = "is served by no model here; DIPTYCH_MODEL_ALIASES or DIPTYCH_OPENAI_NAMES=on names one"
+        return unknown_model(f"{name} {words}")
     return unknown_model()
+
+
+def missing_model(now: RegistrySnapshot, name: str) -> ApiError:
+    """The error for a name that no model of any kind has: it is being loaded, or unknown."""
+    return unknown_model() if loading_kind(now, name) is None else model_loading(name)
+
+
+def model_loading(name: str | None) -> ApiError:
+    message = f"model: {name} is being loaded by a worker; see GET /readyz."
+    return ApiError(503, message, param="model", code="model_loading", headers={"Retry-After": "5"})
 
 
 def no_model() -> ApiError:

@@ -69,6 +69,7 @@ class RegistrySnapshot:
     only_live: str = ""  # the model that was the only live image model when there was one last
     memory: StoreMemory = field(default_factory=StoreMemory)
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
+    allowed: Set[str] | None = None  # those that it may use; None: all
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
         """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
@@ -83,6 +84,7 @@ class RegistrySnapshot:
             models=tuple(_with_drafts(model, allowed) for model in self.models if model.name in allowed),
             names=replace(self.names, aliases=aliases),
             hidden=tuple(model for model in self.models if model.name not in allowed),
+            allowed=allowed,
         )
 
     def may(self, owner: str, scope: str) -> bool:
@@ -144,13 +146,14 @@ class RegistrySnapshot:
             return self.names.aliases[name]
         if name in PLACEHOLDERS:
             return None
-        if self.names.openai != "off" and is_openai_image(name):
-            images = [model for model in self.models if isinstance(model, ImageCard)]
-            live = [model for model in images if model.live]
-            known = live or [model for model in images if model.name == self.only_live] or images
-            first = self.model(None, ImageCard) if self.names.openai == "on" else known[0] if len(known) == 1 else None
-            if first is not None:
-                return first.name
+        if self.names.openai == "on" and is_openai_image(name):
+            first = self.model(None, ImageCard)
+            return name if first is None else first.name
+        if self.names.openai == "auto" and is_openai_image(name):
+            images = [model.name for model in self.models if isinstance(model, ImageCard)]
+            known = self._configured_images() or [name for name in images if name == self.only_live] or images
+            if len(known) == 1:
+                return known[0]
         return self._alike(name) or name
 
     def _alike(self, name: str) -> str | None:
@@ -158,18 +161,20 @@ class RegistrySnapshot:
         names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
         return names[0] if len(names) == 1 else None
 
-    def expanders(self, name: str) -> list[TextCard]:
-        """The text models that expand prompts for this image model: the first one of each of its workers, if it answers
-        and is not hidden. Without a worker, any text model. Empty: not all workers expand prompts.
-        """
-        drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
-        if not drawing:
-            others = (model for model in self.models if isinstance(model, TextCard) and model.limits.generates)
-            return [*others][:1]
-        hidden = {model.name for model in self.hidden}
-        firsts = [next((model for model in worker.models if isinstance(model, TextCard)), None) for worker in drawing]
-        usable = [text for text in firsts if text is not None and text.limits.generates and text.name not in hidden]
-        return usable if len(usable) == len(drawing) else []
+    def _configured_images(self) -> list[str]:
+        """The names of the image models that workers serve, or will serve once they are loaded."""
+        live = [model.name for model in self.models if isinstance(model, ImageCard) and model.live]
+        return [*dict.fromkeys([*live, *(name for name, kind in self.loading.items() if kind == "image")])]
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """The modalities of the models that are being loaded and that no worker serves, by name."""
+        names = {name: kind for worker in self.workers for name, kind in worker.loading.items()}
+        served = {model.name for model in self.models if model.live}
+        return {
+            name: kind for name, kind in names.items()
+            if name not in served and (self.allowed is None or name in self.allowed)
+        }  # fmt: skip
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
@@ -337,9 +342,9 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        live = [model.name for model in models if isinstance(model, ImageCard) and model.live]
-        only_live = live[0] if len(live) == 1 else self.now.only_live
-        return RegistrySnapshot(
-            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live,
-            self._store.upkeep.memory(),
+        snapshot = RegistrySnapshot(
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names,
+            memory=self._store.upkeep.memory(),
         )  # fmt: skip
+        images = snapshot._configured_images()
+        return replace(snapshot, only_live=images[0] if len(images) == 1 else self.now.only_live)

@@ -36,6 +36,7 @@ async def readyz(service: Given) -> Response:
     body: dict[str, Any] = {
         "redis": service.cards.redis_answers,
         "workers": {state: states[state] for state in ("ready", "starting", "draining")},
+        "loading": sorted(service.cards.now.loading) if service.cards.redis_answers else [],
         "messages": [{"worker": w.id, "state": w.state, "message": w.message} for w in workers if w.state != "ready"],
     }
     missing = unready_reason(service)
@@ -60,7 +61,7 @@ async def model_ready(name: str, service: Given, caller: By) -> Response:
     """Answer 200 if a ready worker serves the model, 404 if no worker ever did, else 503."""
     card = service.cards.seen_by(caller.id).named(name)
     if card is None:
-        raise admission.unknown_model()
+        raise admission.missing_model(service.cards.seen_by(caller.id), name)
     missing = unready_reason(service)
     if not missing and not any(
         worker.state == "ready" and any(model.name == card.name for model in worker.models)

@@ -44,9 +44,10 @@ async def models(request: Request, service: Given, caller: By) -> Response:
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")
 async def model(name: str, service: Given, caller: By) -> Response:
-    card = service.cards.seen_by(caller.id).named(name)
+    now = service.cards.seen_by(caller.id)
+    card = now.named(name)
     if card is None:
-        raise admission.unknown_model()
+        raise admission.missing_model(now, name)
     return JSONResponse(model_object(card, service, name, caller), headers={"Cache-Control": "no-store"})
 
 

@@ -5,10 +5,12 @@ admission.py checks requests against model cards.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,6 +43,7 @@ from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
 DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
 
 _KEY = re.compile(r"[!-~]{1,255}")
+_LOADING_S, _LOOK_S = 60.0, 0.25  # that a request waits for a model that is being loaded
 _INPUT_S = 3600.0  # until the job's record sets its retention
 
 
@@ -154,10 +157,16 @@ async def resubmit(service: Service, request: Request, caller: Caller, job: Job)
 
 
 async def served(service: Service, name: str | None, kind: type[C], owner: str) -> C:
-    """The model of this name and kind that the owner may use; without a name, the first live one. Raises `ApiError` and
-    `StoreError` if none can serve the request.
+    """The model of this name and kind that the owner may use; without a name, the first live one. Waits for one that is
+    being loaded. Raises `ApiError` and `StoreError` if none can serve the request.
     """
     card = await service.cards.find(name, kind, owner)
+    until = time.monotonic() + _LOADING_S
+    while card is None and time.monotonic() < until and not service.closing.is_set():
+        if admission.loading_kind(service.cards.seen_by(owner), name) is not kind:
+            break
+        await asyncio.sleep(_LOOK_S)
+        card = service.cards.seen_by(owner).model(name, kind)
     if card is not None:
         return card
     refusal = admission.no_such_model(service.cards.seen_by(owner), name, kind)

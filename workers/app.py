@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -30,7 +30,7 @@ Build = Callable[[Settings, Say], "ServingRuntime"]
 class WorkerApplication(Celery):  # type: ignore[misc]
     """A Celery application with our `Worker`. Nothing is loaded or run before Celery's worker starts."""
 
-    def __init__(self, settings: Settings, build: Build) -> None:
+    def __init__(self, settings: Settings, build: Build, configured: Mapping[str, str]) -> None:
         """Raises `SettingsError`."""
         super().__init__("diptych", config_source=celery_settings(settings.redis_url))
         self.conf.update(
@@ -43,7 +43,7 @@ class WorkerApplication(Celery):  # type: ignore[misc]
         )
         self.settings = settings
         self.build = build
-        self.worker = Worker(settings, self.post, self.message)
+        self.worker = Worker(settings, self.post, self.message, configured)
         self.prefetch = self.worker.prefetch
         self.Worker = self.subclass_with_self("workers.boot:WorkerProgram")
         for queue in QUEUES:
@@ -105,7 +105,15 @@ _MEASURE_S = 5.0  # limit for measuring cost curves; the rest is learnt from the
 
 def create(settings: Settings, build: Build | None = None) -> WorkerApplication:
     """Create the application. `build` makes what the worker runs, by default a model with its engine."""
-    return WorkerApplication(settings, build or _build)
+    return WorkerApplication(settings, build or _build, configured_models(settings) if build is None else {})
+
+
+def configured_models(settings: Settings) -> Mapping[str, str]:
+    """The modalities of the models that a worker with these settings serves once all are loaded, by name."""
+    from pipeline.checkpoints.load import short_name
+
+    images = {short_name(each.model_name): "image" for each in settings.catalogue}
+    return images | {short_name(str(each.text_model_name)): "text" for each in settings.text_catalogue}
 
 
 def __getattr__(name: str) -> WorkerApplication:

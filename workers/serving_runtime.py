@@ -6,8 +6,8 @@ Imports no torch at module level, because the worker imports it and the handlers
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
@@ -39,6 +39,11 @@ class ServingRuntime(Protocol):
     @property
     def handlers(self) -> Mapping[str, JobHandler]: ...
 
+    @property
+    def failed(self) -> Collection[str]:
+        """The models that are not served, because they do not load."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -48,6 +53,7 @@ class ModelRuntime:
 
     runtime: Runtime
     handlers: dict[str, JobHandler]
+    failed: set[str] = field(default_factory=set)
 
     @property
     def engine(self) -> Engine:
@@ -61,10 +67,10 @@ def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.inf
     """Add a handler for each model. Those of the pools beside their first are loaded in the background, one after the
     other, and then served; `say` is told of each.
     """
-    handlers = handlers_of(runtime)
+    model_runtime = ModelRuntime(runtime, handlers_of(runtime))
     if runtime.pool is not None or runtime.text_pool is not None:
-        Thread(target=_load_others, args=(runtime, handlers, say), name="models", daemon=True).start()
-    return ModelRuntime(runtime, handlers)
+        Thread(target=_load_others, args=(model_runtime, say), name="models", daemon=True).start()
+    return model_runtime
 
 
 def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
@@ -79,7 +85,8 @@ def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     return handlers
 
 
-def _load_others(runtime: Runtime, handlers: dict[str, JobHandler], say: Callable[[str], None]) -> None:
+def _load_others(model_runtime: ModelRuntime, say: Callable[[str], None]) -> None:
+    runtime, handlers = model_runtime.runtime, model_runtime.handlers
     images, texts = runtime.pool, runtime.text_pool
 
     def image(name: str, plan_name: str) -> JobHandler:
@@ -103,6 +110,7 @@ def _load_others(runtime: Runtime, handlers: dict[str, JobHandler], say: Callabl
             handlers[name] = load()
             say(f"{name} is served, too")
         except Exception as error:
+            model_runtime.failed.add(name)
             log.error("%s is not served: %s", name, error)
 
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -55,9 +55,14 @@ class Worker:
     """One worker. Call `open`, `equip`, then `serve` for each message; finally `drain` and `close`."""
 
     def __init__(
-        self, settings: Settings, send: Callable[[Envelope], None], message: Callable[[Envelope], str]
+        self,
+        settings: Settings,
+        send: Callable[[Envelope], None],
+        message: Callable[[Envelope], str],
+        configured: Mapping[str, str] = {},
     ) -> None:
-        """`message` writes one to a worker. Does not connect yet.
+        """`message` writes one to a worker. `configured` are the modalities of the models that it will serve, by name,
+        as far as they are known before they are loaded. Does not connect yet.
 
         Raises `SettingsError` for settings that no worker can use.
         """
@@ -87,6 +92,7 @@ class Worker:
         self._started = time.time()
         self._state, self._message = "starting", ""
         self._models: list[ModelCard] = []
+        self._configured = configured
         self._equipment: ServingRuntime | None = None
         self._publisher: ProgressPublisher | None = None
         self._heartbeat = Heartbeat(
@@ -224,7 +230,15 @@ class Worker:
             limits=self.prefetch.limits,
             version=_version(),
             threads=self._threads(),
+            loading=self._loading(),
         )
+
+    def _loading(self) -> dict[str, str]:
+        """The modalities of the models that are not served yet, by name."""
+        if self._equipment is None:
+            return dict(self._configured)
+        ended = {*self._equipment.handlers, *self._equipment.failed}
+        return {name: modality for name, modality in self._configured.items() if name not in ended}
 
     def _threads(self) -> int:
         """CPU threads that compute; 0 before a model is loaded."""

@@ -20,7 +20,8 @@ class WorkerCard:
     """The description that a worker last announced of itself.
 
     `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
-    `in_flight` and `limits` count jobs by queue; `threads` compute on the CPU, 0: not known.
+    `in_flight` and `limits` count jobs by queue; `threads` compute on the CPU, 0: not known. `loading` are the
+    modalities of the configured models that are not in `models` yet, by name, in their order.
     """
 
     id: StrictStr
@@ -34,6 +35,7 @@ class WorkerCard:
     limits: dict[StrictStr, StrictInt] = field(default_factory=dict)
     version: StrictStr = ""
     threads: StrictInt = 0
+    loading: dict[StrictStr, StrictStr] = field(default_factory=dict)
 
 
 _WORKER = TypeAdapter(WorkerCard)

@@ -293,3 +293,15 @@ def test_an_edit_may_have_its_prompt_expanded_at_every_door(settings: Settings) 
         (line,) = told(client, ended(client, batch.id).output_file_id)
         assert line["response"]["body"]["data"][0]["revised_prompt"] == "a cat, the 0th ☂"
         assert all(worker.is_(one, JobState.SUCCEEDED) for one in worker.ids())
+
+
+def test_a_line_waits_for_a_model_that_is_being_loaded(world: World) -> None:
+    api, worker, client = world
+    worker.announce(loading={"slow": "image"})
+    eventually(lambda: api.get("/readyz").json()["loading"])
+    batch = begin(client, lines({"prompt": "a cat", "model": "slow"}, {"prompt": "a cat", "model": "none"}))
+    worker.announce(card=dataclasses.replace(CARD, name="slow"))
+    (id,) = eventually(worker.ids)
+    worker.work(id)
+    done = ended(client, batch.id)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)

@@ -74,6 +74,7 @@ def test_before_any_worker_and_while_one_starts(settings: Settings) -> None:
         ready = eventually(lambda: (r := api.get("/readyz")).status_code == 200 and r)
         assert ready.json() == {
             "status": "ready", "redis": True, "workers": {"ready": 1, "starting": 0, "draining": 0}, "messages": [],
+            "loading": [],
         }  # fmt: skip
 
         worker.announce("draining")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,25 @@ from typing import Any
 import openai
 import pytest
 
+from api import submission
 from api.cards import ModelNames, RegistrySnapshot
 from contract.card import ImageCard
 from core.config import Settings
 from tests.api.easel import Easel
 from tests.api.test_batches import begin, ended, lines, told
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, TEXT, Api, Worker, changed, check_error, eventually, opened
+from tests.api.world import (
+    CARD,
+    PATIENCE_S,
+    TEXT,
+    Api,
+    Worker,
+    changed,
+    check_error,
+    eventually,
+    opened,
+    token_of,
+)  # fmt: skip
 
 TURBO = replace(CARD, name="emoji-xl-turbo")
 ALIASES = "dall-e-3=emoji-xl-turbo,cats=emoji-xl,gpt-4o=emoji-lm,gone=nowhere"
@@ -190,3 +203,64 @@ def test_a_name_is_taken_in_any_case_of_its_letters_unless_two_are_alike() -> No
     assert seen.served_name("EMOJI-xl") == CARD.name and seen.declared("emoji-XL", ImageCard) == CARD
     assert [seen.served_name(name) for name in ("Emoji-XL", "Twin", "twin", "TWIN")] == ["twin", "Twin", "twin", "TWIN"]
     assert seen.declared("TWIN", ImageCard) is None
+
+
+def test_what_is_being_loaded_counts_among_the_models_that_names_stand_for(settings: Settings) -> None:
+    """From the first moment on a name of OpenAI's stands for what it will stand for: of two models for none."""
+    with opened(settings) as (api, worker), Easel(worker):
+        worker.announce("starting", card=None, loading={"emoji-xl": "image", "emoji-xl-turbo": "image"})
+        check_error(api.draw(model="gpt-image-1"), 503, code="no_model")
+        worker.announce(loading={"emoji-xl-turbo": "image"})
+        eventually(lambda: "emoji-xl" in names(api))
+        assert "DIPTYCH_OPENAI_NAMES=on" in check_error(api.draw(model="gpt-image-1"), 404, "model")["message"]
+        assert api.draw(model="emoji-xl").status_code == 200
+        worker.announce()  # the other one does not load
+        assert eventually(lambda: (answer := api.draw(model="gpt-image-1")).status_code == 200 and answer)
+
+
+@pytest.mark.parametrize("asked", ["emoji-xl-turbo", "fast"])
+def test_a_request_waits_for_a_model_that_is_being_loaded(settings: Settings, asked: str) -> None:
+    settings = changed(settings, model_aliases="fast=emoji-xl-turbo,elsewhere=nowhere")
+    loading = {"emoji-xl-turbo": "image", "emoji-lm": "text"}
+    with opened(settings) as (api, worker), Easel(worker), ThreadPoolExecutor(4) as pool:
+        worker.announce(loading=loading)
+        eventually(lambda: api.get("/readyz").json()["loading"] == sorted(loading))
+        key = {"Authorization": f"Bearer {token_of(settings, 'narrow', models='emoji-xl')}"}
+        eventually(lambda: api.client.get("/v1/models").status_code == 401)  # the key is known
+        own = {"Authorization": f"Bearer {token_of(settings)}"}
+        body = {"prompt": "a cat", "steps": 2, "model": asked}
+        waiting = [
+            pool.submit(api.client.post, "/v1/images/generations", json=body, headers=own),
+            pool.submit(api.client.post, "/v1/jobs", json={**body, "type": "image"}, headers=own),
+        ]
+        for path in (f"/v1/models/{asked}", f"/v2/models/{asked}/ready"):
+            error = check_error(api.client.get(path, headers=own), 503, "model", "model_loading")
+            assert asked in error["message"]
+        words = {"model": asked, "messages": [{"role": "user", "content": "a"}]}
+        check_error(api.client.post("/v1/chat/completions", json=words, headers=own), 400, "model", "wrong_modality")
+        drawn = {**body, "model": "emoji-lm"}
+        check_error(api.client.post("/v1/images/generations", json=drawn, headers=own), 400, "model", "wrong_modality")
+        check_error(api.client.post("/v1/images/generations", json=body, headers=key), 404, "model", "model_not_found")
+        for name in ("nothing", "elsewhere"):
+            check_error(
+                api.client.post("/v1/images/generations", json={**body, "model": name}, headers=own), 404, "model"
+            )
+        assert not any(request.done() for request in waiting)
+        with Worker(api.settings) as other:
+            other.name = "worker-2"
+            other.announce(card=TURBO)
+            assert [request.result(PATIENCE_S).status_code for request in waiting] == [200, 202]
+            registered = {job["model"] for job in api.client.get("/v1/jobs", headers=own).json()["data"]}
+            assert registered == {"emoji-xl-turbo"}
+
+
+def test_a_request_for_a_model_that_loads_for_long_is_told_so(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "_LOADING_S", 0.3)
+    with opened(settings) as (api, worker):
+        worker.announce(loading={"emoji-xl-turbo": "image"})
+        eventually(lambda: api.get("/readyz").json()["loading"])
+        answer = api.draw(model="emoji-xl-turbo")
+        check_error(answer, 503, "model", "model_loading")
+        assert answer.headers["retry-after"]

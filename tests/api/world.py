@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -278,10 +278,16 @@ class Worker:
         self.redis.close()
 
     def announce(
-        self, state: str = "ready", message: str = "", card: ModelCard | None = CARD, ttl_s: float = 600
+        self,
+        state: str = "ready",
+        message: str = "",
+        card: ModelCard | None = CARD,
+        ttl_s: float = 600,
+        loading: Mapping[str, str] = {},
     ) -> None:
         models = [] if card is None else [card]
-        self.registry.announce(WorkerCard(self.name, "here", 1, state, message, 1_700_000_000.5, models), ttl_s)
+        own = WorkerCard(self.name, "here", 1, state, message, 1_700_000_000.5, models, loading=dict(loading))
+        self.registry.announce(own, ttl_s)
 
     def ids(self) -> set[str]:
         """Of every job there is."""

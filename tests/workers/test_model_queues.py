@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from core.jobs.broker import Envelope, model_queue
 from core.jobs.placement import Placement
 from core.jobs.record import Job, JobState
+from pipeline.checkpoints import tiny
 from tests.core.jobs.books import Books
 from tests.core.jobs.older import sent_by_older
 from tests.workers.crew import Crew, Hired, eventually
@@ -145,3 +148,30 @@ def test_turns_go_round_whatever_is_served(steps: list[str]) -> None:
             rotation.take_turn(step)
             assert rotation.consume(2) == [*(name for name in asked if name != step), step]
     assert rotation.consume(0) == []
+
+
+def test_every_configured_model_is_announced_from_the_first_card_on(crew: Crew, tmp_path: Path) -> None:
+    """As one that is being loaded, until it is served, or does not load."""
+    names = ["one", "two", "broken"]
+    shape = tiny.SHAPES[tiny.TINY]
+    folders = [str(tiny.save(tmp_path / name, shape)) for name in names]
+    weights = next((tmp_path / "broken" / "unet").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    worker = crew.hire(
+        command=(sys.executable, "-m", "cli", "worker", "--models", ",".join(folders)), ready=False, kernels=False,
+        text_model="off", model="", cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    seen = []
+
+    def settled() -> bool:
+        assert worker.process.poll() is None, worker.log
+        if (card := crew.card(worker)) is not None:
+            served = [model.name for model in card.models]
+            assert card.loading == {name: "image" for name in names if name in card.loading}
+            assert {*served, *card.loading} >= {"one", "two"} and not {*served} & {*card.loading}
+            seen.append((card.state, served, [*card.loading]))
+        return bool(seen) and seen[-1] == ("ready", ["one", "two"], [])
+
+    eventually(settled, "two of three models")
+    assert seen[0] == ("starting", [], names)
+    assert worker.stop() == 0
