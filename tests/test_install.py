@@ -234,6 +234,10 @@ def test_no_wheel_has_to_be_compiled():
         assert valkey.marker.evaluate(machine | other)
     for other in ({"platform_machine": "riscv64"}, {"platform_system": "FreeBSD"}):
         assert not valkey.marker.evaluate(machine | other)
+    for extra in ("eval", "dev"):
+        (loadgen,) = [Requirement(line) for line in extras[extra] if line.startswith("mlcommons-loadgen")]
+        assert loadgen.marker.evaluate(machine | {"python_full_version": "3.13.1", "python_version": "3.13"})
+        assert not loadgen.marker.evaluate(machine | {"python_full_version": "3.14.0", "python_version": "3.14"})
     assert redis.marker.evaluate(machine)
     for other in ({"python_version": "3.13"}, mac, {"platform_machine": "aarch64"}):
         assert not redis.marker.evaluate(machine | other)

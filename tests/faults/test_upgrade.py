@@ -23,6 +23,7 @@ import pytest
 from tests.children import python_path
 from tests.deployment.served import Served, environment, wait_until
 from tests.faults.histories.world import checkout
+from tests.stores import stores
 
 pytestmark = pytest.mark.long
 
@@ -45,9 +46,16 @@ class Service:
         self.model = shutil.copytree(before / "models" / "emoji-xl", folder / "my-model")
         self.headers: dict[str, str] = {}
         self.served: Served | None = None
+        # The release takes a `redis-server` of the PATH: here the oldest of this machine, such as it bundled.
+        self.servers = folder / "servers"
+        self.servers.mkdir()
+        (self.servers / "redis-server").symlink_to(stores()[-1].path)
 
     def start(self, *, old: bool) -> None:
-        path = {"PYTHONPATH": str(self.before)} if old else {"PYTHONPATH": python_path(Path(__file__).parents[2])}
+        if old:
+            path = {"PYTHONPATH": str(self.before), "PATH": f"{self.servers}:{os.environ['PATH']}"}
+        else:
+            path = {"PYTHONPATH": python_path(Path(__file__).parents[2])}
         self.served = Served(
             self.folder, model=str(self.model), program=[PYTHON if old else sys.executable, "-m", "diptych"],
             unset=["DIPTYCH_TEXT_MODEL", "DIPTYCH_KERNELS"],
