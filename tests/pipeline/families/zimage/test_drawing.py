@@ -58,7 +58,9 @@ def test_pictures_are_those_of_diffusers() -> None:
     latents = by_diffusers("tiny", "a red cat", 1, 2, 0.0)
     pixels = pipeline.vae.decode(latents / one.vae.config.scaling_factor + one.vae.config.shift_factor)[0]
     expected = vae.levels(pixels.detach().permute(0, 2, 3, 1))
-    assert torch.equal(vae.decode(one, latents)[0], expected)
+    # Within a level in a few places: sums of floats have other bits where torch multiplies in other shapes.
+    apart = (vae.decode(one, latents)[0].int() - expected.int()).abs()
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01
     assert expected.float().std() > 10, "a flat picture would prove nothing"
 
 
