@@ -83,7 +83,7 @@ class JobExecutor:
         if job.cascade is not None and drafts:
             result = cascades.add_drafts(result, drafts, (job.cascade.draft, claim.model), parameters[0])
         result = as_recorded(result)
-        if claim.modality == "text":
+        if claim.modality == "text" and claim.lays:
             result = lay_result(result, artifact_writer.put)
         work.artifacts = artifact_writer.keys
         return {**result, "engine_s": round(engine_s, 6)}

@@ -77,7 +77,7 @@ class JobLeases:
             return None
         (
             attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed, owner,
-            checker,
+            checker, lays,
         ) = answer  # fmt: skip
         try:
             decoded = from_json(parameters) or {}
@@ -101,6 +101,7 @@ class JobLeases:
             followed=followed == "1" if followed else None,
             owner=owner,
             checker=checker,
+            lays=lays == "1",
         )
 
     def fence_of(self, id: str, worker: str) -> str | None:

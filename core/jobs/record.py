@@ -263,7 +263,8 @@ class Claim:
 
     `deadline_left_s` is the time to the deadline at the claim; None: no deadline. `trace` and `request_id` are the
     draft's; empty for jobs of versions without them. `incarnation` and `followed` are the record's. `checker` is what
-    the owner's key, which may be revoked by now, has flagged pictures done to; "": the service decides.
+    the owner's key, which may be revoked by now, has flagged pictures done to; "": the service decides. `lays`: a large
+    result may be an artifact (`core.artifacts.lay_result`), which the API that made the job reads.
     """
 
     id: str
@@ -280,6 +281,7 @@ class Claim:
     followed: bool | None = None
     owner: str = ""
     checker: str = ""
+    lays: bool = False
 
     @property
     def fence(self) -> str:

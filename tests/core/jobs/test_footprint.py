@@ -233,3 +233,10 @@ def test_a_key_that_was_revoked_before_is_barred_by_a_second_call(store: JobStor
     with pytest.raises(QueueFull):
         store.create(draft(owner=owner))
     keyring.close()
+
+
+def test_a_job_of_an_older_api_has_its_result_in_its_record(store: JobStore, client: redis.Redis) -> None:
+    """That API reads no artifacts in place of results."""
+    new, old = (store.create(text(10)).id for _ in range(2))
+    client.hdel(f"diptych:job:{old}", "lays")
+    assert [present(store.leases.claim(id, "worker")).lays for id in (new, old)] == [True, False]

@@ -3,7 +3,8 @@
 -- KEYS: none
 -- ARGV: 2 id, 3 worker, 4 token of this call, 5 lease_ms, 6 retention_ms
 -- Answer: {attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace, request id,
---   incarnation, followed ('1', '0', or '': unspecified), owner, its key's checker or ''}; or nothing
+--   incarnation, followed ('1', '0', or '': unspecified), owner, its key's checker or '', whether a large result may be an
+--   artifact ('1', or '': an API of an older version reads it)}; or nothing
 
 local job, token, at = read(ARGV[2]), ARGV[4], now()
 if not job then return false end
@@ -32,8 +33,8 @@ elseif job.state ~= 'running' or job.claim ~= token then  -- otherwise this is a
   return false
 end
 local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace',
-  'request_id', 'followed')
+  'request_id', 'followed', 'lays')
 -- Not from the job's record, which an API of an older version may have written.
 local checker = job.owner ~= '' and redis.call('HGET', P .. 'checkers', job.owner)
 return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or '', v[8] or '',
-  job.incarnation, v[9] or '', job.owner, checker or ''}
+  job.incarnation, v[9] or '', job.owner, checker or '', v[10] or ''}
