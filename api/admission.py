@@ -144,6 +144,12 @@ def with_expansion(draft: ImageDraft, now: RegistrySnapshot, *, may_write: bool)
     return replace(draft, tokens=tokens, text_model=text_model)
 
 
+def may_write(now: RegistrySnapshot, owner: str) -> bool:
+    """Return whether an owner, of a batch for example, may have texts written; who has no key may."""
+    key = now.keys.get(owner)
+    return not owner or (key is not None and not {"text", "admin"}.isdisjoint(key.scopes))
+
+
 def expansion(job: ImageJob, model: str, now: RegistrySnapshot, *, may_write: bool) -> tuple[int, str]:
     """The tokens that expanding a job's prompts counts as, and the text model that writes them; 0 and "" without.
 

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from typing import Any
 
 import anyio.to_thread
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 
 from api import (
@@ -38,6 +39,7 @@ from api import (
 )
 from api.batch_feeder import BatchFeeder
 from api.host_origin import HostOriginMiddleware
+from api.json_parts import dumps
 from api.methods import HeadAsGetMiddleware
 from api.paths import TrailingSlashMiddleware
 from api.predictions import routes as predictions
@@ -71,7 +73,23 @@ request's own `X-Request-ID` where that is a plain word, else one that is made. 
 
 
 class App(FastAPI):
-    """FastAPI with additions to its OpenAPI document."""
+    """FastAPI with additions to its OpenAPI document, which is written once, on a thread: that takes long."""
+
+    _document: bytes | None = None
+    _writing = threading.Lock()
+
+    def setup(self) -> None:
+        self.add_route("/openapi.json", self._send_document, include_in_schema=False)
+
+    async def _send_document(self, _: Request) -> Response:
+        document = await anyio.to_thread.run_sync(self._write_document)
+        return Response(document, media_type="application/json")
+
+    def _write_document(self) -> bytes:
+        with self._writing:
+            if self._document is None:
+                self._document = dumps(self.openapi(), ascii_only=False).encode()
+            return self._document
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -76,7 +76,7 @@ class BatchLineHandler:
         self, owner: str, fields: ImageRequest, card: ImageCard, pictures: PictureUploads = NO_PICTURES
     ) -> ImageDraft:
         seen = self._service.cards.seen_by(owner)
-        may_write = seen.may(owner, "text")
+        may_write = admission.may_write(seen, owner)
         return admission.offered_draft(fields, card, seen, pictures, _PRIORITY, may_write=may_write)
 
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:

@@ -87,11 +87,6 @@ class RegistrySnapshot:
             allowed=allowed,
         )
 
-    def may(self, owner: str, scope: str) -> bool:
-        """Return whether an owner's key, of a batch for example, has a scope; who has no key has all of them."""
-        key = self.keys.get(owner)
-        return not owner or (key is not None and not {scope, "admin"}.isdisjoint(key.scopes))
-
     def clock(self) -> float:
         """Redis's time in seconds since the epoch, which all API processes share."""
         return time.time() + self.ahead_s

@@ -46,7 +46,7 @@ from core.jobs.submissions import Submissions
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS, _OF_TENANT = 24, 6  # for Redis calls, and those of one tenant; the client has more connections, for polling
+_THREADS, _OF_TENANT = 24, 4  # for Redis calls, and those of one tenant; the client has more connections, for polling
 _KEYS = 4096  # whose limits are held resolved
 _PARSERS = 2  # of batch files, line by line
 _WRITERS = 4  # of uploads: each holds a few MiB

@@ -51,15 +51,17 @@ def stay_on(near: set[int]) -> None:
         os.sched_setaffinity(0, own)
 
 
-def lower_priority(name: str, *, idle: bool = False) -> None:
-    """Run the calling thread, and threads and processes that it starts, behind all others. `name` is for the log.
+def lower_priority(name: str, *, nicer: int = _NICE, idle: bool = False) -> None:
+    """Run the calling thread, and threads and processes that it starts, behind all others, `nicer` than the process's
+    usual priority of 0. `name` is for the log.
 
     `idle`: of a processor that the process's other threads keep busy, Linux gives it a twenty-fifth, unless these are
     nicer than 5.
     """
     if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
         try:  # on Linux priorities are per thread
-            nice = os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND if idle else _NICE
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            nice = own + _BEHIND if idle else max(own, nicer)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(nice, 19))
         except OSError as error:
             log.debug("%s at normal priority: %s", name, error)

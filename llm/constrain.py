@@ -23,8 +23,9 @@ from contract.errors import Invalid
 from contract.json_schema import FIELD, check_json_schema
 from contract.tools import TOOLS
 from core.extras import pip_install
+from core.threads import lower_priority
 from llm.grammar_checker import GrammarChecker, TurnsByTenant
-from llm.grammar_process import LARK, SCHEMA, STACK_BYTES, compile_grammar, first_line, make_tokenizer
+from llm.grammar_process import LARK, NICE, SCHEMA, STACK_BYTES, compile_grammar, first_line, make_tokenizer
 from llm.instances import check_schema
 
 # Seconds of CPU for the masks of a tenant's answers with one grammar: at once, per token, and of a mask never refused.
@@ -196,10 +197,11 @@ class GrammarMatcher:
 
 
 def _on_stack(function: Callable[[], T]) -> T:
-    """Call a function on a thread with four times the stack that grammar_process.py allows it."""
+    """Call a function on a thread with four times the stack that grammar_process.py allows it, and its priority."""
     outcome: Future[T] = Future()
 
     def run() -> None:
+        lower_priority("compiling a grammar", nicer=NICE)
         try:
             outcome.set_result(function())
         except BaseException as error:

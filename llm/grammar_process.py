@@ -25,6 +25,7 @@ from typing import IO, Any
 CPU_S = 1.0  # to compile a schema, and to compute which tokens an answer may begin with
 MEMORY_BYTES = 256 * 2**20  # and beyond what the tokenizer takes
 STACK_BYTES = 2 * 2**20  # a quarter of what the worker compiles with
+NICE = 10  # of whatever compiles: beside a forward on all processors it gets a tenth of one, and delays it by that
 SCHEMA, LARK = "schema", "lark"  # kinds of grammars
 MAX_MESSAGE = 200  # characters
 SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
@@ -149,7 +150,7 @@ def _on_small_stack(function: Callable[[], None]) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's terminal sends it to both; the worker ends this
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(5)
+    os.nice(NICE)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the worker has ended

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
 from api.app import create_app
 from core.config import Settings
+from tests.api.world import Api
 
 OPERATION_IDS = """
     account_v1_account_get batches_v1_batches_get cancel_as_replicate_v1_predictions__id__cancel_post
@@ -33,3 +40,16 @@ def test_an_operation_keeps_its_id() -> None:
     document = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()
     found = [operation["operationId"] for operations in document["paths"].values() for operation in operations.values()]
     assert sorted(found) == OPERATION_IDS.split()
+
+
+def test_the_document_is_written_once_and_never_on_the_event_loop(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a tenth of a second, in which nobody else would be answered, and who asks needs no key."""
+    with Api(settings) as api:
+        app: Any = api.server.config.app
+        write, threads = app.openapi, []
+        monkeypatch.setattr(app, "openapi", lambda: threads.append(threading.get_ident()) or write())
+        with ThreadPoolExecutor(4) as pool:
+            answers = {answer.content for answer in pool.map(lambda _: api.get("/openapi.json"), range(8))}
+        assert len(answers) == len(threads) == 1 and threads != [api._thread.ident]

@@ -21,7 +21,7 @@ from contract.json_schema import check_json_schema
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.batching.runner import Lane
-from llm import constrain
+from llm import constrain, grammar_process
 from llm.constrain import GrammarCompiler
 from llm.grammar_checker import GrammarChecker
 from llm.parameters import TextParameters
@@ -96,6 +96,25 @@ def test_masks_are_computed_beside_the_forward_and_not_on_the_lane(monkeypatch: 
     monkeypatch.setattr(constrain, "_allowed", noted)
     assert all(text.tokens for text in stage.write(model, [replace(parameters, seed=i) for i in range(4)]))
     assert len(threads) > 8 and set(threads[1:]) == {"masks_0"}, "the first is the grammar's own"
+
+
+@pytest.mark.skipif(not hasattr(os, "setpriority"), reason="threads have no priorities of their own here")
+def test_whatever_compiles_is_behind_the_engine(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward on all processors waits for the slowest of them: a schema takes a tenth of one, in both processes."""
+    priorities: list[int] = []
+    compile_grammar = constrain.compile_grammar
+
+    def noted(*given: Any) -> Any:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return compile_grammar(*given)
+
+    monkeypatch.setattr(constrain, "compile_grammar", noted)
+    compiler.compile(json.dumps({"type": "object", "properties": {"behind": {"type": "null"}}}))
+    checker = compiler._checker
+    assert checker is not None and checker._process is not None
+    priorities.append(os.getpriority(os.PRIO_PROCESS, checker._process.pid))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert priorities == [grammar_process.NICE, min(19, own + grammar_process.NICE)]
 
 
 def test_a_grammar_is_one_object_while_somebody_needs_it_and_kept_no_longer(
