@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
 import pytest
 
+import api
 from core.jobs.record import JobState
 from tests.api.doors import DOORS, IMAGES, WRITER, House, Tenants, outcome_of
 from tests.api.easel import asked
 from tests.api.test_access import Client
 from tests.api.world import BATCH, eventually, ok
 
+WEB = Path(api.__file__).parent / "web"
 SETTINGS = {"sdapi": True, "rate": "100000/second"}
 
 JOB = (
@@ -87,6 +91,15 @@ def test_every_route_is_in_a_table(house: House) -> None:
     named = {route for kind in (*THINGS.values(), *SCOPES.values(), LISTS, OWN, OPEN, MODELS, FIXED)
              for route in kind}  # fmt: skip
     assert named | {door.route for door in DOORS} == routes(house)
+
+
+def test_the_playground_asks_by_the_routes_of_the_tables(house: House) -> None:
+    """It has no door of its own: each address in its scripts is one of a route."""
+    paths = {route.split()[1] for route in routes(house)}
+    shapes = {re.sub(r"{[^}]*}", "{}", path) for path in paths}
+    scripts = "".join(path.read_text() for path in WEB.glob("*.js"))
+    addresses = {re.sub(r"\${[^}]*}", "{}", address) for address in re.findall(r"[\"'`]/?(v1/[\w/${}.]+)", scripts)}
+    assert len(addresses) > 8 and {f"/{address}" for address in addresses} <= shapes
 
 
 def filled(route: str, **values: str) -> tuple[str, str]:

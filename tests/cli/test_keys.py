@@ -12,6 +12,7 @@ import pytest
 import redis
 
 import cli
+from cli import keys
 from core.jobs.batches import BatchStore
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, matching
@@ -35,6 +36,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     code = cli.main(["keys", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("7B", 7), ("7KiB", 7 * 2**10), ("7MiB", 7 * 2**20), ("7GiB", 7 * 2**30), ("2TiB", 2 * 2**40)],
+)
+def test_a_size_has_any_unit(text: str, size: int) -> None:
+    assert keys._bytes(text) == size
 
 
 def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.CaptureFixture[str], keyring: Keyring) -> None:

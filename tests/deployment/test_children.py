@@ -139,6 +139,7 @@ def test_a_child_has_each_setting_of_its_parent(name: str, monkeypatch: pytest.M
     monkeypatch.setenv(f"DIPTYCH_{name.upper()}", "not a value")
     settings = another_value(name)
     environment = child_environment(settings)
+    assert "diptych_port" not in environment
     for known in [known for known in os.environ if known.upper().startswith("DIPTYCH_")]:
         monkeypatch.delenv(known)
     for variable, value in environment.items():

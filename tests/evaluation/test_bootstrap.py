@@ -39,6 +39,13 @@ def test_an_interval_of_fid_holds_its_figure() -> None:
     assert figure.interval.low < figure.value < figure.interval.high
 
 
+def test_a_ratio_is_of_draws_about_the_figures_themselves() -> None:
+    """Draws of a distance between sets are too high, of both figures by another share: that is no change."""
+    figure, base = (Estimate(value, torch.tensor(draws)) for value, draws in ((10.0, [12.0, 14.0]), (5.0, [9.0, 11.0])))
+    ratio = figure.over(base)
+    assert ratio.value == 2 and torch.allclose(ratio.resampled, torch.tensor([9 / 4, 11 / 6]))
+
+
 def test_ratios_are_paired() -> None:
     """What both runs share, here all but a little, cancels out: unpaired the interval would be wide."""
     generator = torch.Generator().manual_seed(3)
