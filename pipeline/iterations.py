@@ -23,7 +23,7 @@ from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.extensions.extension import Extension, Finish, StepBatch
 from pipeline.extensions.refining import REFINER
 from pipeline.fingerprint import fingerprint
-from pipeline.finite import NetworkEnd, all_finite, denoiser_label, first_errors, network_name
+from pipeline.finite import NetworkEnd, all_finite, denoiser_label, dtype_name, first_errors, network_name
 from pipeline.memory_ledger import MemoryLedger
 from pipeline.pixels import edit, tiling, vae
 from pipeline.pixels.picture import Picture
@@ -159,7 +159,7 @@ class IterationBuilder:
                     for field in state.extensions:
                         kind = self._extensions[field]
                         if outputs := list(kind.prepare(request.parameters, state, own.hidden)):
-                            end = NetworkEnd(f"the {kind.networks}", all_finite(outputs), kind.model_field or field)
+                            end = NetworkEnd(self._brought(kind), all_finite(outputs), kind.model_field or field)
                             ends[-1].append(end)
                     if state.x is None:  # a retry must not draw again
                         state.x, state.kept = self._prepare_latents(request.parameters, state)
@@ -361,7 +361,7 @@ class IterationBuilder:
         """Return the ends of the networks of a request's steps, after the last one."""
         assert state.trajectory is not None
         ends = [
-            NetworkEnd(f"the {kind.networks}", flag, kind.model_field or field)
+            NetworkEnd(self._brought(kind), flag, kind.model_field or field)
             for field, lease in state.extensions.items()
             if (flag := (kind := self._extensions[field]).finite_steps(lease)) is not None
         ]
@@ -372,6 +372,9 @@ class IterationBuilder:
             ends.append(NetworkEnd(network_name(denoiser_label(model), model), handed_over, brought))
             model, brought = self._backends[REFINER].model, ""
         return [*ends, NetworkEnd(network_name(denoiser_label(model), model), latents, brought)]
+
+    def _brought(self, kind: Extension[Any]) -> str:
+        return f"the {dtype_name(self._model.dtype)} {kind.networks}"
 
     def _decoder_name(self, phase: str) -> str:
         tiny = self._model.tiny_vae if phase == VAE_TINY else None
