@@ -23,7 +23,7 @@ from core.jobs.connection import StoreError
 from core.jobs.keyring import ApiKey, Keyring
 from core.jobs.memory import StoreMemory
 from core.jobs.record import QueueBacklog
-from core.jobs.registry import Registry
+from core.jobs.registry import Registry, log_condition_faults
 from core.jobs.store import JobStore
 
 log = logging.getLogger(__name__)
@@ -311,6 +311,11 @@ class CardCache:
             self.trouble = ""
             self._looked = began
 
+    def _examine(self) -> None:
+        """Log how Redis may lose jobs, as far as it says it."""
+        with contextlib.suppress(StoreError):
+            log_condition_faults(self._registry)
+
     def _look_at_disk(self) -> str:
         """Return why the Redis beside this process ended, if its disk is unwritable: clients only see it gone."""
         if self._beside is None:
@@ -326,6 +331,8 @@ class CardCache:
         return ""
 
     def _snapshot(self) -> RegistrySnapshot:
+        if self._down or self._looked < 0:  # another Redis may run now
+            self._examine()
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}

@@ -15,6 +15,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from cli.arguments import CommandFailed, UsageError
 from cli.interruption import Interruption
@@ -76,9 +78,22 @@ def _families(words: Sequence[str]) -> Sequence[str]:
     return (family,) if family in _FAMILIES else _FAMILIES
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses unknown options with the usage of the command that they were given to, and with its nearest one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            near = [name for option in options for name in get_close_matches(option, self._option_string_actions, 1)]
+            hint = f"; did you mean {' and '.join(near)}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return namespace, unknown
+
+
 def parser(families: Sequence[str] = _FAMILIES) -> argparse.ArgumentParser:
     """The commands of these families, and their options."""
-    root = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving, batched step by step.")
+    root = _Parser(prog="diptych", description="Text-to-image serving, batched step by step.")
     root.add_argument("--version", action=_Version)
     root.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = root.add_subparsers(required=True, metavar="COMMAND")

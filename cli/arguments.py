@@ -154,7 +154,8 @@ def read_size(text: str | None) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})", text)
     if match is None:
-        raise UsageError(f"--size: must look like 1024x1024, not {text!r}")
+        digits = "" if re.fullmatch(r"\d+[xX×]\d+", text) is None else ", with at most five digits a side"
+        raise UsageError(f"--size: must look like 1024x1024{digits}, not {text!r}")
     return int(match[1]), int(match[2])
 
 

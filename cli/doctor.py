@@ -209,7 +209,7 @@ def _disk(settings: Settings) -> Iterator[Finding]:
 
 def _redis(settings: Settings) -> Iterator[Finding]:
     from core.jobs.connection import StoreError
-    from core.jobs.registry import Registry
+    from core.jobs.registry import Registry, condition_faults
     from deployment.redis import address_in
     from deployment.redis_programs import OLDEST, RedisError, choose
 
@@ -232,14 +232,8 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         version = tuple(int(part) for part in condition["version"].split(".")[:2])
         text = f"{condition['server']}, {condition['used']} used of {condition['most']}{origin}"
         yield Finding("well" if version >= OLDEST else "ill", "redis", text)
-        if condition["policy"] != "noeviction":
-            yield Finding(
-                "ill",
-                "redis",
-                f"maxmemory-policy is {condition['policy']}: jobs would be evicted; noeviction is needed",
-            )
-        if condition["appends"] != "1":
-            yield Finding("ill", "redis", "appendonly is off: what was accepted is lost with the process")
+        for fault in condition_faults(condition):
+            yield Finding("ill", "redis", fault)
         workers = registry.workers()
         for worker in workers:
             models = ", ".join(f"{model.name} {model.precision} {model.kernels}".rstrip() for model in worker.models)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,10 @@ def _add(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    for key in _with_keyring(options, lambda keyring: keyring.all()):
+    keys = _with_keyring(options, lambda keyring: keyring.all())
+    if not keys:
+        print("there are no keys", file=sys.stderr)
+    for key in keys:
         created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
         bounds = {
             "models": key.models, "rate": key.rate, "quota": key.quota, "tokens": key.tokens, "jobs": key.jobs,

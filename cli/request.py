@@ -63,7 +63,7 @@ def add_request(parser: argparse.ArgumentParser, fields: Sequence[str] = FIELDS)
     for name in fields:
         kind, _, text, _ = declarations(ImageParameters)[name]
         if name == "prompt_weighting":
-            kind = Literal["compel", "a1111"]
+            kind, text = Literal["compel", "a1111"], text.replace("compel or true", "compel")
         add_field(parser, name, kind, text)
     if "prompt_weighting" in fields:
         parser.add_argument(

@@ -205,7 +205,8 @@ class ImageOffer(ImageLimits):
             return self.native if hint is None else self.nearest(hint)
         size = self.read_size(text)
         if size is None:
-            raise self._not_offered("must look like 1024x1024, or be auto")
+            digits = ", with at most five digits a side" if re.fullmatch(r"[0-9]+x[0-9]+", text) else ""
+            raise self._not_offered(f"must look like 1024x1024{digits}, or be auto")
         if not self.offers(size):
             raise self._not_offered("is not offered")
         return size

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from core.jobs.connection import RedisClient, StoreError
 from core.jobs.holders import FileHolders
 from core.jobs.placement import ModelPlacement
 from core.jobs.reaper import Reaper
-from core.jobs.registry import Registry
+from core.jobs.registry import Registry, log_condition_faults
 from core.jobs.rights import RedisPermissions, describe_missing
 from core.jobs.store import JobStore
 from core.threads import compute_threads
@@ -114,9 +115,15 @@ class Worker:
                 METER.serve(self.settings.metrics, self.prefetch.counts)
             except (OSError, OverflowError) as error:
                 raise SettingsError("DIPTYCH_METRICS: is no address that can be listened on") from error
-        threading.Thread(target=self.permitted, name="rights", daemon=True).start()  # Redis may take long to reply
+        threading.Thread(target=self._examine, name="rights", daemon=True).start()  # Redis may take long to reply
         self._heartbeat.start()
         self._reaper.start()
+
+    def _examine(self) -> None:
+        """Log what Redis does not grant, and how it may lose jobs."""
+        if self.permitted():
+            with contextlib.suppress(StoreError):
+                self.store_retry.once(partial(log_condition_faults, self._registry), None)
 
     def permitted(self) -> bool:
         """Return whether Redis grants all needed rights, as far as it replies. Missing ones are logged once."""

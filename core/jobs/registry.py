@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +17,29 @@ from core.jobs.connection import TIMEOUT_S, RedisClient, RedisStore
 from core.jobs.record import to_json
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 READY = "ready"
 _KEPT_S = 86_400  # a worker silent for this long is removed from the list of heartbeats
 _BLOCK_S = TIMEOUT_S / 2  # the longest blocking read: well below the connection's timeout
+
+
+def condition_faults(condition: Mapping[str, str]) -> list[str]:
+    """Return what Redis's own status has that loses jobs, in words."""
+    faults = []
+    if condition["policy"] != "noeviction":
+        faults.append(f"maxmemory-policy is {condition['policy']}: jobs would be evicted; noeviction is needed")
+    if condition["appends"] != "1":
+        faults.append("appendonly is off: what was accepted is lost with the process")
+    return faults
+
+
+def log_condition_faults(registry: Registry) -> None:
+    """Log them. Raises `StoreError`."""
+    for fault in condition_faults(registry.condition()):
+        log.warning("Redis may lose jobs: %s", fault)
 
 
 class Registry(RedisStore):

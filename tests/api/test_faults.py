@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 
 from api import cards, job_follower
 from core.config import Settings
@@ -181,3 +183,13 @@ def test_what_redis_lost_when_it_came_back(
     else:
         check_error(told, 500, code="crashed" if lost == "event" else "job_lost")
         assert told.headers["x-should-retry"] == "false"
+
+
+def test_a_redis_that_evicts_is_logged_at_the_start(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    with redis.Redis.from_url(settings.redis_url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            with caplog.at_level(logging.WARNING, "core.jobs.registry"), opened(settings):
+                eventually(lambda: "allkeys-lru: jobs would be evicted" in caplog.text)
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")

@@ -46,6 +46,10 @@ def test_a_size_has_any_unit(text: str, size: int) -> None:
     assert keys._bytes(text) == size
 
 
+def test_a_list_of_no_keys_says_so(capsys: pytest.CaptureFixture[str], keyring: Keyring) -> None:
+    assert run(capsys, "list") == (0, "", "there are no keys\n")
+
+
 def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.CaptureFixture[str], keyring: Keyring) -> None:
     code, out, _ = run(capsys, "add", "the studio", "--scopes", "admin, images", "--rate", "5/second")
     token = out.splitlines()[0]

@@ -28,6 +28,7 @@ from tests.cli.shell import Shell
         ("x --weighting --negative (a)99", "--negative: a weight is more than 10"),
         ("x --size 33x32", "--size: 33x32 is not offered; offered: 32x32"),
         ("x --size big", "--size: must look like 1024x1024, not 'big'"),
+        ("x --size 100x100000", "--size: must look like 1024x1024, with at most five digits a side, not '100x100000'"),
         ("x --steps 10000", "--steps: must be between 1 and 1000, not 10000"),
         ("x --steps many", "--steps: invalid int value: 'many'"),
         ("x --guidance nan", "--guidance: must be a finite number"),
@@ -39,7 +40,8 @@ from tests.cli.shell import Shell
         ("--prompts p --limit 0", "--limit: must be at least 1, not 0"),
         ("x --threads -1", "--threads: input should be greater than or equal to 0"),
         ("x --precision int3", "--precision"),
-        ("x --unknown", "--unknown"),
+        ("x --unknown", "diptych generate: error: unrecognized arguments: --unknown"),
+        ("x --guidence 3", "did you mean --guidance?"),
     ],
     ids=lambda value: ascii(value)[:50],
 )

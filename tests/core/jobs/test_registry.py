@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ import redis
 
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreDown
-from core.jobs.registry import Registry
+from core.jobs.registry import Registry, condition_faults, log_condition_faults
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.contract.test_card import IMAGE, TEXT
@@ -82,6 +83,20 @@ def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> N
     assert registry.workers() == []
     assert registry.models() == [replace(IMAGE, loaded=False)]
     assert client.keys() == ["diptych:models"]
+
+
+def test_what_would_lose_jobs_is_logged(
+    registry: Registry, full: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `diptych doctor` says it; of an API and of a worker at their start."""
+    assert condition_faults({"policy": "noeviction", "appends": "1"}) == []
+    full.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with caplog.at_level(logging.WARNING):
+            log_condition_faults(registry)
+    finally:
+        full.config_set("maxmemory-policy", "noeviction")
+    assert "allkeys-lru: jobs would be evicted" in caplog.text
 
 
 @pytest.mark.parametrize("newer", [True, False])
