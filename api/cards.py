@@ -67,7 +67,7 @@ class RegistrySnapshot:
     names: ModelNames = ModelNames()
     only_live: str = ""  # the model that was the only live image model when there was one last
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
-    allowed: Set[str] | None = None  # those that it may use; None: all
+    loading: Mapping[str, str] = field(default_factory=dict)  # modalities of the models that no worker serves yet
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
         """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
@@ -82,7 +82,7 @@ class RegistrySnapshot:
             models=tuple(_with_drafts(model, allowed) for model in self.models if model.name in allowed),
             names=replace(self.names, aliases=aliases),
             hidden=tuple(model for model in self.models if model.name not in allowed),
-            allowed=allowed,
+            loading={name: kind for name, kind in self.loading.items() if name in allowed},
         )
 
     def clock(self) -> float:
@@ -144,24 +144,9 @@ class RegistrySnapshot:
             return name if first is None else first.name
         if self.names.openai == "auto" and is_openai_image(name):
             images = [model.name for model in self.models if isinstance(model, ImageCard)]
-            known = self.configured_images() or [name for name in images if name == self.only_live] or images
+            known = _image_models(self) or [name for name in images if name == self.only_live] or images
             return known[0] if len(known) == 1 else name
         return name
-
-    def configured_images(self) -> list[str]:
-        """The names of the image models that workers serve, or will serve once they are loaded."""
-        live = [model.name for model in self.models if isinstance(model, ImageCard) and model.live]
-        return [*dict.fromkeys([*live, *(name for name, kind in self.loading.items() if kind == "image")])]
-
-    @property
-    def loading(self) -> Mapping[str, str]:
-        """The modalities of the models that are being loaded and that no worker serves, by name."""
-        names = {name: kind for worker in self.workers for name, kind in worker.loading.items()}
-        served = {model.name for model in self.models if model.live}
-        return {
-            name: kind for name, kind in names.items()
-            if name not in served and (self.allowed is None or name in self.allowed)
-        }  # fmt: skip
 
     def loading_as(self, name: str | None) -> type[ModelCard] | None:
         """The kind of the model of this name or alias, if it is being loaded and no worker has ever announced it."""
@@ -190,6 +175,12 @@ class RegistrySnapshot:
         backlog = self.model_backlogs.get(model) if model else self.backlogs.get(queue)
         work_ms = 0 if backlog is None else backlog.queued_ms + backlog.running_ms
         return work_ms / 1000 / max(1, self.ready(queue)) / jobs
+
+
+def _image_models(now: RegistrySnapshot) -> list[str]:
+    """The names of the image models that workers serve, or will serve once they are loaded."""
+    live = [model.name for model in now.models if isinstance(model, ImageCard) and model.live]
+    return [*dict.fromkeys([*live, *(name for name, kind in now.loading.items() if kind == "image")])]
 
 
 def _adapter(card: ModelCard, name: str | None) -> bool:
@@ -346,8 +337,11 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
+        names = {name: kind for worker in workers for name, kind in worker.loading.items()}
+        live = {model.name for model in models if model.live}
         snapshot = RegistrySnapshot(
-            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names
-        )
-        images = snapshot.configured_images()
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names,
+            loading={name: kind for name, kind in names.items() if name not in live},
+        )  # fmt: skip
+        images = _image_models(snapshot)
         return replace(snapshot, only_live=images[0] if len(images) == 1 else self.now.only_live)

@@ -236,7 +236,10 @@ def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) ->
         [bare / "python", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "emoji-xl-turbo  (added; --model" in done.stdout and "emoji-z  (not installed; `diptych" in done.stdout
+    assert (
+        "emoji-xl-turbo  (added; SDXL, 20 MB, int8; --model" in done.stdout
+        and "emoji-z  (not installed; `diptych" in done.stdout
+    )
     assert "noise" not in done.stderr
     assert (tmp_path / "run" / "scores.json").is_file()
 
