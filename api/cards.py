@@ -69,7 +69,7 @@ class RegistrySnapshot:
     only_live: str = ""  # the model that was the only live image model when there was one last
     memory: StoreMemory = field(default_factory=StoreMemory)
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
-    allowed: Set[str] | None = None  # those that it may use; None: all
+    loading: Mapping[str, str] = field(default_factory=dict)  # modalities of the models that no worker serves yet
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
         """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
@@ -84,7 +84,7 @@ class RegistrySnapshot:
             models=tuple(_with_drafts(model, allowed) for model in self.models if model.name in allowed),
             names=replace(self.names, aliases=aliases),
             hidden=tuple(model for model in self.models if model.name not in allowed),
-            allowed=allowed,
+            loading={name: kind for name, kind in self.loading.items() if name in allowed},
         )
 
     def clock(self) -> float:
@@ -146,7 +146,7 @@ class RegistrySnapshot:
             return name if first is None else first.name
         if self.names.openai == "auto" and is_openai_image(name):
             images = [model.name for model in self.models if isinstance(model, ImageCard)]
-            known = self._configured_images() or [name for name in images if name == self.only_live] or images
+            known = _image_models(self) or [name for name in images if name == self.only_live] or images
             if len(known) == 1:
                 return known[0]
         return self._alike(name) or name
@@ -155,21 +155,6 @@ class RegistrySnapshot:
         """Return the only model whose name has these letters in another case."""
         names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
         return names[0] if len(names) == 1 else None
-
-    def _configured_images(self) -> list[str]:
-        """The names of the image models that workers serve, or will serve once they are loaded."""
-        live = [model.name for model in self.models if isinstance(model, ImageCard) and model.live]
-        return [*dict.fromkeys([*live, *(name for name, kind in self.loading.items() if kind == "image")])]
-
-    @property
-    def loading(self) -> Mapping[str, str]:
-        """The modalities of the models that are being loaded and that no worker serves, by name."""
-        names = {name: kind for worker in self.workers for name, kind in worker.loading.items()}
-        served = {model.name for model in self.models if model.live}
-        return {
-            name: kind for name, kind in names.items()
-            if name not in served and (self.allowed is None or name in self.allowed)
-        }  # fmt: skip
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
@@ -181,6 +166,12 @@ class RegistrySnapshot:
         backlog = self.model_backlogs.get(model) if model else self.backlogs.get(queue)
         work_ms = 0 if backlog is None else backlog.queued_ms + backlog.running_ms
         return work_ms / 1000 / max(1, self.ready(queue)) / jobs
+
+
+def _image_models(now: RegistrySnapshot) -> list[str]:
+    """The names of the image models that workers serve, or will serve once they are loaded."""
+    live = [model.name for model in now.models if isinstance(model, ImageCard) and model.live]
+    return [*dict.fromkeys([*live, *(name for name, kind in now.loading.items() if kind == "image")])]
 
 
 def _adapter(card: ModelCard, name: str | None) -> bool:
@@ -344,9 +335,12 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
+        names = {name: kind for worker in workers for name, kind in worker.loading.items()}
+        live = {model.name for model in models if model.live}
         snapshot = RegistrySnapshot(
             workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names,
             memory=self._store.upkeep.memory(),
+            loading={name: kind for name, kind in names.items() if name not in live},
         )  # fmt: skip
-        images = snapshot._configured_images()
+        images = _image_models(snapshot)
         return replace(snapshot, only_live=images[0] if len(images) == 1 else self.now.only_live)

@@ -81,9 +81,12 @@ def add(commands: Commands) -> None:
 
 
 def _models(options: argparse.Namespace) -> int:
+    from deployment.address import url_in
+
     settings = read_settings(options)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{settings.port}" if options.url is None else options.url
+    here = url_in(settings.data_dir) or f"http://{host}:{settings.port}"
+    url = here if options.url is None else options.url
     try:
         offered = _ask(url.rstrip("/") + "/v1/models")
     except OSError as error:
@@ -104,20 +107,45 @@ def _models(options: argparse.Namespace) -> int:
 def _print_added(stores: Iterable[Path]) -> None:
     from pipeline.checkpoints.model_store import names
 
-    folders = {name: store for store in reversed([*stores]) for name in names(store)}
-    for name, store in sorted(folders.items()):
-        is_model = any((store / name / file).is_file() for file in ("model_index.json", "config.json"))
-        print(f"{name}  (added; {f'--model {name} loads it' if is_model else f'a folder of adapters: {store / name}'})")
+    folders = {name: store / name for store in reversed([*stores]) for name in names(store)}
+    for name, folder in sorted(folders.items()):
+        if (folder / "model_index.json").is_file():
+            print(f"{name}  (added; {_facts(folder)}; --model {name} loads it)")
+        elif (folder / "config.json").is_file():
+            print(f"{name}  (added; text, {_size(folder)}; --text-model {name} loads it)")
+        else:
+            print(f"{name}  (added; a folder of adapters: {folder})")
+
+
+def _facts(folder: Path) -> str:
+    """An image model's family, size, and the schemes that it has a quantized variant in."""
+    from pipeline.checkpoints.folder import ModelError
+    from pipeline.families import registry
+
+    try:
+        family = registry.read(folder)
+    except ModelError:
+        return _size(folder)
+    # As `pipeline.quantization.quantized_parts` lays them out, which imports torch.
+    variants = [scheme for scheme in IMAGE_SCHEMES if (folder / f"{family.quantized[0]}-{scheme}").is_dir()]
+    return ", ".join([family.label, _size(folder), *variants])
+
+
+def _size(folder: Path) -> str:
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{total / 1e9:.1f} GB" if total >= 1e9 else f"{total / 1e6:.0f} MB"
 
 
 def _list(options: argparse.Namespace) -> int:
     from pipeline.checkpoints import release_assets
 
     for name in _embedded():
-        print(f"{name}  (embedded; --model {name} loads it)")
+        print(f"{name}  (embedded; {_facts(EMBEDDED_MODEL.parent / name)}; --model {name} loads it)")
     text = EMBEDDED_TEXT_MODEL.name
     if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file():
-        print(f"{text}  (embedded, for text; DIPTYCH_TEXT_MODEL, unless it is off or another)")
+        print(
+            f"{text}  (embedded; text, {_size(EMBEDDED_TEXT_MODEL)}; DIPTYCH_TEXT_MODEL, unless it is off or another)"
+        )
     stores = read_settings(options).model_stores
     _print_added(stores)
     for asset in release_assets.listed().values():
@@ -172,9 +200,11 @@ def _add(options: argparse.Namespace) -> int:
     print(added.folder, flush=True)
     if added.sha256:
         print(f"sha256 {added.sha256}", flush=True)
-    if options.quantize is None:
-        return 0
-    return quantize.into_own_folder(added.folder, options.quantize, options.variant, options.limit, options.threads)
+    if options.quantize is not None:
+        quantize.into_own_folder(added.folder, options.quantize, options.variant, options.limit, options.threads)
+    if (added.folder / "model_index.json").is_file():
+        print(f"diptych serve --model {added.folder.name}")
+    return 0
 
 
 def _ask(url: str) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ def looking(progress: Any) -> Any:
 
     def look(title: str, done: int, total: int) -> None:
         if title not in tasks:
-            tasks[title] = progress.add_task(title, total=total)
+            tasks[title] = progress.add_task(title, total=total, completed=done)  # begun before: its rate is not known
         progress.update(tasks[title], completed=done)
 
     return look

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import socket
+from pathlib import Path
+
+_URL = "url"  # a file
 
 
 class AddressError(ValueError):
@@ -51,6 +55,25 @@ def url(listener: socket.socket) -> str:
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "127.0.0.1"  # an IPv6 socket on :: accepts IPv4 too
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def write_url(folder: Path, url: str) -> None:
+    """Write the service's URL into its data folder, for commands on this machine. Raises OSError."""
+    (folder / _URL).write_text(url + "\n", "utf-8")
+
+
+def forget_url(folder: Path) -> None:
+    """Remove what `write_url` wrote."""
+    with contextlib.suppress(OSError):
+        (folder / _URL).unlink()
+
+
+def url_in(folder: Path) -> str:
+    """The URL of the service that runs on this data folder; "" if none does. One that was killed may have left it."""
+    try:
+        return (folder / _URL).read_text("utf-8").strip()
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from core.config import Settings
 from core.logs import informs
-from deployment.address import is_private, listen, url
+from deployment.address import forget_url, is_private, listen, url, write_url
 from deployment.children import Backoff, ChildProcess, child_environment, end_all, reason
 from deployment.devices import worker_environments
 from deployment.redis import RedisServer
@@ -167,6 +167,7 @@ class _Stack:
                 self._begin_redis(self._redis)
             if self._stop.asked:
                 return
+            write_url(self._settings.data_dir, url(self._listener))
             for child in (*self._workers, *self._apis):  # workers first: they take longest
                 child.start()
         except OSError as error:
@@ -255,6 +256,7 @@ class _Stack:
         """Stop the API first, so that nothing more comes in; then the worker, which finishes or hands back; then
         Redis.
         """
+        forget_url(self._settings.data_dir)
         if self._watch is not None:
             self._watch.close()
         # A part that ended by itself has said why, and that should be the last line.

@@ -178,7 +178,7 @@ def bars(console: Console) -> Iterator[Progress]:
         def render(self, task: Task) -> Text:
             made = task.completed - self._first.setdefault(task.id, task.completed)
             elapsed_s = task.finished_time or task.elapsed
-            return Text(f"{made / elapsed_s:.2f}/s" if made and elapsed_s else "", style="progress.data.speed")
+            return Text(f"{made / elapsed_s:.2f}/s" if made > 0 and elapsed_s else "", style="progress.data.speed")
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeElapsedColumn(),

@@ -247,7 +247,7 @@ def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "emoji-xl-turbo  (added; --model" in done.stdout
+        "emoji-xl-turbo  (added; SDXL, 20 MB, int8; --model" in done.stdout
         and "emoji-z  (not installed; `diptych models add emoji-z.zip`" in done.stdout
     )
     assert "noise" not in done.stderr

@@ -21,6 +21,7 @@ from pipeline.checkpoints.single_file import CheckpointOptions
 from pipeline.families import registry
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
+_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".zip")
 _DOWNLOADS = ".downloads"
 _REMOVED = ".removed-"
 _LEFT_OUT = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*", ".*")
@@ -72,6 +73,8 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
         return _add_address(source, store, options)
     if file := _existing(source):
         return _add_file(file, source, store, options, file.stem)
+    if Path(source).suffix.lower() in _FILES and not Path(source).exists():
+        raise ModelError(f"{source}: no such file")
     if options.sha256:
         raise ModelError(f"--sha256: is of a file, and {source} is none")
     return Added(_add_folder(source, store, options), "")

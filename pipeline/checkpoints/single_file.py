@@ -28,6 +28,7 @@ from pipeline.checkpoints.checkpoint import (
     read_header,
 )
 from pipeline.checkpoints.folder import ModelError, Part
+from pipeline.checkpoints.load import quiet
 from pipeline.checkpoints.scaled_weights import unscaled
 from pipeline.families import registry
 
@@ -103,7 +104,12 @@ def convert(
     _check_consumed(name, layout, [key for key in weights if not key.startswith((*layout.prefixes.values(),))])
     has_vae = options.vae or any(key.startswith(VAE) for key in weights)
     base = options.base or layout.base
-    configs = folders.find_configs(base, *(() if has_vae else ("vae/*.safetensors",)))
+    try:
+        configs = folders.find_configs(base, *(() if has_vae else ("vae/*.safetensors",)))
+    except ModelError as error:
+        missing = "configs and tokenizers" if has_vae else "configs, tokenizers and the VAE"
+        words = f"a file holds weights alone, and {missing} are read from a model of its kind"
+        raise ModelError(f"--base: {error}; {words}: name its folder or hub id with --base") from error
     family = registry.read(configs)
     if {name for name, part in family.parts.items() if part.stem} != {*layout.prefixes}:
         raise ModelError(f"{base}: is a {family.label}, and {name} is a {layout.label}")
@@ -214,7 +220,8 @@ def _write_part(
     state_dict = _renamed(part_name, prefix, weights, config, network)
     _check_fit(name, part_name, state_dict, network)
     network.load_state_dict(state_dict, strict=True, assign=True)
-    network.save_pretrained(out / part_name, safe_serialization=True)
+    with quiet():
+        network.save_pretrained(out / part_name, safe_serialization=True)
 
 
 def _of_part(part: str, prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:

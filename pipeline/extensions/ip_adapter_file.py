@@ -65,7 +65,11 @@ class IPAdapterFile(NamedTuple):
 
 def offered(folder: Path) -> list[str]:
     """The names in a folder of adapters, sorted; none if it cannot be read."""
-    return weight_files.offered(folder, lambda path: is_file(path / ENCODER / "config.json") and bool(_weights(path)))
+    return weight_files.offered(
+        folder,
+        lambda path: is_file(path / ENCODER / "config.json") and bool(_weights(path)),
+        lambda path: is_file(path / "config.json"),  # an encoder, as `find_encoder` takes it
+    )
 
 
 def find(folder: Path, name: str) -> Path:

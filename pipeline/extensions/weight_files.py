@@ -27,9 +27,13 @@ _reported: set[Path] = set()  # entries whose reason the log has
 PICKLE = "is a pickle, which could run code; convert it to safetensors"
 
 
-def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> list[str]:
+def _none(path: Path) -> bool:
+    return False
+
+
+def offered(folder: Path, also: Callable[[Path], bool] = _none, beside: Callable[[Path], bool] = _none) -> list[str]:
     """The `normal` names of the folder's files, and of folders in it that `also` takes, sorted; none if it cannot be
-    read.
+    read. Folders that are `beside` hold what the files need, and are offered by no name.
     """
     try:
         entries = [*folder.iterdir()]
@@ -38,6 +42,8 @@ def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> 
     names = {path: normal(path.name) for path in entries if also(path)}
     names |= {path: normal(path.name.removesuffix(SUFFIX)) for path in entries if path.name.endswith(SUFFIX)}
     for path in set(entries) - _reported:
+        if path not in names and beside(path):
+            continue
         if reason := _not_offered_reason(path, names.get(path)):
             _reported.add(path)
             log.warning("%s is not offered: %s", printable(str(path)), reason)

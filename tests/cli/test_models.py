@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 from safetensors.torch import save_file
 
 from core.config import EMBEDDED_MODEL
+from deployment.address import forget_url, write_url
 from deployment.redis import free_port
 from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell, made_with
@@ -64,8 +68,9 @@ def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str
     predicts = ("--prediction-type", "v_prediction", "--zero-snr")
     said = shell("models", "add", "mine.safetensors", "--base", "base", "--name", "cats", *predicts)
     sha256 = hashlib.sha256((shell.folder / "mine.safetensors").read_bytes()).hexdigest()
-    assert said.code == 0 and said.out == f"{store}/cats\nsha256 {sha256}\n"
-    assert "cats  (added; --model cats loads it)" in shell("models").out
+    assert said.code == 0 and said.out == f"{store}/cats\nsha256 {sha256}\ndiptych serve --model cats\n"
+    assert "Writing model shards" not in said.err
+    assert re.search(r"^cats  \(added; SDXL, [0-9]+ MB; --model cats loads it\)$", shell("models").out, re.MULTILINE)
     shell.done("generate", "x", "--model", "cats", "-o", "out", "--steps", "2")
     assert made_with(shell.pictures()[0])["steps"] == 2
     scheduler = json.loads((shell.folder / "store/cats/scheduler/scheduler_config.json").read_text())
@@ -80,11 +85,51 @@ def test_models_are_added_to_the_data_folder(shell: Shell, store: str, monkeypat
     added = shell("models", "add", "mine.safetensors", "--base", "base", "--name", "cats")
     assert added.code == 0 and added.out.startswith(f"{shell.folder / 'disk/models/cats'}\n")
     listed = shell("models", "list").out
-    assert "cats  (added; --model cats loads it)" in listed and "dogs  (added" in listed
+    assert "cats  (added; SDXL, " in listed and "dogs  (added" in listed
     for name, left in (("cats", "dogs"), ("dogs", None)):
         assert shell("models", "remove", name).code == 0
         listed = shell("models", "list").out
         assert f"{name}  (" not in listed and (left is None or f"{left}  (" in listed)
+
+
+def test_a_file_that_is_not_there_or_lacks_its_base_is_told_so(
+    shell: Shell, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _offline)
+    for name in ("nofile.safetensors", "folder/mine.ckpt", "emoji.zip", "~nobody/mine.safetensors"):
+        assert shell.refusal("models", "add", name) == f"diptych: model: {name}: no such file\n"
+    for words in (["models", "add", "mine.safetensors"], ["convert", "mine.safetensors", "-o", "mine"]):
+        message = shell.refusal(*words)
+        assert "--base: stabilityai/stable-diffusion-xl-base-1.0: " in message
+        assert "the hub cannot be reached" in message
+        assert message.endswith("name its folder or hub id with --base\n")
+
+
+def _offline(*_: object, **__: object) -> None:
+    raise OSError("no network")
+
+
+def test_the_service_of_a_data_folder_is_asked(
+    shell: Shell, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One on another port than the default; a killed one's address is as good as none."""
+
+    class Page(Handler):
+        def respond(self) -> None:
+            card = {
+                "live": True, "modality": "image", "precision": "int8", "device": "cpu", "native_size": "64x64",
+            }  # fmt: skip
+            self.answer(200, json.dumps({"data": [{"id": "cats", "diptych": card}]}).encode())
+
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.setenv("DIPTYCH_DATA_DIR", str(folder))
+    with LocalServer(Page) as server:
+        write_url(folder, server.url)
+        assert shell("models").out == "cats  image, int8 on cpu, 64x64\n"
+    assert f"no service answers at {server.url}" in shell("models").out
+    forget_url(folder)
+    assert "no service answers at http://127.0.0.1:" in shell("models").out
 
 
 def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: Shell, store: str) -> None:
@@ -93,7 +138,7 @@ def test_models_of_this_machine_are_listed_and_added_ones_are_removed(shell: She
     said = shell("models", "list")
     names = [line.partition(" ")[0] for line in said.out.splitlines()]
     assert said.code == 0 and names[-2:] == ["cats", "dogs"] and {"emoji-xl", "emoji-lm"} <= {*names}
-    assert "emoji-xl  (embedded; --model emoji-xl loads it)" in said.out
+    assert "emoji-xl  (embedded; SDXL, 48 MB, int8; --model emoji-xl loads it)" in said.out
     assert shell("models", "remove", "cats")[:2] == (0, f"removed {store}/cats\n")
     assert [path.name for path in (shell.folder / "store").iterdir()] == ["dogs"]
     assert "cats" not in shell("models", "list").out
@@ -153,7 +198,7 @@ def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: s
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("gone.safetensors",), "diptych: model: gone.safetensors: no such folder"),
+        (("gone.safetensors",), "diptych: model: gone.safetensors: no such file"),
         (("mine.safetensors", "--sha256", "0" * 64), "mine.safetensors: its SHA-256 is "),
         (("mine.safetensors", "--name", "emoji-xl"), "--name: there is a model emoji-xl already"),
         (("mine.safetensors", "--max-gib", "0"), "--max-gib: must be more than 0"),

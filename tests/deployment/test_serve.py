@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import cli
+from deployment.address import url_in
 from deployment.redis import RedisServer, free_port
 from pipeline.checkpoints import tiny
 from tests.collector import Collector
@@ -37,10 +38,12 @@ def test_no_job_is_lost_between_two_lives(serve: Callable[..., Served]) -> None:
     order = {"type": "image", "prompt": "a fox", "guidance_scale": 1.0}
     jobs = [first.json("/v1/jobs", {**order, "steps": steps})["id"] for steps in (250, 3, 3)]
     wait_until(lambda: first.json(f"/v1/jobs/{jobs[0]}")["status"] == "running", "a job in hand")
+    assert url_in(first.folder / "data") == first.url
     first.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "diptych: the worker finishes what it has begun (Ctrl-C: hands it back)" in first.err, "a word")
     time.sleep(0.6)  # sooner, and it would be taken for the same signal
     assert first.stop(signal.SIGINT) == 0
+    assert url_in(first.folder / "data") == ""
     assert first.err.splitlines()[-1] == "diptych: stopping Redis"
 
     second = serve(folder=first.folder, command=_BEHIND_A_SHELL, stdin=None)

@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
+from cli.scoring import looking
 from contract.image import ImageParameters
 from evaluation import generate
 from evaluation.captions import Caption
@@ -105,6 +106,19 @@ def test_a_log_is_told_how_far_it_is(tmp_path: Path, console: Console, monkeypat
         draw(writer, Counting(10), console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(f"{done} of 30 pictures" in said for done in (10, 20, 30)) and "min left" in said
+
+
+def test_what_was_done_before_its_bar_has_no_rate() -> None:
+    """A network reports its first batch when it has seen it; the next one counts anew, in the same bar."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with generate.bars(console) as progress:
+        look = looking(progress)
+        for done in (12, 6, 12):
+            look("looking at int8", done, 12)
+            progress.refresh()
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "12/12" in text and "/s" not in text
 
 
 def test_the_rate_is_the_mean_of_what_was_made_here() -> None:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from core.config import EMBEDDED_MODEL
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import ip_adapter_file
 from pipeline.extensions.vision import VisionEncoder
@@ -231,3 +232,21 @@ def test_an_encoders_own_normalization_is_read_and_damage_is_named(tmp_path: Pat
     (where / "model.safetensors").write_text("nothing")
     with pytest.raises(ModelError, match=r"image_encoder/model\.safetensors: is damaged"):
         VisionEncoder(where, CPU, torch.float32)
+
+
+def test_a_right_folder_gives_no_warning_and_a_nested_file_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With encoders beside the adapters, which `find_encoder` takes; of the demonstration's own too."""
+    save(state(model("plain"), plus=False), tmp_path, "base")
+    encoder(tmp_path)
+    encoder(tmp_path / "other").rename(tmp_path / "b-encoder")
+    (tmp_path / "other").rmdir()
+    assert ip_adapter_file.offered(tmp_path) == ["base"]
+    assert ip_adapter_file.offered(EMBEDDED_MODEL.parent / "emoji-xl-ip-adapters")
+    assert not caplog.records
+    (tmp_path / "nested").mkdir()
+    save(state(model("plain"), plus=False), tmp_path / "nested", "inner")
+    ip_adapter_file.offered(tmp_path)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{tmp_path / 'nested'} is not offered: only files right in the folder are"
