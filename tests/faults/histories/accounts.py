@@ -32,9 +32,9 @@ end
 return missing
 """
 
-# Artifacts that more records name than are counted: {artifact, counted, records, …}
+# Artifacts that more records name than are counted: "artifact counted records"
 _UNNAMED = """
-local named, found = {}, {}
+local named, missing = {}, {}
 for _, key in ipairs(redis.call('KEYS', 'diptych:job:*')) do
   local v = redis.call('HMGET', key, 'artifacts', 'inputs')
   for artifact in string.gmatch((v[1] or '') .. ' ' .. (v[2] or ''), '%S+') do
@@ -43,9 +43,9 @@ for _, key in ipairs(redis.call('KEYS', 'diptych:job:*')) do
 end
 for artifact, count in pairs(named) do
   local counted = tonumber(redis.call('HGET', 'diptych:naming', artifact)) or 0
-  if counted < count then found[#found + 1] = artifact .. ' ' .. counted .. ' ' .. count end
+  if counted < count then missing[#missing + 1] = artifact .. ' ' .. counted .. ' ' .. count end
 end
-return found
+return missing
 """
 
 # Of an owner: the bytes of the largest record, and of all those that are not counted
@@ -89,10 +89,10 @@ def uncounted(world: World) -> list[str]:
 def unnamed(world: World) -> list[str]:
     """Artifacts that would be deleted although a record still names them."""
     with world.direct(world.servers[0]) as client:
-        found: Any = client.eval(_UNNAMED, 0)
+        entries: Any = client.eval(_UNNAMED, 0)
     return [
         f"{artifact} is named by {count} records, and counted for {counted}"
-        for artifact, counted, count in (entry.split() for entry in found)
+        for artifact, counted, count in (entry.split() for entry in entries)
     ]
 
 

@@ -24,7 +24,7 @@ while i <= #ARGV do
         id = redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2],
           'of', job.incarnation, 'v', V)
       else  -- never trimmed: the text is incomplete without each piece
-        local bytes = redis.call('HINCRBY', job.key, 'told', #event)
+        local bytes = redis.call('HINCRBY', job.key, 'event_bytes', #event)
         if math.floor(bytes / large_events) > math.floor((bytes - #event) / large_events) then
           weigh(job.owner, job.id, excess_bytes(job.key) + bytes)
         end

@@ -7,7 +7,7 @@
 -- supported); times are milliseconds since the epoch:
 --
 --   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed list message
---                          offered claim by graced most_running dropped told lays`
+--                          offered claim by graced most_running dropped event_bytes lays`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces
@@ -283,8 +283,8 @@ local function finish(job, state, by, at, retention_ms, field, value)
     redis.call('ZADD', P .. 'kept', 'GT', at + retention_ms + 3600000, artifact)
   end
   -- Followers of an ended job read its record, so its events, half of its memory, expire sooner; a long text's at once.
-  local told = tonumber(redis.call('HGET', job.key, 'told')) or 0
-  redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, told > large_events and 60000 or 3600000))
+  local bytes = tonumber(redis.call('HGET', job.key, 'event_bytes')) or 0
+  redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, bytes > large_events and 60000 or 3600000))
   if room then feed(job, at) end
 end
 
