@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 CPU_S = 1.0  # to compile a schema, and to compute which tokens an answer may begin with
-MEMORY_BYTES = 256 * 2**20  # and beyond what the tokenizer takes
+MEMORY_BYTES = 160 * 2**20  # and beyond what the tokenizer takes
 STACK_BYTES = 2 * 2**20  # a quarter of what the worker compiles with
 NICE = 10  # of whatever compiles: beside a forward on all processors it gets a tenth of one, and delays it by that
 SCHEMA, LARK = "schema", "lark"  # kinds of grammars
