@@ -42,6 +42,14 @@ def test_what_is_too_old_counts_no_more(files: FileStore, client: redis.Redis) -
     assert files.used_bytes("ann") == 100
 
 
+def test_a_hold_that_is_shorter_shortens_no_other(files: FileStore, client: redis.Redis) -> None:
+    """Whoever writes the same bytes again holds them for minutes, and a file of them stays for its month."""
+    add(files)
+    before = client.zscore("diptych:kept", ARTIFACT)
+    assert files.reserve(new_file_id(), ARTIFACT)
+    assert client.zscore("diptych:kept", ARTIFACT) == before
+
+
 def test_the_last_holder_lets_it_go(files: FileStore, store: JobStore, redis_url: str) -> None:
     one, two = add(files), add(files)
     batches = BatchStore(redis_url)

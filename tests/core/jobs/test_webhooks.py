@@ -129,6 +129,18 @@ def test_an_outcome_that_comes_after_the_end_leaves_the_end_due(
     assert not webhooks.due(60)
 
 
+def test_reports_that_go_on_do_not_put_off_the_news_of_them(jobs: JobStore, client: redis.Redis) -> None:
+    """It is due half a second after the first, however often more come."""
+    id = jobs.create(draft(id=new_id(), webhook={"url": "https://a/", "events": ["logs"]})).id
+    claim = present(jobs.leases.claim(id, "worker"))
+    for done in range(3):
+        jobs.leases.report([ProgressReport(id, claim.fence, {"steps_done": done})])
+        if done == 0:
+            client.zincrby("diptych:webhooks", -400, id)
+            due = client.zscore("diptych:webhooks", id)
+    assert client.zscore("diptych:webhooks", id) == due
+
+
 @pytest.mark.parametrize("events", [["start"], ["start", "logs"], ["start", "output"]])
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_start_is_told_once_where_the_end_is_not(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.sampling import sigmas
-from pipeline.sampling.denoise import BatchGatherer, Conditioning, DenoisingState
+from pipeline.sampling.denoise import BatchGatherer, Conditioning, DenoisingState, guide
 from tests.pipeline.sampling.test_sigmas import SDXL
 
 TABLE = sigmas.table(SDXL, "euler", 3)
@@ -41,6 +41,20 @@ def test_every_row_holds_its_requests_tensors(requests: list[tuple[int, int]], p
         assert torch.equal(found["text"][:tokens], own["text"][number]) and not found["text"][tokens:].any()
         assert found["lengths"] == tokens and torch.equal(found["pooled"], own["pooled"][number])
         assert made.timestep[row] == TABLE.timesteps[one.step]
+
+
+@given(REQUESTS, st.integers(0, 3))
+def test_guidance_is_of_each_requests_own_rows(requests: list[tuple[int, int]], padding: int) -> None:
+    """Of one row it is that row, of two their mixture, in whatever order they come."""
+    riders = [rider(seed, *one) for seed, one in enumerate(requests)]
+    rows = sum(one.conditioning.rows for one in riders)
+    output = torch.randn(rows + padding, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    mixed, first = guide(output, riders), 0
+    for number, one in enumerate(riders):
+        own = output[first : first + one.conditioning.rows]
+        first += one.conditioning.rows
+        expected = own[0] if len(own) == 1 else own[0] + 5.0 * (own[1] - own[0])
+        torch.testing.assert_close(mixed[number], expected)
 
 
 @given(REQUESTS, st.integers(0, 3))
