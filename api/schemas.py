@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from api.body import plain
@@ -28,6 +28,11 @@ MAX_PICTURES = 1 + MAX_IMAGE_PROMPTS  # of an edit: its source, and image prompt
 _MOST_MEMBERS = 8  # of an object that an error names
 MAX_UNKNOWN = 32  # fields that are left out of a body
 _KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING, *ITEMS)  # of values, in an error's location
+
+
+def only_item(value: Any) -> Any:
+    """Return the item of a list of one, as clients send a field beside one that is a list; else the value."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 class _OfJob(StrictModel):
@@ -64,7 +69,7 @@ class EditBody(EditRequest):
         description="the picture to begin with; further ones are image prompts, where the model has an IP-Adapter",
         json_schema_extra={"minItems": 1},
     )
-    mask: ImageReference | None = Field(
+    mask: Annotated[ImageReference | None, BeforeValidator(only_item)] = Field(
         default=None, description="of the same size: what is transparent in it is drawn anew, all else is kept"
     )
 

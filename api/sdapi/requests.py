@@ -29,9 +29,7 @@ _MOST_NAMED = 8  # unknown fields that a warning names
 _OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 Picture = Annotated[str | dict[str, Any], WithJsonSchema({"type": "string", "description": "base64 or a data: URL"})]
 OptionalPicture = Annotated[
-    str | dict[str, Any] | None,
-    BeforeValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
-    WithJsonSchema(_OPTIONAL_TEXT),
+    str | dict[str, Any] | None, BeforeValidator(schemas.only_item), WithJsonSchema(_OPTIONAL_TEXT)
 ]
 Name = Annotated[str | None, Field(max_length=MAX_NAME)]
 Text = Annotated[str | None, Field(max_length=MAX_PROMPT_CHARACTERS)]

@@ -40,7 +40,7 @@ def order(api: Api, **fields: Any) -> httpx2.Response:
 @pytest.mark.parametrize("named", [uploaded, lambda api, data=PNG: inline(data)], ids=["file", "data URL"])
 def test_an_edit_is_a_job(shared: Api, worker: Worker, named: Any) -> None:
     array = pixels(seed=3)
-    fields = {"images": [named(shared, as_file(array))], "mask": named(shared, as_file(hole()))}
+    fields = {"images": [named(shared, as_file(array))], "mask": [named(shared, as_file(hole()))]}
     id = ok(order(shared, **fields, strength=0.5, seed=7, n=2), 202).json()["id"]
     claim = worker.take(id)
     assert claim.parameters["edit"]["strength"] == 0.5 and claim.parameters["seed"] == 7
@@ -112,7 +112,7 @@ ZEROS = "file-" + "0" * 24
         ({"mask": inline(as_file(hole(64, 64)))}, 400, "mask", "invalid_value"),
         ({"mask": inline()}, 400, "mask", "invalid_value"),
         ({"mask": {}}, 400, "mask", "invalid_value"),
-        ({"mask": [inline()]}, 400, "mask", "invalid_type"),
+        ({"mask": [inline()] * 2}, 400, "mask", "invalid_type"),
         ({"strength": 1.5}, 400, "strength", "invalid_value"),
         ({"strength": "0.5"}, 400, "strength", "invalid_type"),
         ({"stream": True}, 400, "stream", "invalid_value"),
