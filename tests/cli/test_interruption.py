@@ -24,6 +24,7 @@ from tests.servers import redis_server, redis_url
 __all__ = ["redis_server", "redis_url"]
 
 PATIENCE_S = 120.0
+_IDLE_LOOKS = 100  # of `wait_until`: five seconds
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 SERVICES = ("serve", "api", "worker")  # which SIGTERM ends with 0
 _CATCHES = """
@@ -240,18 +241,14 @@ class Moment:
             json.loads(table.read_text())
 
     def _wait(self, process: subprocess.Popen[str], cpu_s: float) -> None:
-        """Wait for this much CPU time, or until a service is ready, since from then on it uses none."""
+        """Wait for this much CPU time, or until hardly any is used any more, as by a service that is ready."""
+        used: list[float] = []
 
         def reached() -> bool:
-            if process.poll() is not None:
-                return True
-            log = (self.folder / "err").read_text()
-            if "curl" in log or re.search(r"^INFO ready$", log, re.MULTILINE):
-                return True
-            return _cpu_s(process.pid) >= cpu_s
+            used.append(_cpu_s(process.pid))
+            idle = len(used) > _IDLE_LOOKS and used[-1] - used[-_IDLE_LOOKS] < 0.1
+            return process.poll() is not None or used[-1] >= cpu_s or (idle and used[-1] > 1.0)
 
-        if self.name == "api":
-            cpu_s = min(cpu_s, 1.5)
         wait_until(reached, f"{cpu_s:.1f} s of CPU time of {self.name}")
 
 

@@ -20,6 +20,7 @@ second, and then its card in the registry is "ready".
     --name NAME the stand-in's model is called so, and its pictures differ from those of other names; "one,two" are
                 two models of one engine
     --cold S    models but the first are not in memory before their first job; they are said to take S seconds to load
+                On SIGUSR1 the event is "celery", and its request says what Celery keeps: see `_kept`.
     --compiling a thread never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
@@ -52,6 +53,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery.worker import state
 
 from contract.card import ImageCard, ImageCosts, ImageLimits, ImageOffer, TextCard, TextCosts, TextOffer
 from contract.errors import Invalid
@@ -413,6 +416,11 @@ def _writer(path: Path | None) -> Note:
     return note
 
 
+def _kept() -> str:
+    """How many requests Celery keeps: known, reserved and active ones."""
+    return f"{len(state.requests)} {len(state.reserved_requests)} {len(state.active_requests)}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", nargs="?", const=TEXT, default="")
@@ -429,6 +437,7 @@ def main() -> int:
     if options.pop("compiling"):
         threading.Thread(target=threading.Event().wait).start()  # no daemon: the interpreter would wait for it
     note = _writer(options.pop("log"))
+    signal.signal(signal.SIGUSR1, lambda *_: note("celery", Request(_kept(), "", None)))
     serve = WorkerTasks.run
 
     def run(tasks: WorkerTasks, envelope: Envelope) -> None:

@@ -6,25 +6,32 @@ import base64
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import redis
+from celery.backends.base import DisabledBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kombu.entity import Queue
 
 from contract.text import TextJob
-from core.jobs.broker import Envelope, read_message
+from core.config import Settings
+from core.jobs.broker import QUEUES, Envelope, read_message
 from core.jobs.record import JobDraft, JobState, new_id
 from deployment.redis import RedisServer
 from llm import tiny
 from llm.followers import RANK_LOST
 from tests.core import refusals
+from tests.faults.histories.proxy import Proxy
 from tests.forks import REAL
 from tests.workers.crew import Crew, eventually
 from tests.workers.test_worker import most_at_once
+from workers.app import create
 from workers.heartbeat import STUCK
 
 LONG = 1000
@@ -257,6 +264,86 @@ def test_redis_restarts_under_a_busy_worker(crew: Crew, redis_server: RedisServe
         assert [(job.state, job.attempt, job.lost) for job in jobs] == [(JobState.SUCCEEDED, 1, 0)] * 4
     assert most_at_once(worker)["image"] == 2
     assert worker.well
+
+
+@contextlib.contextmanager
+def replicated(folder: Path) -> Iterator[tuple[Crew, Callable[[], None]]]:
+    """A crew on a Redis with a replica, behind a proxy; and what makes the replica the primary of all."""
+    options = ("appendfsync no", "masterauth secret")
+    first, second = (RedisServer(folder / str(k), options, password="secret") for k in range(2))
+    with contextlib.ExitStack() as stack:
+        for server in (first, second):
+            server.start()
+            stack.callback(server.kill)
+        proxy = Proxy(first.port)
+        stack.callback(proxy.close)
+        direct = [stack.enter_context(redis.Redis.from_url(server.url)) for server in (first, second)]
+        direct[1].execute_command("REPLICAOF", "127.0.0.1", str(first.port))
+        eventually(lambda: cast("dict[str, Any]", direct[0].info("replication")).get("connected_slaves") == 1)
+        eventually(lambda: cast("dict[str, Any]", direct[1].info("replication"))["master_link_status"] == "up")
+        crew = Crew(first.url.replace(f":{first.port}", f":{proxy.port}"), folder)
+        stack.callback(crew.close)
+
+        def fail_over() -> None:
+            direct[0].execute_command("FAILOVER", "TO", "127.0.0.1", str(second.port), "TIMEOUT", "30000")
+            eventually(lambda: direct[1].execute_command("ROLE")[0] == b"master", "the replica's promotion")
+            proxy.lead(second.port)
+
+        yield crew, fail_over
+
+
+@pytest.mark.parametrize("fault", ["restarts", "stalls", "fails over"])
+def test_a_worker_keeps_its_queues_its_limits_and_its_places(
+    crew: Crew, redis_server: RedisServer, tmp_path: Path, fault: str
+) -> None:
+    """Whatever Redis does under load, twice: what Celery's fixes 10335, 10345 and 10346 are about."""
+    with contextlib.ExitStack() as stack:
+        fail_over: Callable[[], None] = list
+        if fault == "fails over":
+            crew, fail_over = stack.enter_context(replicated(tmp_path / "pair"))
+        worker = crew.hire("--step", "0.02", image_jobs=2, lease_s=60.0)
+        texts = [crew.ask("text") for _ in range(3)]
+        for _ in range(1 if fault == "fails over" else 2):
+            images = [crew.ask(steps=10, seed=k) for k in range(8)]
+            for id in images[:2]:
+                crew.running(id)
+            if fault == "restarts":
+                redis_server.kill()
+                redis_server.start()
+            elif fault == "stalls":
+                assert redis_server.process is not None
+                silent = worker.log.count("are written when Redis is available")
+                redis_server.process.send_signal(signal.SIGSTOP)
+                eventually(lambda: worker.log.count("are written when Redis is available") > silent, "a silent Redis")  # noqa: B023
+                redis_server.process.send_signal(signal.SIGCONT)
+            else:
+                fail_over()
+            for id in images:
+                job = crew.ended(id)
+                assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 1, 0)
+            crew.acknowledged()
+            # Two long ones run beside each other: no place is held by what ended before.
+            for id in [crew.ask(steps=LONG) for _ in range(2)]:
+                crew.running(id)
+                crew.store.cancel(id)
+        assert most_at_once(worker)["image"] == 2
+        assert {crew.job(id).state for id in texts} == {JobState.QUEUED}, "of a queue that it does not serve"
+        assert sum(crew.redis.llen(key) for key in crew.redis.scan_iter("text*", _type="list")) == len(texts)
+        worker.signal(signal.SIGUSR1)
+        (kept,) = eventually(lambda: worker.noted("celery"))
+        assert kept["request"] == "0 0 0"
+        assert worker.well
+
+
+def test_celery_has_no_results_and_adds_no_queues() -> None:
+    """So its leak in the consumer of results (10366) is in code that never runs, and a rejected task (10369) needs no
+    result: jobs have records of their own.
+    """
+    with contextlib.closing(create(Settings(redis_url="redis://127.0.0.1:1/0", artifacts_url="memory://"))) as app:
+        assert isinstance(app.backend, DisabledBackend)
+        assert not app.conf.task_create_missing_queues
+        app.amqp.router.route({"queue": Queue("image.model")}, "diptych.image")
+        assert {*app.amqp.queues} == {*QUEUES}
 
 
 def test_a_rank_is_killed_and_another_worker_finishes_its_job(crew: Crew, reaper: None) -> None:
