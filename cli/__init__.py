@@ -25,7 +25,7 @@ from core.threads import exit_process
 
 _FAMILIES = (
     "generate", "chat", "serve", "keys", "models", "doctor", "convert", "quantize", "captions", "evaluate", "tune",
-    "tune_kernels", "mlperf", "bench",
+    "bench", "mlperf", "tune_kernels",
 )  # fmt: skip
 _FAMILY_OF = {"api": "serve", "worker": "serve", "tune-kernels": "tune_kernels"}  # of commands that have another name
 _SERVICES = ("serve", "api", "worker")  # for which SIGTERM is the usual end

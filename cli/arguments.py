@@ -34,6 +34,10 @@ class CommandFailed(RuntimeError):
     """A command failed although its input was valid. The message says why."""
 
 
+# A parser, or a group of its options.
+Options = argparse._ActionsContainer
+
+
 def add_command(commands: Commands, name: str, text: str, description: str, summary: str) -> argparse.ArgumentParser:
     """Add a command: `text` is its line in the list of all, `summary` stands below its options as it is written."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -42,13 +46,13 @@ def add_command(commands: Commands, name: str, text: str, description: str, summ
     return parser
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
+def add_out(parser: Options) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out"), metavar="DIR", help="for the pictures; default: %(default)s"
     )
 
 
-def add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
+def add_settings(parser: Options, *names: str) -> None:
     """Add an option for each of these settings, which overrides it: see `read_settings`."""
     from core.config import Settings
 
@@ -65,19 +69,20 @@ def add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
             parser.add_argument(flag, type=int if kind is int else str, metavar=metavar, help=text)
 
 
-def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> None:
-    add_settings(
-        parser, "model", "variant", "precision", "backend", "tiny_vae", "unet", "offload", "threads", "compile"
-    )  # fmt: skip
+def add_model(parser: Options, *, deepcache: bool = True, speed: Options | None = None) -> None:
+    """Add the options of a model; those that decide how fast it runs go to `speed`, if it is given."""
+    speed = speed or parser
+    add_settings(parser, "model", "variant", "tiny_vae", "unet")
+    add_settings(speed, "precision", "backend", "offload", "threads", "compile")
     if deepcache:
-        add_settings(parser, "deepcache")
+        add_settings(speed, "deepcache")
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: Options) -> None:
     add_settings(parser, "plan", "plans")
 
 
-def add_steps(parser: argparse.ArgumentParser) -> None:
+def add_steps(parser: Options) -> None:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from cli.arguments import UsageError
+from cli.arguments import Options, UsageError
 from cli.request import add_field, decoded, flag_of
 from contract.card import Size
 from contract.image_request import MAX_MARGIN, EditRequest, Margins
@@ -60,7 +60,7 @@ class Source:
         )
 
 
-def add_edit(parser: argparse.ArgumentParser) -> None:
+def add_edit(parser: Options) -> None:
     """Add the options of an edit."""
     parser.add_argument("--image", type=Path, metavar="IMAGE", help="the picture to begin with, in place of noise")
     parser.add_argument(

@@ -44,11 +44,13 @@ exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be us
 """
 
 
+_SWEEP = """Draw the same captions in several ways, a run for each in DIR, and hold them against the first:
+
+  diptych evaluate sweep --prompts captions.tsv --limit 1000 --real real --out runs --variants fp32 fp32@1000000 int8
+"""
 _VARIANTS = f"""A variant is a precision ({", ".join(CHOICES)}), then perhaps + and a DeepCache schedule,
 then perhaps / and a guidance interval: int8+2/0:0.5; or = and a tuned plan: int8=balanced; then perhaps @ and a
 seed offset: fp32@1000000 is fp32 with other seeds, whose distance from fp32 gates allow.
-
-  diptych evaluate sweep --prompts captions.tsv --limit 1000 --real real --out runs --variants fp32 fp32@1000000 int8
 """
 
 
@@ -69,9 +71,10 @@ def add(commands: Commands) -> None:
         parts,
         "sweep",
         "draw in several ways, then compare them",
-        "Draw the same captions in several ways, a run for each in DIR, and hold them against the first.",
+        _SWEEP,
         _VARIANTS,
     )
+    sweep.usage = "diptych evaluate sweep --prompts FILE --out DIR --real DIR --variants HOW ... [options]"
     _add_drawing(sweep)
     compare.add_gate_arguments(sweep)
     sweep.add_argument(

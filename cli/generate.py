@@ -89,20 +89,25 @@ def add(commands: Commands) -> None:
     )
     generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of FILE")
     add_out(generate)
-    generate.add_argument(
+    generate.usage = "diptych generate PROMPT ... [options]"
+    picture = generate.add_argument_group("picture")
+    picture.add_argument(
         "-n", "--count", type=int, default=1, metavar="N", help="pictures a prompt, seeds counting up; default: 1"
     )
-    generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
-    add_request(generate)
-    add_edit(generate)
-    add_inputs(generate, Control)
-    add_inputs(generate, ImagePrompt)
-    add_upscaling(generate)
-    add_refining(generate)
-    add_pipeline_options(generate)
-    add_settings(generate, *FOLDERS)
-    add_model(generate)
-    add_plan(generate)
+    picture.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
+    add_request(picture)
+    add_upscaling(picture)
+    add_refining(picture)
+    add_pipeline_options(picture)
+    inputs = generate.add_argument_group("inputs")
+    add_edit(inputs)
+    add_inputs(inputs, Control)
+    add_inputs(inputs, ImagePrompt)
+    model = generate.add_argument_group("model")
+    add_settings(model, *FOLDERS)
+    speed = generate.add_argument_group("speed")
+    add_model(model, speed=speed)
+    add_plan(speed)
     generate.set_defaults(run=_generate, compile=None)
 
 

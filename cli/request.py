@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from cli.arguments import UsageError, read_size, wrong_option
+from cli.arguments import Options, UsageError, read_size, wrong_option
 from contract.bodies import declarations
 from contract.control import Control
 from contract.errors import Invalid
@@ -58,7 +58,7 @@ SHARED = (
 """Those that all pictures of a set have in common."""
 
 
-def add_request(parser: argparse.ArgumentParser, fields: Sequence[str] = FIELDS) -> None:
+def add_request(parser: Options, fields: Sequence[str] = FIELDS) -> None:
     """Add an option for each of these fields of `ImageParameters`."""
     for name in fields:
         kind, _, text, _ = declarations(ImageParameters)[name]
@@ -71,12 +71,12 @@ def add_request(parser: argparse.ArgumentParser, fields: Sequence[str] = FIELDS)
         )
 
 
-def add_field(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) -> None:
+def add_field(parser: Options, name: str, kind: Any, text: str) -> None:
     """Add the option of a field of this type and description."""
     _add(parser, flag_of(name), kind, text, name, dest=destination(name))
 
 
-def _add(parser: argparse.ArgumentParser, flag: str, kind: Any, text: str, name: str, **more: Any) -> None:
+def _add(parser: Options, flag: str, kind: Any, text: str, name: str, **more: Any) -> None:
     text = text.replace("%", "%%")
     if kind is bool:
         parser.add_argument(flag, action="store_true", help=text, **more)
@@ -159,7 +159,7 @@ def size_of(options: argparse.Namespace, native: int = 0) -> tuple[int, int]:
 # -- fields that are objects -------------------------------------------------------------------------------------------
 
 
-def add_upscaling(parser: argparse.ArgumentParser) -> None:
+def add_upscaling(parser: Options) -> None:
     parser.add_argument(
         "--upscale", metavar="NAME[:SCALE]", help="enlarge finished pictures by this network, such as realesrgan-x4:2"
     )
@@ -178,7 +178,7 @@ def read_upscaling(options: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--upscale: must look like NAME or NAME:2, not {options.upscale!r}") from None
 
 
-def add_refining(parser: argparse.ArgumentParser) -> None:
+def add_refining(parser: Options) -> None:
     parser.add_argument("--refiner", metavar="NAME", help="an SDXL refiner's folder or hub id, for the last steps")
     parser.add_argument(
         "--refine-from", type=float, metavar="SHARE", help="of the noise schedule before the refiner; default: 0.8"
@@ -200,7 +200,7 @@ def read_refining(options: argparse.Namespace, name: str = "refiner") -> dict[st
         raise UsageError(f"--refine-from: must be more than 0 and less than 1, not {options.refine_from:g}") from None
 
 
-def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
+def add_pipeline_options(parser: Options) -> None:
     text = f"{declarations(ImageParameters)['pipeline_options'].text}; once for each"
     parser.add_argument("--pipeline-option", action="append", default=[], metavar="NAME=VALUE", help=text)
 
@@ -219,7 +219,7 @@ def read_pipeline_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"pipeline_options": values} if values else {}
 
 
-def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> None:
+def add_inputs(parser: Options, kind: type[PictureInput]) -> None:
     """Add the options of a field of pictures: a file, and for each of its own fields one, to be given as often."""
     flag = _KINDS[kind]
     text = f"{(kind.__doc__ or '').partition('.')[0]}; up to {kind.MOST} times"

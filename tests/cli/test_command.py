@@ -90,6 +90,18 @@ def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
         assert re.search(r"\S {2,}\S", lines[i].strip()) or below.startswith("    "), lines[i]
 
 
+def test_help_is_grouped_and_begins_with_an_example(shell: Shell) -> None:
+    text = shell("generate", "--help").out
+    groups = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    assert groups[:5] == ["options", "picture", "inputs", "model", "speed"]
+    parts = dict(zip(groups, re.split(r"^\w+:$", text, flags=re.MULTILINE)[1:], strict=True))
+    for flag, group in {"--steps": "picture", "--mask": "inputs", "--variant": "model", "--precision": "speed"}.items():
+        assert f"  {flag} " in parts[group], flag
+    assert "  diptych evaluate sweep --prompts" in "\n".join(shell("evaluate", "sweep", "--help").out.splitlines()[:6])
+    names = re.findall(r"^    (\S+)", shell("--help").out, re.MULTILINE)
+    assert names[-2:] == ["mlperf", "tune-kernels"]
+
+
 def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:
     said = " ".join(shell("generate", "--help").out.split())
     assert all(name in said for name in SCHEDULERS)
