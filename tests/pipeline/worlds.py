@@ -305,13 +305,13 @@ class Crank:
 
 
 def levels(picture: Any) -> np.ndarray:
-    return np.asarray(picture.image).astype(int)
+    """The levels of a picture, or of an array of levels."""
+    return np.asarray(picture if isinstance(picture, np.ndarray) else picture.image).astype(int)
 
 
 def apart(one: Any, other: Any) -> int:
     """The most levels that two pictures differ by at any pixel; either may be an array of levels."""
-    first, second = (each if isinstance(each, np.ndarray) else levels(each) for each in (one, other))
-    return int(np.abs(first - second).max())
+    return int(np.abs(levels(one) - levels(other)).max())
 
 
 def check_parity(shape: str, wanted: ImageParameters, picture: Any) -> None:
