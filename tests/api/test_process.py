@@ -49,8 +49,10 @@ def test_stops_when_it_is_told_to(settings: Settings) -> None:
 
 # Redis never answers, which is told.
 HANGS = (
-    "import sys, time; from api import app; from core.jobs.store import JobStore; app._GRACE_S = 0.1; "
-    "JobStore.get = lambda *_: (print('asked', file=sys.stderr, flush=True), time.sleep(1)); " + SERVE
+    "import sys, time; from api import app; from core.jobs.job_lists import JobLists; "
+    "from core.jobs.store import JobStore; app._GRACE_S = 0.1; "
+    "JobStore.get = JobLists.summary = lambda *_: (print('asked', file=sys.stderr, flush=True), time.sleep(1)); "
+    + SERVE
 )
 
 
