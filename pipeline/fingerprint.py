@@ -30,9 +30,9 @@ CODE = (
     "contract/pipeline_call.py", "contract/plan.py", "contract/precision.py", "contract/printable.py",
     "contract/prompts.py", "contract/refining.py", "contract/sampler_labels.py", "contract/schedule.py",
     "contract/strict.py", "contract/students.py", "contract/tuned.py", "contract/upscale.py",
-    "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/json_files.py", "core/kernels", "core/ops",
-    "core/quant",
-    "core/transfers.py", "llm/encoder.py", "llm/family.py",
+    "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/hub_cache.py", "core/json_files.py",
+    "core/kernels", "core/ops", "core/peft_config.py", "core/quant", "core/transfers.py",
+    "llm/encoder.py", "llm/family.py",
     "core/pictures.py", "llm/network.py", "pipeline", "unet_opt", "workers/formats.py", "workers/text_encoder.py",
 )  # fmt: skip
 _CUDA = ("core/kernels/cuda", "core/ops")

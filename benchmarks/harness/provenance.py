@@ -27,7 +27,7 @@ WORKER = (
     "contract", "core/batching", "core/quant", "core/kernels", "core/ops", "core/graphs.py", "core/cuda_graphs.py",
     "core/threads.py", "core/transfers.py", "core/digests.py", "core/failures.py", "core/config.py", "core/__init__.py",
     "core/artifacts.py", "core/jobs", "core/logs.py", "core/pictures.py", "core/traces.py", "core/extras.py",
-    "core/json_files.py", "unet_opt", "pipeline", "llm", "workers",
+    "core/hub_cache.py", "core/json_files.py", "core/peft_config.py", "unet_opt", "pipeline", "llm", "workers",
 )  # fmt: skip
 SERVICE = (*WORKER, "api", "deployment", "cli")
 EMOJI_XL, EMOJI_LM = ("models/emoji-xl",), ("models/emoji-lm", "models/emoji-lm-draft")

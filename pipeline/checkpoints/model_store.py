@@ -73,7 +73,7 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
         return _add_address(source, store, options)
     if file := _existing(source):
         return _add_file(file, source, store, options, file.stem)
-    if Path(source).suffix.lower() in _FILES and not Path(source).exists():
+    if Path(source).suffix.lower() in _FILES and not os.path.exists(source):  # noqa: PTH110 - of any name
         raise ModelError(f"{source}: no such file")
     if options.sha256:
         raise ModelError(f"--sha256: is of a file, and {source} is none")

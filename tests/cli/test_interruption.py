@@ -154,7 +154,7 @@ def test_descendants_and_temporary_folders_go_with_the_process(tmp_path: Path) -
         f"    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):",
         "        child = subprocess.Popen(['sleep', '600'], start_new_session=True)",
         f"        open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))",
-        f"        {NOW}; child.wait()",
+        f"        {NOW}; threading.Event().wait()",
         "threading.Thread(target=compile, daemon=True).start()", WAIT,
     ]  # fmt: skip
     assert interrupted(script(*lines), tmp_path, signal.SIGTERM) == (143, "stopped\n")

@@ -41,7 +41,8 @@ def told(image: Image.Image) -> dict[str, Any]:
     """What EXIF's MakerNote holds; its UserComment is the same in another grammar."""
     held = image.getexif().get_ifd(0x8769)
     assert held[0x9286][:8] == b"UNICODE\0"
-    assert held[0x9286][8:].decode("utf-16-be").startswith('ein Fuchs 🦊\n"\nSteps: 20, Sampler: Euler a, CFG scale')
+    comment = held[0x9286][8:].decode("utf-16-be")
+    assert comment.startswith('ein Fuchs 🦊\n"\nSteps: 20, Sampler: Euler a, Schedule type: Automatic, CFG scale')
     return dict(json.loads(held[0x927C]))
 
 

@@ -35,7 +35,7 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
         elif what == "age":
             now += priority
             aging.age(now)
-        elif what == "admit" and (first := waiting.first()):
+        elif what == "admit" and (first := waiting.first(set())):
             waiting.count -= 1
             first.state = State.RUNNING
             shares.begin(first)

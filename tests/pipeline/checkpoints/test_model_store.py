@@ -266,7 +266,7 @@ def test_a_file_that_is_not_there_is_not_downloaded(source: str, release: Publis
     release(ARCHIVE.getvalue())
     with pytest.raises(ModelError, match=r"small\.zip: no such file; `diptych models add small` downloads it"):
         add(source, tmp_path / "store", options(base))
-    with pytest.raises(ModelError, match="no such folder"):
+    with pytest.raises(ModelError, match="no such file"):
         add(f"{source}.safetensors", tmp_path / "store", options(base))
 
 
