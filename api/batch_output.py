@@ -75,8 +75,14 @@ class BatchOutput:
     def _refund(self) -> None:
         service, owner = self._service, self.batch.owner
         images = by_model(service, owner, self.batch.endpoint, self._refunds)
-        if costs := service.limits(owner).picture_costs(images):
-            service.rates.refund(*costs)
+        age_s = time.time() - self.batch.created
+        # What was charged in a window that is over is in no counter.
+        costs = [c for c in service.limits(owner).picture_costs(images) if age_s < 2 * c.window_s]
+        try:
+            if costs:
+                service.rates.refund(*costs)
+        except StoreError as error:  # the batch has ended, and is not looked at again
+            log.warning("images of batch %s were not given back: %s", self.batch.id, error)
 
     def close(self) -> None:
         for spool in self._spools.values():

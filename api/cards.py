@@ -296,6 +296,8 @@ class CardCache:
             log.exception("the worker registry contains an unreadable entry")
             self._down = True
         else:
+            if self._down or self._looked < 0:  # another Redis may run now
+                await anyio.to_thread.run_sync(self._examine, limiter=self._limiter)
             if self._down:
                 log.info("the worker registry is available again")
             self._down = False
@@ -322,8 +324,6 @@ class CardCache:
         return ""
 
     def _snapshot(self) -> RegistrySnapshot:
-        if self._down or self._looked < 0:  # another Redis may run now
-            self._examine()
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}

@@ -115,7 +115,7 @@ async def submit(
         if pictured:
             await refund(request, service, costs)
         raise
-    if pictured and standing is None:  # an equal request, which came at the same time, has created it
+    if pictured and id is not None and standing is None:  # an equal request, at the same time, has created it
         await refund(request, service, costs)
     return _same(job, caller, digest), standing
 

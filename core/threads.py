@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import MutableMapping
@@ -119,23 +121,35 @@ def exit_process(code: int) -> NoReturn:
     A finalizing interpreter unwinds each daemon thread that asks for its lock. In a thread that computes in C++, such
     as one that loads a model, the C++ runtime then aborts the process. So the interpreter is never finalized.
     """
-    _kill_descendants()
+    with contextlib.suppress(Exception):  # nothing keeps the process from exiting
+        _kill_descendants()
     # It removes temporary folders and writes logs. A thread may hold a lock that it needs, for as long as it computes.
     handlers = threading.Thread(target=atexit._run_exitfuncs, name="exit", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started, for want of memory
         handlers.start()
         handlers.join(_EXIT_HANDLERS_S)
+    if threading.current_thread() is threading.main_thread():  # a reader that does not read may block what follows
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader has gone, or it is closed
+        try:
             stream.flush()
+        except OSError as error:
+            if stream is sys.stdout and error.errno != errno.EPIPE:  # its reader has not gone: what was said is lost
+                code = code or 1
+                with contextlib.suppress(OSError):
+                    os.write(2, f"the output cannot be written: {error.strerror}\n".encode())
+        except (ValueError, AttributeError, RuntimeError):  # closed, none, or interrupted in a write
+            pass
     os._exit(code)
 
 
 def _kill_descendants() -> None:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return  # no children; psutil takes longer to import than many a command runs
+    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # no children; psutil takes longer to import than many a command runs
     import psutil
 
     for child in psutil.Process().children(recursive=True):

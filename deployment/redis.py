@@ -72,6 +72,7 @@ class RedisServer:
     tied: bool = False
     program: Program | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _starting: Program | None = field(default=None, repr=False)  # that has not answered yet
 
     @property
     def url(self) -> str:
@@ -101,7 +102,7 @@ class RedisServer:
             program = self.program or choose(self.folder)
             command = [str(program.path), "-"]
             self._cut_zeros()
-            record(self.folder, program)
+            self._starting = program
             self.process = subprocess.Popen(
                 launched(command) if self.tied else command, cwd=self.folder,  # its file is in its working directory
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,),
@@ -215,9 +216,15 @@ class RedisServer:
                 reply = b""
                 while reply.count(b"\r\n") < 2 and (more := connection.recv(256)):
                     reply += more
-                return reply == b"+OK\r\n+PONG\r\n"
         except OSError:
             return False
+        if reply != b"+OK\r\n+PONG\r\n":
+            return False
+        if self._starting is not None:  # it has read what is there: one that cannot is not noted as who writes it
+            with contextlib.suppress(OSError):
+                record(self.folder, self._starting)
+            self._starting = None
+        return True
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Let it write its file and end."""

@@ -52,11 +52,12 @@ class Version:
 
 @dataclass(frozen=True)
 class Program:
-    """A server of this machine. `version` is None if it does not say one that is understood; it is tried then."""
+    """A server of this machine. `version` is None if it does not say one that is understood."""
 
     path: Path
     version: Version | None
     bundled: bool = False
+    runs: bool = True  # it says something
 
     def __str__(self) -> str:
         return f"{self.version or self.path.name} ({'bundled' if self.bundled else self.path})"
@@ -67,9 +68,13 @@ def choose(folder: Path | None = None) -> Program:
     writer = written_by(folder) if folder is not None else None
     reasons = []
     for program in programs():
-        if program.version is None:
+        if not program.runs:
+            reasons.append(f"{program.path} does not run")
+        elif program.version is None and writer is None:
             return program
-        if program.version.numbers[:2] < OLDEST:
+        elif program.version is None:
+            reasons.append(f"{program.path} has a version that is not known, and {folder} has files of {writer}")
+        elif program.version.numbers[:2] < OLDEST:
             reasons.append(f"{program} is older than 6.2")
         elif writer is not None and not program.version.reads(writer):
             reasons.append(f"{program} cannot read the files of {writer} in {folder}")
@@ -92,10 +97,10 @@ def programs() -> Iterator[Program]:
 def asked(path: Path, *, bundled: bool = False) -> Program:
     """The server at this path, with the version that it says it has."""
     try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+        process = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        text = ""
-    return Program(path, _parse(text), bundled)
+        return Program(path, None, bundled, runs=False)
+    return Program(path, _parse(process.stdout), bundled, runs=process.returncode == 0)
 
 
 def bundled() -> Path | None:

@@ -12,7 +12,7 @@ import torch
 from contract.card import TINY
 from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
-from core.failures import NotFinite
+from core.failures import NotFinite, OutOfMemory, device_error
 from core.graphs import ExecutableKey
 from core.transfers import to_device
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
@@ -384,11 +384,16 @@ class IterationBuilder:
 
     def _decoded_again(self, phase: str, latents: torch.Tensor, error: NotFinite) -> _Decoded:
         """Decode one picture [1, C, h, w] in fp32, if its decoder returned `error` in fp16."""
-        decode = decoder_in_fp32(self._model, phase)
-        if decode is None:
-            return _Decoded(torch.empty(0), error)
-        pixels, flags = decode(latents)
-        (again,) = first_errors([[NetworkEnd(f"{error.network}, in fp32 too,", flags[0])]])
+        try:
+            decode = decoder_in_fp32(self._model, phase)
+            if decode is None:
+                return _Decoded(torch.empty(0), error)
+            pixels, flags = decode(latents)
+            (again,) = first_errors([[NetworkEnd(f"{error.network}, in fp32 too,", flags[0])]])
+        except Exception as failure:
+            if not isinstance(device_error(failure), OutOfMemory):
+                raise
+            return _Decoded(torch.empty(0), error)  # its companions' pictures are right
         return _Decoded(vae.to_host(pixels)[0], again, f"{error}: the picture was decoded again in fp32")
 
     def _observer(self, group: BatchGroup, rows: int, compiled: bool) -> Callable[[float], None]:

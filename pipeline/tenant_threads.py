@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from core.threads import started
+
 
 class TenantThreads:
     """A pool of threads, which exist while there is something to do. A tenant's calls run in their order."""
@@ -53,8 +55,13 @@ class TenantThreads:
         """Start a thread, under the lock, if a tenant has a turn and there may be another."""
         if len(self._threads) < self._most and self._next() is not None:
             thread = threading.Thread(target=self._run, name=self._name)
-            self._threads.add(thread)
-            thread.start()
+            if started(thread):  # it needs the lock first
+                self._threads.add(thread)
+            elif not self._threads:  # nobody would come for them
+                for calls in self._waiting.values():
+                    for result, _, _ in calls:
+                        result.set_exception(MemoryError("the system starts no thread now"))
+                self._waiting.clear()
 
     def _run(self) -> None:
         done: str | None = None

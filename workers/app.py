@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -112,8 +113,13 @@ def configured_models(settings: Settings) -> Mapping[str, str]:
     """The modalities of the models that a worker with these settings serves once all are loaded, by name."""
     from pipeline.checkpoints.load import short_name
 
-    images = {short_name(each.model_name): "image" for each in settings.catalogue}
-    return images | {short_name(str(each.text_model_name)): "text" for each in settings.text_catalogue}
+    names = [(each.model_name, "image") for each in settings.catalogue]
+    names += [(str(each.text_model_name), "text") for each in settings.text_catalogue]
+    configured = {}
+    for name, modality in names:
+        with suppress(OSError, RuntimeError):  # it cannot be looked at: building it says so in the usual words
+            configured[short_name(name)] = modality
+    return configured
 
 
 def __getattr__(name: str) -> WorkerApplication:

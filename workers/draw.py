@@ -124,7 +124,7 @@ def _write(
         notes, style = (f"{at}: {type(failure).__name__}: {failure}",), "red"
     else:
         assert checked.picture is not None
-        checked.picture.write(path, runtime.provenance)
+        checked.picture.enlarged().write(path, runtime.provenance)
         written.append(path)
         notes, style = checked.warnings, "yellow"
         if action == "tag" and checked.content is not None and checked.content["flagged"]:

@@ -186,7 +186,9 @@ class TextJobHandler:
         # Log probabilities of prompts come with the whole text, at the end: they are too many for the engine's thread.
         hidden = any(request.prompt_logprobs for request in requests)
         limits = [(request.max_tokens or 1) * max(1, request.beams) for request in requests]
-        return TextJobProgress(self, limits, requests[0].stop_token_ids if requests else (), hidden=hidden)
+        first = requests[0] if requests else TextParameters((), 0)
+        ends = self._ends_of(first.stop_token_ids, own=not first.ignore_end)
+        return TextJobProgress(self, limits, ends, hidden=hidden)
 
     def build_result(
         self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
@@ -194,6 +196,7 @@ class TextJobHandler:
     ) -> dict[str, Any]:  # fmt: skip
         if job.embedding is not None:
             return self._embeddings(job, outputs)
+        ends = self._ends_of(job.stop_token_ids or (), own=not job.ignore_eos)
         outputs = [answer for text in outputs for answer in (text, *text.alternatives)]
         prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
         choices = [
@@ -201,7 +204,7 @@ class TextJobHandler:
                 "text": text.text,
                 "finish_reason": text.finish,
                 "tokens": len(text.tokens),
-                "logprobs": self.logprobs(text.logprobs, job.stop_token_ids or ()),
+                "logprobs": self.logprobs(text.logprobs, ends),
                 **({} if text.cumulative_logprob is None else {"cumulative_logprob": text.cumulative_logprob}),
             }
             for text in outputs
@@ -228,11 +231,13 @@ class TextJobHandler:
             "cached_tokens": sum(text.cached for text in outputs),
         }
 
-    def logprobs(self, tokens: Sequence[Logprob], stops: Sequence[int]) -> list[dict[str, Any]]:
-        """Log probabilities as stored in the job, with each token's text. Tokens that end answers are left out, `stops`
-        among them.
-        """
-        return [self._entry(entry) for entry in tokens if entry.token not in self._ends and entry.token not in stops]
+    def _ends_of(self, stops: Sequence[int], *, own: bool) -> frozenset[int]:
+        """Return the tokens that end an answer: the request's `stops`, and the model's own unless it goes on there."""
+        return frozenset((*stops, *(self._ends if own else ())))
+
+    def logprobs(self, tokens: Sequence[Logprob], ends: frozenset[int]) -> list[dict[str, Any]]:
+        """Return log probabilities as stored in the job, with each token's text, without the `ends`."""
+        return [self._entry(entry) for entry in tokens if entry.token not in ends]
 
     def _entry(self, entry: Logprob) -> dict[str, Any]:
         top = [{**self._piece(token), "logprob": value} for token, value in entry.top]
@@ -344,12 +349,10 @@ def _bias(bias: Any) -> tuple[tuple[int, float], ...]:
 class TextJobProgress:
     """A job's progress: token counts, and pieces of its texts (`written`)."""
 
-    def __init__(
-        self, handler: TextJobHandler, limits: Sequence[int], stops: Sequence[int] = (), *, hidden: bool
-    ) -> None:
-        """`hidden`: the texts are told at the end only."""
+    def __init__(self, handler: TextJobHandler, limits: Sequence[int], ends: frozenset[int], *, hidden: bool) -> None:
+        """`ends` are the tokens that end an answer. `hidden`: the texts are told at the end only."""
         self._handler = handler
-        self._stops = stops  # tokens
+        self._ends = ends
         self._hidden = hidden
         self._most = sum(limits)
         self._tokens = [0] * len(limits)
@@ -361,5 +364,5 @@ class TextJobProgress:
             return None
         self._tokens[index] += len(delta.tokens) or outcome.finished  # one where only the prompt is read
         if not self._hidden:
-            self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs, self._stops))
+            self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs, self._ends))
         return {"steps_done": sum(self._tokens), "steps": self._most}

@@ -94,7 +94,7 @@ def _picture(name: str, place: str, value: Any, base: str) -> Any:
 def _size(left: dict[str, Any], card: ImageCard | None, known: dict[str, str]) -> dict[str, str]:
     """Remove the aspect ratio from the input, and the sides that it replaces; the field `size`, if it gives one."""
     ratio, area = left.pop("aspect_ratio", None), left.pop("megapixels", None)
-    if ratio is None and area is not None and left.keys().isdisjoint((*SIDES, "image", "input_image")):
+    if ratio is None and area is not None and left.keys().isdisjoint((*SIDES, "size", "image", "input_image")):
         ratio = "1:1"  # as FLUX's models have it by default
     match = _RATIO.fullmatch(ratio) if isinstance(ratio, str) else None
     if ratio is not None and match is None and ratio not in _BY_SOURCE:

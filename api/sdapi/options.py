@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from api import body, schemas, submission
+from api import admission, body, schemas, submission
 from api.cards import RegistrySnapshot
 from api.errors import invalid_field
 from api.foreign import errors_at
@@ -85,6 +85,10 @@ async def chosen_model(service: Service, title: str | None, owner: str, *, requi
         card = find_model(service.cards.seen_by(owner), title)
     if card is not None:
         return card
+    seen = service.cards.seen_by(owner)
+    for name in filter(None, names.model_names(title) if title else ()):
+        if admission.loading_kind(seen, name) is ImageCard:
+            return await submission.served(service, name, ImageCard, owner)
     default = await submission.served(service, None, ImageCard, owner)
     if title and required:
         raise invalid_field("model", "is not known; /sdapi/v1/sd-models lists those there are", "model_not_found")

@@ -8,7 +8,7 @@ opaque here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from core.jobs import rates
@@ -108,6 +108,9 @@ def outcome(draft: JobDraft[Any], charges: Sequence[rates.RateLimitCost], answer
         queued = _queued(draft, created, deadline, f"{created}-{sequence}")
         return JobCreation(queued, True, standing=standing, charges=counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
+    if job is not None and job.modality == "text" and (job.owner, job.digest) == (draft.owner, draft.digest):
+        # The reply to a first call was lost: a text's id is always new. Its request is not read back.
+        job = replace(job, parameters=draft.parameters)
     return JobCreation(
         job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, stored=code == _STORED,
         jobs_of=_JOBS_OF.get(code, ""), charges=counters,

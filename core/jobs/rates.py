@@ -74,6 +74,11 @@ class RateLimitCost:
         return last, this, str(item.amount), str(item.get_expiry()), str(self.cost)
 
     @property
+    def window_s(self) -> int:
+        """The seconds of a window of the rate."""
+        return int(_parsed(self.rate).get_expiry())
+
+    @property
     def limit(self) -> int:
         """The number of its unit that the rate allows per window."""
         return _parsed(self.rate).amount

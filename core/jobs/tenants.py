@@ -53,10 +53,17 @@ class TenantRecords(RedisStore):
         within seconds. Raises `StoreError`; may be repeated.
         """
         before, file_bytes = self.footprint(owner), self._files.used_bytes(owner)
-        batches = sum(self._forget_batch(id) for id in self._entries(f"batches:{owner}"))
-        jobs = 0
+        batches = jobs = 0
+        for id in self._entries(f"batches:{owner}"):
+            forgotten = bool(self._forget_batch(id))
+            batches += forgotten
+            if not forgotten:  # its record has expired
+                self._client.zrem(f"{PREFIX}batches:{owner}", id)
         for entry in self._entries(f"jobs:{owner}"):
-            erased = store.erase(entry.partition("|")[2])
+            id = entry.partition("|")[2]
+            # Else it is another's that has the id of an expired one.
+            own = self._client.hget(f"{PREFIX}job:{id}", "owner") == owner
+            erased = own and store.erase(id)
             jobs += erased
             if not erased:  # its record has expired
                 self._client.zrem(f"{PREFIX}jobs:{owner}", entry)

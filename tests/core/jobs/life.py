@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar
 
@@ -126,7 +126,9 @@ class Life:
         level = max(step for step in books.LEVELS if step <= priority)
         deadline = self.now + DEADLINE_S if timed else None
         self.models[id] = Model(id, queue, name, work_ms, deadline, level, self._next(), self.now, priority=priority)
-        assert self.store.create(draft) == self.store.lists.summary(id)  # again: nothing happens
+        again, summary = self.store.create(draft), self.store.lists.summary(id)
+        assert again is not None and summary is not None and again.parameters == draft.parameters
+        assert replace(again, parameters=summary.parameters) == summary  # nothing happens
         assert self.store.get(id) == job
         self.unsent.append(draft.envelope)
 

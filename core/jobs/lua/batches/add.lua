@@ -7,6 +7,8 @@
 
 local id, owner, file = ARGV[2], ARGV[3], ARGV[4]
 if ARGV[8] == '1' and redis.call('GET', P .. 'access') == 'keys' then return 0 end
+local made_before = redis.call('HGET', P .. 'batch:' .. id, 'created')
+if made_before then return made_before end  -- the reply was lost, and the call is repeated
 redis.call('HSET', P .. 'batch:' .. id, unpack(ARGV, 10))  -- first: a full Redis refuses it
 local t = redis.call('TIME')
 local at, made, kept_ms = now(), t[1] + t[2] / 1000000, tonumber(ARGV[6])

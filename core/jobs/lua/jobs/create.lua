@@ -74,7 +74,9 @@ redis.call('HDEL', P .. 'webhook_tries', id)
 redis.call('ZREM', P .. 'ended', owner .. '|' .. id)
 redis.call('HSET', key, 'v', V, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
   'priority', A[5], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', A[8], 'by', 'create',
-  'owner', owner, 'digest', A[11], 'keep_ms', A[20], 'trace', A[14], 'request_id', A[15], 'lays', 1)
+  'owner', owner, 'digest', A[11], 'keep_ms', A[20], 'trace', A[14], 'request_id', A[15])
+-- The result of a batch's line is read by whichever API holds the batch, which may be an older one.
+if queue ~= 'text' or A[11] == '' then redis.call('HSET', key, 'lays', 1) end
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
 if A[16] ~= '' then redis.call('HSET', key, 'followed', A[16]) end
 if A[25] ~= '' then redis.call('HSET', key, 'most_running', A[25]) end
