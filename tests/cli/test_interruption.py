@@ -320,3 +320,13 @@ def test_a_command_stops_at_forty_moments(tmp_path: Path, redis_url: str, name: 
 def test_every_other_command_stops_too(tmp_path: Path, redis_url: str, name: str) -> None:
     for k, (number, cpu_s) in enumerate(_moments(name, 6)):
         Moment(name, tmp_path / f"{k}", redis_url).stop(number, cpu_s)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_cannot_be_written_is_no_success() -> None:
+    """What is printed last is written at the exit: a key's token is told only once."""
+    words = [sys.executable, "-m", "cli", "--version"]
+    buffered = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, cwd=ROOT, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and "cannot be written" in done.stderr

@@ -149,3 +149,25 @@ def test_what_is_said_of_versions_is_true_of_this_machines_servers(
             assert client.get("key") == (b"value" if later.version.reads(first.version) else None)
         server.kill()
         assert written_by(tmp_path) == later.version
+
+
+def test_a_server_that_does_not_run_is_passed_over(path: Path, carried: Path, tmp_path: Path) -> None:
+    """One that misses a library, for example; and one of an unknown version is tried on an empty folder alone."""
+    broken = path / "redis-server"
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o755)
+    assert choose().path == carried
+    stand_in(path, "redis-server", "Another server 1.0")
+    assert choose(tmp_path).path == broken
+    record(tmp_path, Program(carried, Version("Valkey", (9, 1, 2)), bundled=True))
+    assert choose(tmp_path).path == carried
+
+
+def test_a_server_is_noted_once_it_has_read_what_is_there(tmp_path: Path, carried: Path) -> None:
+    """One that does not start would lock out the one whose files these are."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    server = RedisServer(folder, program=Program(carried, Version("Valkey", (9, 1, 2)), bundled=True))
+    with pytest.raises(RedisError):
+        server.start()
+    assert written_by(folder) is None
