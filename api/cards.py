@@ -296,8 +296,6 @@ class CardCache:
             log.exception("the worker registry contains an unreadable entry")
             self._down = True
         else:
-            if self._down or self._looked < 0:  # another Redis may run now
-                await anyio.to_thread.run_sync(self._examine, limiter=self._limiter)
             if self._down:
                 log.info("the worker registry is available again")
             self._down = False
@@ -342,5 +340,7 @@ class CardCache:
             memory=self._store.upkeep.memory(),
             loading={name: kind for name, kind in names.items() if name not in live},
         )  # fmt: skip
+        if self._down or self._looked < 0:  # another Redis may run now
+            self._examine()
         images = _image_models(snapshot)
         return replace(snapshot, only_live=images[0] if len(images) == 1 else self.now.only_live)
