@@ -65,7 +65,7 @@ class GrammarChecker:
     def _start(self) -> subprocess.Popen[bytes]:
         # By path, and with its folder not on sys.path: it imports nothing of this project.
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", grammar_process.__file__],
+            [sys.executable, "-P", grammar_process.__file__, str(grammar_process.MEMORY_BYTES)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:

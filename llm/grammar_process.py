@@ -136,7 +136,7 @@ def _compile(tokenizer: Any, kind: str, text: str, writing: int) -> None:
 def _limit_memory() -> None:
     pages = Path("/proc/self/statm")
     if pages.exists():
-        limit_bytes = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        limit_bytes = int(pages.read_text().split()[0]) * resource.getpagesize() + int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
