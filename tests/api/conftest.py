@@ -145,7 +145,7 @@ def tab(context: BrowserContext) -> tuple[Page, list[str]]:
 def page(request: pytest.FixtureRequest, tab: tuple[Page, list[str]], shared: Api, easel: Easel) -> Iterator[Page]:
     """The page with nothing kept but the module's `KEY`. It says nothing on its console."""
     easel.step_s, easel.failing = 0.0, False
-    easel.go.set()
+    easel.go.set(), easel.looked.set()
     page, wrong = tab
     page.goto(f"{shared.url}/healthz")  # of the same origin, without a script that would write meanwhile
     page.evaluate(

@@ -61,6 +61,8 @@ class Easel:
         self.step_s = 0.0
         self.go = threading.Event()
         self.go.set()
+        self.looked = threading.Event()  # a picture with previews ends once this is set: with its end they are gone
+        self.looked.set()
         self.failing = False
         self.refused: set[int] = set()  # which images of a job its checker refuses
         self.seen: list[Claim] = []
@@ -77,11 +79,22 @@ class Easel:
         self._thread.start()
         return self
 
+    def previewed(self, events: Iterable[T]) -> list[T]:
+        """The events of a stream that has begun, whose picture ends once the first preview was read. To be called with
+        `looked` clear from before the request.
+        """
+        seen = []
+        for event in events:
+            seen.append(event)
+            self.looked.set()
+        return seen
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
         self.go.set()
+        self.looked.set()
         self._thread.join()
 
     def _run(self) -> None:
@@ -101,7 +114,7 @@ class Easel:
 
     def _draw(self, claim: Claim) -> None:
         self.seen.append(claim)
-        p = claim.parameters
+        p, previews = claim.parameters, False
         for step in range(1, p["steps"] + 1):
             if self.step_s and self._over.wait(self.step_s):
                 return
@@ -110,8 +123,11 @@ class Easel:
             if p.get("preview_every") and step % p["preview_every"] == 0 and step < p["steps"]:
                 looks = {k: base64.b64encode(self._picture(claim, k, 8)).decode() for k in range(p["n"])}
                 data["previews"] = list(looks)
+                previews = True
             if self.worker.store.leases.report([ProgressReport(claim.id, claim.attempt, data, looks)]).stale:
                 return  # cancelled
+        if previews:
+            self.looked.wait()
         if self.failing:
             self.worker.store.leases.fail(claim.id, claim.attempt, "engine_error", "the engine failed at this job")
             return

@@ -111,9 +111,9 @@ def test_the_openai_client_edits_a_picture(client: OpenAI, easel: Easel, worker:
 
 
 def test_it_streams_as_openai_does(client: OpenAI, easel: Easel) -> None:
-    easel.step_s = 0.05
+    easel.looked.clear()
     options: dict[str, Any] = {"stream": True, "partial_images": 2, "extra_body": {"steps": 10}}
-    events = list(client.images.edit(image=[PNG], prompt="a hat", **options))
+    events = easel.previewed(client.images.edit(image=[PNG], prompt="a hat", **options))
     assert {event.type for event in events[:-1]} == {"image_edit.partial_image"}
     assert events[-1].type == "image_edit.completed" and base64.b64decode(events[-1].b64_json)
 

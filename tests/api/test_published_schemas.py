@@ -51,16 +51,22 @@ STREAMS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def document(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Document]:
-    """The document of an API with all routes, and a worker that draws at once."""
+def easel(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Easel]:
+    """A worker that draws at once."""
     settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000, sdapi=True)
-    with Worker(settings) as worker:
+    with Worker(settings) as worker, Easel(worker) as easel:
         worker.announce()
-        with process(SERVE, settings) as (_, client), Easel(worker):
-            document = Document(str(client.base_url))
-            body = {"type": "image", "prompt": "a cat", "steps": 2}
-            document.job = document.session.post(f"{document.url}/v1/jobs", json=body, timeout=PATIENCE_S).json()["id"]
-            yield document
+        yield easel
+
+
+@pytest.fixture(scope="module")
+def document(easel: Easel) -> Iterator[Document]:
+    """The document of an API with all routes."""
+    with process(SERVE, easel.worker.settings) as (_, client):
+        document = Document(str(client.base_url))
+        body = {"type": "image", "prompt": "a cat", "steps": 2}
+        document.job = document.session.post(f"{document.url}/v1/jobs", json=body, timeout=PATIENCE_S).json()["id"]
+        yield document
 
 
 def with_values(body: Any, values: dict[str, str]) -> Any:
@@ -121,11 +127,13 @@ def streams(operation: Any) -> bool:
     return "text/event-stream" in str(operation.definition.raw["responses"])
 
 
-def test_every_stream_has_the_events_of_its_endpoint(document: Document) -> None:
+def test_every_stream_has_the_events_of_its_endpoint(document: Document, easel: Easel) -> None:
     assert {label for label, operation in document.operations.items() if streams(operation)} == STREAMS.keys() | TEXT
     for label, (body, names) in STREAMS.items():
         method, path = label.split()
         url = document.url + path.format(id=document.job)
-        answer = ok(document.session.request(method, url, json=body or None, timeout=PATIENCE_S))
-        events = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
+        easel.looked.clear()
+        with document.session.request(method, url, json=body or None, timeout=PATIENCE_S, stream=True) as answer:
+            lines = ok(answer).iter_lines(chunk_size=1, decode_unicode=True)
+            events = easel.previewed(line[7:] for line in lines if line.startswith("event: "))
         assert len(events) > 1 and names >= {*events}, label

@@ -59,15 +59,16 @@ def test_events_are_named_after_their_endpoint(
     shared: Api, easel: Easel, path: str, fields: dict[str, Any], files: dict[str, bytes]
 ) -> None:
     """Whatever pictures a request brings along: clients tell previews from results by the name."""
-    easel.step_s = 0.02
+    easel.looked.clear()
     body: dict[str, Any] = {"prompt": "a hat", "size": "128x128", "steps": 8, "partial_images": 2, "stream": True}
     if files:
         form = {name: json.dumps(value) if value is True else str(value) for name, value in body.items()}
-        answer = shared.client.post(path, data=form, files=files)
+        request: dict[str, Any] = {"data": form, "files": files}
     else:
-        answer = shared.post(path, **body, **fields)
+        request = {"json": body | fields}
+    with shared.client.stream("POST", path, **request) as answer:
+        events = easel.previewed(parsed(answer.iter_lines()))
     kind = "image_edit" if path == EDIT else "image_generation"
-    events = sent(answer)
     assert {event.type for event in events[:-1]} == {f"{kind}.partial_image"}
     assert events[-1].type == f"{kind}.completed" and all(event.data["type"] == event.type for event in events)
 

@@ -263,7 +263,7 @@ class Worker:
     """A worker without an engine: takes, reports and ends what it is told to."""
 
     def __init__(self, settings: Settings, name: str = "worker-1") -> None:
-        self.name = name
+        self.settings, self.name = settings, name
         self.store = JobStore.of(settings)
         self.registry = Registry.of(settings)
         self.artifacts = Artifacts(settings.artifacts)

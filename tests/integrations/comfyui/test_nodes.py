@@ -10,6 +10,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,12 @@ def test_pictures_reach_the_job_unchanged_and_leave_no_files(
 
 
 def test_progress_and_previews_are_shown(comfy: Host, easel: Easel) -> None:
-    easel.step_s = 0.03  # so that no event is skipped for a slow reader
-    comfy.draw(steps=5, n=2, preview_every=2)
+    easel.looked.clear()
+    with ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(comfy.draw, steps=5, n=2, preview_every=2)
+        eventually(lambda: comfy.previews or drawing.done())
+        easel.looked.set()
+        drawing.result()
     assert comfy.progress == sorted(set(comfy.progress)) and comfy.progress[-1] == (10, 10)
     assert len(comfy.progress) >= 3
     assert {picture.size for picture in comfy.previews} == {(8, 8)}
