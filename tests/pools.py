@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -19,15 +20,15 @@ class PoolStage:
         """The models `served` are loaded first."""
         self.lane, self.pool = lane, pool
         self.ticks: list[Tick] = []
-        self._number = 0
+        self._numbers = itertools.count(1)
         for name in served:
             pool.load(name)
         self.engine = Engine([pool], on_tick=self.ticks.append)
         pool.retry_admission = self.engine.retry_admission
 
     def add(self, parameters: Any, model: str, tenant: str = "") -> Future[Any]:
-        self._number += 1
-        request = Request(f"{self._number}", self.pool.modality, parameters, model=model, tenant=tenant)
+        """Submit a request. On any thread."""
+        request = Request(f"{next(self._numbers)}", self.pool.modality, parameters, model=model, tenant=tenant)
         return self.engine.submit(request)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -168,7 +168,10 @@ def test_a_preempted_answer_goes_on_after_its_model_left_memory(stages: Callable
 def test_what_one_tenant_has_checked_holds_up_no_others_model(
     stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither model is in memory, so that each checks its requests before it admits them; the checks of one hang."""
+    """Neither model is in memory, so that each checks its requests before it admits them; the checks of one hang.
+
+    Each of these is submitted by a thread of its own, as workers do: once the model is loaded that thread checks it.
+    """
     begun, end, check = threading.Event(), threading.Event(), TextRunner.check
 
     def hang(runner: TextRunner, request: Request) -> None:
@@ -180,10 +183,12 @@ def test_what_one_tenant_has_checked_holds_up_no_others_model(
     three = stages(3)
     three.pool.evict(NAMES[1:])
     monkeypatch.setattr(TextRunner, "check", hang)
-    hanging = [three.submit("second", seed, "mallory", max_tokens=1) for seed in range(5)]
-    assert begun.wait(60)
-    assert len(three.submit("third", 1, "alice", max_tokens=2, ignore_end=True).result(60).tokens) == 2
-    assert not any(future.done() for future in hanging)
-    end.set()
-    for future in hanging:
-        future.result(60)
+    with ThreadPoolExecutor(5) as threads:
+        submit = functools.partial(three.submit, "second", tenant="mallory", max_tokens=1)
+        hanging = [threads.submit(lambda seed=seed: submit(seed=seed).result(240)) for seed in range(5)]  # type: ignore[misc]
+        assert begun.wait(60)
+        assert len(three.submit("third", 1, "alice", max_tokens=2, ignore_end=True).result(60).tokens) == 2
+        assert not any(future.done() for future in hanging)
+        end.set()
+        for future in hanging:
+            future.result(60)
