@@ -30,6 +30,7 @@ from api.service import Service
 from api.uploads import PictureUploads, Upload
 from contract.card import ImageCard, Size, TextCard
 from contract.control import Control
+from contract.estimates import work_s
 from contract.image import PICTURES, ImageJob
 from contract.image_request import ImageRequest
 from contract.picture_input import PictureInput
@@ -142,14 +143,18 @@ def _attempt(
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
     seen, pictures, tokens, text_model = service.cards.seen_by(caller.id), 0, 0, ""
+    work_ms = job.work_ms
     if job.modality == "image":
         request_again = ImageJob.read(job.parameters)
         pictures = request_again.n
+        if (drawn_by := seen.model(job.model, ImageCard)) is not None:
+            work_ms = round(1000 * work_s(drawn_by, request_again))  # what it costs now
         tokens, text_model = admission.expansion(request_again, job.model, seen, may_write=caller.may("text"))
     elif (card := seen.model(job.model, TextCard)) is not None:
         tokens = math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
+        work_ms = round(1000 * tokens * card.costs.token_s)
     draft = JobDraft(
-        new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
+        new_id(), job.modality, job.model, job.parameters, job.priority, None, work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
     costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens, text_model)
@@ -180,7 +185,8 @@ async def check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
         backlog = await service.call(draft.owner, service.store.backlog, draft.modality)
-        admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
+        now = service.cards.now
+        admission.check_deadline(draft, card, backlog, now.ready(draft.modality), reliable=now.reliable(card.name))
 
 
 async def create(
