@@ -93,11 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def listed(names: Iterable[str], folder: Path) -> list[str]:
     """Return a line for each benchmark: its name, the commit and date of its file, and the minutes that it took."""
-    rows = [("name", "commit", "date", "minutes")]
+    columns = ("commit", "date", "minutes")
+    rows: list[tuple[str, ...]] = [("name", *columns)]
     for name in names:
         path = folder / f"{name}.json"
         about = json.loads(path.read_text("utf-8"))["provenance"] if path.exists() else {}
-        values = (about.get(key) for key in rows[0][1:])
+        values = (about.get(key) for key in columns)
         rows.append((name, *("-" if value is None else str(value) for value in values)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -136,10 +136,10 @@ def model_fields(card: ImageCard, owner: str, name: str, base: str, started: flo
     return {**_model(owner, name, base), "latest_version": version(card, started)}
 
 
-def listed_model(card: ImageCard, base: str) -> dict[str, Any]:
+def listed_model(name: str, base: str) -> dict[str, Any]:
     """Replicate's object of a model in a list, without its version."""
-    owner, slash, name = card.name.rpartition("/")
-    return {**_model(owner if slash else OWNER, name, base), "latest_version": None}
+    owner, slash, own = name.rpartition("/")
+    return {**_model(owner if slash else OWNER, own, base), "latest_version": None}
 
 
 def _model(owner: str, name: str, base: str) -> dict[str, Any]:
