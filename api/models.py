@@ -90,7 +90,14 @@ def _listed(now: RegistrySnapshot, service: Service, name: str, caller: Caller) 
     if admission.loading_kind(now, name) is None:
         return None
     served = now.served_name(name) or name
-    fields = {"modality": now.loading[served], "live": False, "loaded": False, "loading": True, "workers": 0}
+    fields = {
+        "modality": now.loading[served],
+        "live": False,
+        "loaded": False,
+        "loading": True,
+        "workers": 0,
+        "loaded_workers": 0,
+    }
     if name != served:
         fields["alias_of"] = served
     return {"id": name, "object": "model", "created": 0, "owned_by": "diptych", "diptych": fields}

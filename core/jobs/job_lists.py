@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.record import Job, JobIds, JobPage, JobState, pairs
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
 _LOOKS = 2000  # entries that one page of a list may scan
 _PAGE_BYTES = 2**20  # that one page reads of requests and results
+
+
+class JobQuery(TypedDict, total=False):
+    """Which jobs of an owner are listed: of a modality, state and model, at most `limit` (20) after a job of the list."""
+
+    modality: str
+    state: JobState | None
+    model: str
+    after: str
+    limit: int
 
 
 class JobLists(RedisStore):
@@ -23,23 +35,14 @@ class JobLists(RedisStore):
         (fields,) = self._summaries(_PAGE_BYTES, id)
         return Job.of(id, pairs(fields)) if fields else None
 
-    def page(
-        self,
-        owner: str | None,
-        *,
-        modality: str = "",
-        state: JobState | None = None,
-        model: str = "",
-        after: str = "",
-        limit: int = 20,
-    ) -> JobPage | None:
+    def page(self, owner: str | None, **query: Unpack[JobQuery]) -> JobPage | None:
         """List an owner's jobs (None: all owners), newest first, after the given one, without the `parameters` and the
         `result` of texts. None: that one does not exist.
 
         A page may be short, or empty, although more follow, if few of very many jobs are of the modality, state and
         model, or if their records are large.
         """
-        listed = self.ids(owner, modality=modality, state=state, model=model, after=after, limit=limit)
+        listed = self.ids(owner, **query)
         if listed is None:
             return None
         records = self._summaries(_PAGE_BYTES, *listed.ids) if listed.ids else []
@@ -54,21 +57,13 @@ class JobLists(RedisStore):
             return JobPage(jobs, listed.ids[len(records) - 1], True)
         return JobPage(jobs, listed.after, listed.more)
 
-    def ids(
-        self,
-        owner: str | None,
-        *,
-        modality: str = "",
-        state: JobState | None = None,
-        model: str = "",
-        after: str = "",
-        limit: int = 20,
-    ) -> JobIds | None:
+    def ids(self, owner: str | None, **query: Unpack[JobQuery]) -> JobIds | None:
         """List the ids of an owner's jobs as `page` does, without reading their records."""
         rank = 0
         index = "*" if owner is None else owner
+        looked_for = query.get("state") or "", query.get("model", ""), query.get("limit", 20), query.get("after", "")
         while True:
-            answer = self._list(index, state or "", model, limit, after, _LOOKS, rank, modality)
+            answer = self._list(index, *looked_for, _LOOKS, rank, query.get("modality", ""))
             if answer == 0:
                 return None
             last, more, rank, *ids = answer

@@ -240,7 +240,14 @@ def test_a_request_waits_for_a_model_that_is_being_loaded(settings: Settings, as
         assert listed.keys() == {"emoji-xl", "emoji-xl-turbo", "emoji-lm", "fast"}
         for name, model, kind in (("emoji-xl-turbo", "", "image"), ("fast", "emoji-xl-turbo", "image"),
                                   ("emoji-lm", "", "text")):  # fmt: skip
-            unknown = {"modality": kind, "live": False, "loaded": False, "loading": True, "workers": 0}
+            unknown = {
+                "modality": kind,
+                "live": False,
+                "loaded": False,
+                "loading": True,
+                "workers": 0,
+                "loaded_workers": 0,
+            }
             assert listed[name]["diptych"] == unknown | ({"alias_of": model} if model else {})
             assert listed[name] == api.client.get(f"/v1/models/{name}", headers=own).json()
         assert not listed["emoji-xl"]["diptych"]["loading"] and listed["emoji-xl"]["diptych"]["live"]
