@@ -13,7 +13,7 @@ _PAGE_BYTES = 2**20  # that one page reads of requests and results
 
 
 class JobQuery(TypedDict, total=False):
-    """Which jobs of an owner are listed: of a modality, state and model, at most `limit` (20) after a job of the list."""
+    """Which jobs of an owner are listed: of a modality, state and model, and at most `limit` (20) after a job."""
 
     modality: str
     state: JobState | None
