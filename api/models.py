@@ -36,7 +36,7 @@ async def models(request: Request, service: Given, caller: By) -> Response:
     # Models may share an adapter's name, or one may have it.
     names = [*dict.fromkeys(names), *(alias for alias in now.names.aliases if now.served_name(alias) != alias)]
     data = [model_object(card, service, name, caller) for name in names if (card := now.named(name)) is not None]
-    base = service.links(request).base
+    base = service.links(request, caller.id).base
     listed = [card for card in now.models if isinstance(card, ImageCard)]
     page = {"previous": None, "next": None, "results": [objects.listed_model(card, base) for card in listed]}
     return JSONResponse({"object": "list", "data": data, **page}, headers={"Cache-Control": "no-store"})
