@@ -39,7 +39,7 @@ async def models(request: Request, service: Given, caller: By) -> Response:
     names += [name for name in now.loading if admission.loading_kind(now, name) is not None]
     names = [*dict.fromkeys(names), *(alias for alias in now.names.aliases if now.served_name(alias) != alias)]
     data = [listed for name in names if (listed := _listed(now, service, name, caller)) is not None]
-    base = service.links(request).base
+    base = service.links(request, caller.id).base
     images = [card.name for card in now.models if isinstance(card, ImageCard)]
     images += [name for name in now.loading if admission.loading_kind(now, name) is ImageCard]
     page = {"previous": None, "next": None, "results": [objects.listed_model(name, base) for name in images]}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TypedDict, Unpack
 
+from core.jobs import keys
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.record import Job, JobIds, JobPage, JobState, pairs
+from core.jobs.record import Job, JobIds, JobPage, JobState, pairs, record_id
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
 _LOOKS = 2000  # entries that one page of a list may scan
@@ -29,6 +30,20 @@ class JobLists(RedisStore):
         super().__init__(redis)
         self._list = self._client.script("jobs/list")
         self._summaries = self._client.script("jobs/summaries")
+
+    def locate(self, id: str, owner: str, *, others: bool = False) -> str:
+        """Return the id of the record of the job that an owner calls by this id: of the one that it named so, or else
+        of its own with a record of this id, as all of 0.3.0 have; with `others` also of another owner's.
+        """
+        named = record_id(owner, id)
+        if named == id:
+            return id
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.exists(keys.job(named))
+            pipe.exists(keys.job(id))
+            pipe.hget(keys.job(id), "owner")
+            is_named, is_record, holder = pipe.execute()
+        return id if is_record and not is_named and (others or holder == owner) else named
 
     def summary(self, id: str) -> Job | None:
         """Read a record as `page` does. Raises `UnreadableRecord`."""
