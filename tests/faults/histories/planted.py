@@ -154,7 +154,7 @@ def _api() -> None:
     async def lose(submissions: Any, draft: Any, *given: Any, **named: Any) -> Any:
         """Every other job is said to be made, and is not."""
         made = await make(submissions, draft, *given, **named)
-        if zlib.crc32(draft.id.encode()) % 2:
+        if zlib.crc32((draft.name or draft.id).encode()) % 2:
             _forget(draft.id)
         return made
 
