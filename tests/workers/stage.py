@@ -381,7 +381,7 @@ def build(
         handlers |= handlers_of(works)
         closers += [works.images.close, works.lane.close]
     if llm:
-        from workers.build import text_runner
+        from workers.build_text import text_runner
         from workers.text_handler import TextJobHandler
 
         own_lane = Lane("text")
