@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
@@ -17,24 +17,22 @@ from core.kernels.device import KernelChoice
 from pipeline.backends.swapped import SharedBackends
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import short_name
-from pipeline.clip_scorer import ClipScorer
 from pipeline.extensions.depth import DepthEstimator
 from pipeline.families import diffusers
 from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.model_pool import ModelPool, Pooled
-from pipeline.pixels import provenance
-from pipeline.pixels.provenance import Provenance
 from pipeline.runner import ImageRunner
 from workers import backends, build_images, build_text
-from workers.checker import Checker
-from workers.checker import load as load_checker
 from workers.devices import device_of
-from workers.gate import Gate
+from workers.stages import registry
+from workers.stages.stage import JobStage
 from workers.variants import Count, Say
 
 if TYPE_CHECKING:
     from llm.runner import TextRunner
     from workers.text_pool import TextPool
+
+S = TypeVar("S", bound=JobStage)
 
 _LEAST = 4  # of the memory for requests, this part stays theirs whatever other models take
 
@@ -47,15 +45,13 @@ class Runtime:
     engine: Engine
     image_runner: Pooled
     lane: Lane
+    stages: tuple[JobStage, ...]
     texts: TextRunner | None = None
     text_lane: Lane | None = None  # if separate from the images' lane
-    checker: Checker | None = None
-    provenance: Provenance | None = None
     decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
     depth: DepthEstimator | None = None
     pool: ModelPool[Pooled] | None = None  # the images' and those of other models, if there are several
     text_pool: TextPool | None = None  # the texts' and those of other models, if there are several
-    gate: Gate | None = None  # of cascades, if there are several models and a scorer
 
     @property
     def images(self) -> ImageRunner:
@@ -65,11 +61,14 @@ class Runtime:
             raise ModelError(f"{name}: {diffusers.NOTICE}; this needs a model of a native family")
         return self.image_runner
 
+    def stage(self, kind: type[S]) -> S:
+        """Return the stage of this kind."""
+        return next(stage for stage in self.stages if isinstance(stage, kind))
+
     def close(self) -> None:
         self.engine.close()
-        for part in (self.gate, self.checker):
-            if part is not None:
-                part.close()
+        for stage in self.stages:
+            stage.close()
         (self.pool or self.image_runner).close()
         texts = self.text_pool or self.texts
         if texts is not None:
@@ -104,8 +103,7 @@ def build(
     backends.check(settings)
     text_settings = settings.text_catalogue if text else []
     names = _names(settings, text_settings)
-    checker = load_checker(settings, device_of(settings))
-    signer = provenance.of(settings)
+    stages = registry.open_all(settings, device_of(settings))
     lane = lane or Lane("device")
     llm_lane = build_text.text_lane(settings) if text else None
     texts = build_text.text_runner(text_settings[0], llm_lane or lane, say) if text_settings else None
@@ -117,7 +115,6 @@ def build(
         if len(text_settings) > 1:
             text_pool = build_text.text_pool(text_settings, texts, llm_lane or lane)
     first, *others = settings.catalogue
-    gate = Gate(ClipScorer(settings.scorer_folder)) if others and settings.scorer_folder else None
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     # After all else: requests get most of the memory that is left.
     shared = SharedBackends(lane) if others else None
@@ -138,9 +135,7 @@ def build(
         pool.retry_admission = engine.retry_admission
     if text_pool is not None:
         text_pool.retry_admission = engine.retry_admission
-    return Runtime(
-        settings, engine, images, lane, texts, llm_lane, checker, signer, decisions, depth, pool, text_pool, gate
-    )
+    return Runtime(settings, engine, images, lane, stages, texts, llm_lane, decisions, depth, pool, text_pool)
 
 
 def _names(settings: Settings, text_settings: Sequence[Settings]) -> list[str]:

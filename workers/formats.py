@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.pixels.picture import Picture
-    from pipeline.pixels.provenance import Provenance
 
 _BEST = 100
 _JPEG_EXIF = 65_533  # bytes of a segment
@@ -40,23 +39,22 @@ class ImageFormat:
         return MEDIA_TYPES[self.name]
 
 
-def encode(
-    picture: Picture, image_format: ImageFormat, *, metadata: bool = True, provenance: Provenance | None = None
-) -> bytes:
+def encode(picture: Picture, image_format: ImageFormat, *, metadata: bool = True) -> bytes:
     """Encode the image file. Requested previews do not change a bit of it.
 
     `metadata`: with what a PNG holds in text chunks. In WebP and JPEG EXIF's UserComment is the infotext, as
     AUTOMATIC1111's web UI has it, and MakerNote has `parameters` and `fingerprint` as JSON in UTF-8; of long prompts
-    a JPEG holds as much of the two as fits. `provenance` marks it as generated, whatever `metadata` says.
+    a JPEG holds as much of the two as fits. The picture's `provenance` marks it, whatever `metadata` says.
     """
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
     if image_format.name == "png":
-        return picture.png(metadata=metadata, provenance=provenance)
+        return picture.png(metadata=metadata)
     from pipeline.pixels.files import encoded
     from pipeline.pixels.provenance import xmp
 
     limit = _JPEG_EXIF if image_format.name == "jpeg" else None
     image, options = picture.image, {"exif": _exif(picture, limit) if metadata else b""}
+    provenance = picture.provenance
     if provenance is not None:
         image, options["xmp"] = provenance.watermarked(image), xmp(picture.source_type).encode()
     if image_format.name == "webp":

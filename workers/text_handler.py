@@ -28,6 +28,7 @@ from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
 from llm import token_text, tool_calls
 from llm.parameters import Logprob, TextParameters, check
+from workers.handlers import Output
 from workers.stream_buffer import StreamBuffer
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class TextJobHandler:
             adapters=() if runner.adapters is None else tuple(runner.adapters.asset_names()),
         )
 
-    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> TextJob:
+    def read(self, parameters: Mapping[str, Any]) -> TextJob:
         return TextJob.read(parameters)
 
     def files(self, job: TextJob) -> set[str]:
@@ -190,15 +191,13 @@ class TextJobHandler:
         ends = self._ends_of(first.stop_token_ids, own=not first.ignore_end)
         return TextJobProgress(self, limits, ends, hidden=hidden)
 
-    def build_result(
-        self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> dict[str, Any]:  # fmt: skip
+    def build_result(self, job: TextJob, outputs: Sequence[Output], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+        texts: list[GeneratedText] = [output.value for output in outputs]
         if job.embedding is not None:
-            return self._embeddings(job, outputs)
+            return self._embeddings(job, texts)
         ends = self._ends_of(job.stop_token_ids or (), own=not job.ignore_eos)
-        outputs = [answer for text in outputs for answer in (text, *text.alternatives)]
-        prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
+        texts = [answer for text in texts for answer in (text, *text.alternatives)]
+        prompts = {text.prompt_tokens: text for text in texts}  # answers to the same prompt share its prefill
         choices = [
             {
                 "text": text.text,
@@ -207,14 +206,14 @@ class TextJobHandler:
                 "logprobs": self.logprobs(text.logprobs, ends),
                 **({} if text.cumulative_logprob is None else {"cumulative_logprob": text.cumulative_logprob}),
             }
-            for text in outputs
+            for text in texts
         ]
         if job.scores_prompts:
-            for index, (choice, text) in enumerate(zip(choices, outputs, strict=True)):
+            for index, (choice, text) in enumerate(zip(choices, texts, strict=True)):
                 choice.update(self._echo((job.prompts or [])[index // job.n], text))
         return {
             "choices": choices,
-            "prompt_tokens": [text.prompt_tokens for text in outputs],
+            "prompt_tokens": [text.prompt_tokens for text in texts],
             "cached_tokens": max(text.cached for text in prompts.values()),
         }
 

@@ -158,7 +158,8 @@ class Worker:
         )  # fmt: skip
         self.tasks = WorkerTasks(
             self.id, self._store, self.store_retry, self.shared_lock, self.active_jobs, self._publisher,
-            self._artifacts, engine, equipment.handlers, self._send, self._warm_claims, self.prefetch.storing,
+            self._artifacts, engine, equipment.handlers, equipment.stages, self._send, self._warm_claims,
+            self.prefetch.storing,
         )  # fmt: skip
         self._publisher.start()
         self._control.start()

@@ -66,7 +66,7 @@ class TextWorker:
         self._control = ControlListener(self._registry, store_retry, name, active_jobs.abandon)
         self._tasks = WorkerTasks(
             name, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
-            Artifacts(settings.artifacts), self.engine, {self.handler.name: self.handler}, lambda envelope: None,
+            Artifacts(settings.artifacts), self.engine, {self.handler.name: self.handler}, (), lambda envelope: None,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(32)
         self._stopping = threading.Event()

@@ -34,7 +34,7 @@ from tests.core.quant.stage import CACHE, kernels
 from tests.pipeline import depths, ip_adapters
 from tests.pipeline.pixels.test_edit import photograph
 from tests.workers import assets
-from tests.workers.desk import JOB, drawn, torch_settings
+from tests.workers.desk import JOB, drawn, result_of, torch_settings
 from tests.workers.stage import handler_of
 from workers import sources
 from workers.build import Runtime, build
@@ -167,7 +167,7 @@ def test_a_filter_enlarges_without_a_network(place: Path) -> None:
                 stored.append(data)
                 return "key"
 
-        (image,) = handler.build_result(job, outputs, Writer())["images"]  # type: ignore[arg-type]
+        (image,) = result_of(works, job, outputs, Writer())["images"]  # type: ignore[arg-type]
         (plain,) = drawn(works, handler.requests(replace(job, picture=replace(job.picture, upscale=None))))
         enlarged = plain.image.resize((3 * SIDE, 3 * SIDE), Image.Resampling.LANCZOS)
         assert (image["width"], image["height"]) == enlarged.size and "upscaler" not in image["fingerprint"]

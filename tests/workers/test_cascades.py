@@ -24,9 +24,9 @@ from tests.evaluation.conftest import CLIP
 from tests.workers.crew import Crew, eventually
 from tests.workers.desk import Desk, images, torch_settings
 from workers.build import Runtime, build
-from workers.cascades import CascadeProgress
-from workers.gate import Gate
 from workers.serving_runtime import ModelRuntime, build_serving_runtime
+from workers.stages.cascade import CascadeProgress, CascadeStage, draft_requests
+from workers.stages.gate import Gate
 
 NEVER, ALWAYS = 100.0, -100.0
 FULL, DRAFT = "painter", "sketcher"
@@ -167,9 +167,8 @@ def test_what_cannot_be_drawn_is_refused_by_name(desk: Desk, asked: dict[str, An
 
 
 def test_a_draft_model_without_the_size_is_named(serving: ModelRuntime) -> None:
-    handler: Any = serving.handlers[DRAFT]
     with pytest.raises(Invalid) as raised:
-        handler.draft(ImageParameters("a cat", 1, 4096, 4096))
+        draft_requests({0: ImageParameters("a cat", 1, 4096, 4096)}, serving.handlers[DRAFT])
     assert raised.value.field == "cascade.draft" and "size" in raised.value.message
 
 
@@ -182,7 +181,7 @@ def test_cards_list_the_drafts_with_their_tuned_gates(serving: ModelRuntime) -> 
 
 def test_a_worker_of_one_model_offers_none(tmp_path: Path) -> None:
     with build(torch_settings(cascade_scorer=str(CLIP), cache_dir=tmp_path, data_dir=tmp_path)) as works:
-        assert isinstance(works, Runtime) and works.gate is None
+        assert isinstance(works, Runtime) and works.stage(CascadeStage).gate is None
         (handler,) = build_serving_runtime(works).handlers.values()
         card = handler.card()
     assert isinstance(card, ImageCard) and card.cascades == {}

@@ -30,11 +30,19 @@ from pipeline.content import ContentNetwork, Verdict
 from pipeline.pixels.picture import Picture
 from tests.pipeline import checkers
 from tests.workers.crew import PATIENCE_S
-from tests.workers.desk import JOB, drawn, torch_settings
+from tests.workers.desk import JOB, drawn, read, result_of, torch_settings
 from tests.workers.stage import handler_of
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
-from workers.checker import CallableChecker, CheckFailed, NetworkChecker, UnsafeImage, check, load
+from workers.handlers import Output
+from workers.stages.checker import (
+    CallableChecker,
+    CheckerStage,
+    CheckFailed,
+    NetworkChecker,
+    UnsafeImage,
+    load,
+)
 from workers.tasks import _told
 
 ASKED = {**JOB, "steps": 2, "guidance_scale": 1.0, "preview_every": 1}
@@ -81,7 +89,7 @@ def pixels(data: bytes) -> Any:
 
 
 def job(runtime: Runtime, key_action: str = "", **changes: Any) -> Any:
-    return handler_of(runtime).read({**ASKED, **changes}, key_action)
+    return read(runtime, {**ASKED, **changes}, key_action)
 
 
 def pictures_of(runtime: Runtime, job: ImageJob) -> list[Any]:
@@ -90,7 +98,7 @@ def pictures_of(runtime: Runtime, job: ImageJob) -> list[Any]:
 
 def result(runtime: Runtime, job: ImageJob, artifacts: Artifacts) -> tuple[list[dict[str, Any]], list[str]]:
     writer = ArtifactWriter(artifacts)
-    return handler_of(runtime).build_result(job, pictures_of(runtime, job), writer)["images"], writer.keys
+    return result_of(runtime, job, pictures_of(runtime, job), writer)["images"], writer.keys
 
 
 def test_the_key_decides_over_the_service_and_a_request_only_for_more() -> None:
@@ -123,7 +131,7 @@ def test_a_refused_picture_has_no_file_and_others_of_its_job_do(runtime: Runtime
 def test_a_job_whose_pictures_are_all_refused_fails_with_their_code(runtime: Runtime, doorman: Doorman) -> None:
     doorman.left, writer = 0, ArtifactWriter(Artifacts("memory://"))
     with pytest.raises(UnsafeImage) as caught:
-        handler_of(runtime).build_result(job(runtime), pictures_of(runtime, job(runtime)), writer)
+        result_of(runtime, job(runtime), pictures_of(runtime, job(runtime)), writer)
     assert writer.keys == [] and _told(caught.value)[0] == "content_policy_violation"
 
 
@@ -146,7 +154,7 @@ def test_a_checker_that_fails_shows_nothing(runtime: Runtime, doorman: Doorman) 
     doorman.fails, writer = True, ArtifactWriter(Artifacts("memory://"))
     for action in ("tag", "blur", "refuse"):
         with pytest.raises(CheckFailed) as caught:
-            handler_of(runtime).build_result(job(runtime, action), pictures_of(runtime, job(runtime, action)), writer)
+            result_of(runtime, job(runtime, action), pictures_of(runtime, job(runtime, action)), writer)
         assert _told(caught.value)[0] == "content_check_failed" and writer.keys == []
 
 
@@ -217,9 +225,10 @@ def test_calls_that_hang_on_every_thread_are_left(monkeypatch: pytest.MonkeyPatc
     module.sleep = lambda image: release.wait(PATIENCE_S)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_sleeper", module)
     checker = CallableChecker("a_sleeper:sleep", 0.1)
+    stage, job = CheckerStage(checker), ImageJob(ImageParameters("x", 1, 8, 8), checker="tag")
     for count in (len(checker._threads), 1):
         with pytest.raises(CheckFailed, match="TimeoutError"):
-            check(checker, "tag", [Picture(plain(10), ImageParameters("x", 1, 8, 8), {})] * count)
+            stage.after(job, [Output(Picture(plain(10), job.picture, {}))] * count, lambda: False)
     release.set()
     assert not flags(checker, 10)
     checker.close()

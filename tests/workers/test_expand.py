@@ -21,9 +21,9 @@ from tests.workers.crew import Crew, eventually
 from tests.workers.desk import Desk, images, torch_settings
 from tests.workers.stage import StageText, picture
 from training.phrases import SYSTEM
-from workers import expand
 from workers.build import Runtime, build
 from workers.serving_runtime import handlers_of
+from workers.stages import expansion
 
 CAT = ImageParameters("a cat", 5, 32, 32)
 
@@ -148,9 +148,9 @@ def test_a_cancelled_job_ends_in_its_first_part(crew: Crew) -> None:
 
 def test_what_is_no_prompt_leaves_the_one_that_was_given() -> None:
     texts = [" “A cat\n\n on  a mat.” ", "", ' "" ', "a\0cat", "x" * 10_001]
-    made = expand.expanded([CAT] * 5, texts)
-    assert [one.prompt for one in made] == ["A cat on a mat."] + ["a cat"] * 4
-    assert {one.seed for one in made} == {5}
+    expanded = [expansion.expanded(CAT, text) for text in texts]
+    assert [picture.prompt for picture in expanded] == ["A cat on a mat."] + ["a cat"] * 4
+    assert {picture.seed for picture in expanded} == {5}
 
 
 def test_a_model_is_told_what_it_was_trained_on() -> None:
@@ -162,11 +162,9 @@ def test_a_model_is_told_what_it_was_trained_on() -> None:
             return [parameters]
 
     handler = Panel(0.0)
-    for own, expected in ("", expand.INSTRUCTION), (SYSTEM, SYSTEM):
+    for own, expected in ("", expansion.INSTRUCTION), (SYSTEM, SYSTEM):
         handler.expansion_instruction = own
-        expand.expansion_requests([CAT], handler)
+        expansion.expansion_requests({0: CAT}, handler)
         system, user = handler.asked.messages
         assert system == {"role": "system", "content": expected} and user == {"role": "user", "content": "a cat"}
     assert handler.asked.seed == CAT.seed
-    with pytest.raises(Invalid, match="expand_prompt: "):
-        expand.expansion_requests([CAT], None)

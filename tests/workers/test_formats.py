@@ -128,7 +128,7 @@ def test_every_format_is_marked_whether_or_not_it_tells_how_it_was_made(
     c2pa = pytest.importorskip("c2pa", exc_type=ImportError)
     marks = provenance.of(Settings(provenance="c2pa", data_dir=tmp_path))
     made = picture(edit=edit)
-    data = encode(made, ImageFormat(name), metadata=False, provenance=marks)
+    data = encode(replace(made, provenance=marks), ImageFormat(name), metadata=False)
     with c2pa.Reader(MEDIA_TYPES[name], io.BytesIO(data)) as reader:
         report = json.loads(reader.json())
     assert report["validation_state"] == "Valid"

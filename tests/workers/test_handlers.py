@@ -34,7 +34,7 @@ from tests.workers.stage import handler_of
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
 from workers.cards import image_card
-from workers.handlers import ImageJobHandler, ImageJobProgress, pictures
+from workers.handlers import ImageJobHandler, ImageJobProgress, Output, pictures
 
 ASKED = {**JOB, "deterministic": True}
 
@@ -85,7 +85,7 @@ def test_pictures_are_kept_and_told(works: Runtime) -> None:
     handler, artifacts = handler_of(works), Artifacts("memory://")
     job = handler.read(ASKED)
     made = [dataclasses.replace(picture, warnings=("for people",)) for picture in drawn(works, handler.requests(job))]
-    images = handler.build_result(job, made, ArtifactWriter(artifacts))["images"]
+    images = handler.build_result(job, [Output(picture) for picture in made], ArtifactWriter(artifacts))["images"]
     json.loads(to_json(images))
     for seed, image, picture in zip((5, 6), images, made, strict=True):
         assert artifacts.get(image["key"]) == picture.png()

@@ -25,6 +25,7 @@ from tests.llm import stage
 from tests.workers.desk import torch_settings
 from workers.artifact_writer import ArtifactWriter
 from workers.build import build
+from workers.handlers import Output
 from workers.serving_runtime import handlers_of
 from workers.text_handler import TextJobHandler
 
@@ -137,7 +138,7 @@ def test_a_job_from_end_to_end() -> None:
             engine.submit(Request(f"{k}", "text", one, listener=lambda _, o, k=k: told.append(tally.take(k, o))))  # type: ignore[misc]
             for k, one in enumerate(wanted)
         ]
-        result = handler.build_result(TextJob(), [future.result() for future in futures], artifact_writer())
+        result = handler.build_result(TextJob(), [Output(future.result()) for future in futures], artifact_writer())
         card = handler.card()
     json.loads(to_json(result))
     assert [choice["text"] for choice in result["choices"]] == tally.written.texts

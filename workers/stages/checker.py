@@ -11,24 +11,27 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from contract.content import read_labels
+from contract.content import HIDING, REFUSED, action_of, read_labels
+from contract.image import ImageJob
 from core.batching.pending import Aborted
 from pipeline.checkpoints.folder import ModelError, first_line
+from workers.handlers import ImageJobHandler, JobHandler, Output
+from workers.stages.stage import JobStage, StageFailed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
     from core.config import Settings
+    from core.jobs.record import Claim
     from pipeline.content import ContentNetwork, Verdict
-    from pipeline.pixels.picture import Picture
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +47,16 @@ _WARNINGS = {
 }
 
 
-class UnsafeImage(Exception):
+class UnsafeImage(StageFailed):
     """All images of a job were refused."""
 
+    code = REFUSED
 
-class CheckFailed(Exception):
-    """Images could not be checked, so that none may be shown. The message is for the client."""
+
+class CheckFailed(StageFailed):
+    """Images could not be checked, so that none may be shown."""
+
+    code = "content_check_failed"
 
 
 class Checker(Protocol):
@@ -68,14 +75,6 @@ class Checker(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Checked(NamedTuple):
-    """A picture that may be shown, if any, and what results tell of its check."""
-
-    picture: Picture | None
-    content: dict[str, Any] | None
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -243,49 +242,65 @@ def load(settings: Settings, device: str) -> Checker | None:
         raise ModelError(f"checker: {error}") from error
 
 
-def require(checker: Checker | None, action: str) -> None:
-    """Raise `CheckFailed` for an action that needs a checker where there is none."""
-    if checker is None and action != "off":
-        raise CheckFailed("this worker has no checker, and the request, or its key, asks for one")
+class CheckerStage(JobStage):
+    """Judges finished pictures, and does to those that are flagged what the checked job's `checker` says.
 
-
-def check(
-    checker: Checker | None, action: str, pictures: Sequence[Picture], stopped: Callable[[], bool] = lambda: False
-) -> list[Checked]:
-    """Check pictures and do to those that are flagged what `action` says, in order.
-
-    Raises `UnsafeImage` if all are refused, `CheckFailed` if one cannot be checked: then none may be shown, and
-    `Aborted` once `stopped`.
+    Without a checker, jobs that ask for one, or whose key does, are refused.
     """
-    require(checker, action)
-    if checker is None or action == "off":
-        return [Checked(picture, None, picture.warnings) for picture in pictures]
-    try:
-        verdicts = checker.verdicts([picture.image for picture in pictures], stopped)
-    except Aborted:
-        raise
-    except Exception as error:
-        log.warning("pictures cannot be checked: %s", first_line(error))
-        raise CheckFailed(f"a picture could not be checked ({type(error).__name__}), so none is shown") from error
-    checked = [_applied(checker, action, *pair) for pair in zip(pictures, verdicts, strict=True)]
-    if not any(each.picture for each in checked):
-        raise UnsafeImage
-    return checked
 
+    field = "checker"
 
-def _applied(checker: Checker, action: str, picture: Picture, verdict: Verdict) -> Checked:
-    content = {
-        "flagged": verdict.flagged,
-        "labels": dict(verdict.labels),
-        "action": action if verdict.flagged else None,
-    }
-    warnings = picture.warnings
-    if verdict.flagged and action in _WARNINGS:
-        from pipeline.content import blurred
+    def __init__(self, checker: Checker | None = None, action: str = "off") -> None:
+        """`action` is what is done where neither key nor request says otherwise."""
+        self._checker, self._action = checker, "off" if checker is None else action
 
-        warnings = (*warnings, _WARNINGS[action])
-        if action == "refuse":
-            return Checked(None, content, warnings)
-        fingerprint = {**picture.fingerprint, "blurred": checker.digest}
-        picture = replace(picture, image=blurred(picture.image), fingerprint=fingerprint, warnings=warnings)
-    return Checked(picture, content, warnings)
+    @classmethod
+    def open(cls, settings: Settings, device: str) -> Self:
+        return cls(load(settings, device), settings.checker_action)
+
+    def close(self) -> None:
+        if self._checker is not None:
+            self._checker.close()
+
+    def card(self, handler: ImageJobHandler, handlers: Mapping[str, JobHandler]) -> Mapping[str, Any]:
+        return {} if self._checker is None else {"checker": self._action}
+
+    def check(self, job: ImageJob, claim: Claim | None) -> ImageJob:
+        """`checker` of the job becomes what is done, and it has no previews of what may be hidden."""
+        action = action_of(self._action, "" if claim is None else claim.checker, job.checker)
+        if self._checker is None and action != "off":
+            raise CheckFailed("this worker has no checker, and the request, or its key, asks for one")
+        picture = replace(job.picture, preview_every=0) if action in HIDING else job.picture
+        return replace(job, picture=picture, checker=action)
+
+    def is_requested(self, job: ImageJob) -> bool:
+        return job.checker not in ("", "off")
+
+    def after(self, job: ImageJob, outputs: list[Output], stopped: Callable[[], bool]) -> list[Output]:
+        assert self._checker is not None, "such jobs are refused"
+        try:
+            verdicts = self._checker.verdicts([output.value.image for output in outputs], stopped)
+        except Aborted:
+            raise
+        except Exception as error:
+            log.warning("pictures cannot be checked: %s", first_line(error))
+            raise CheckFailed(f"a picture could not be checked ({type(error).__name__}), so none is shown") from error
+        checked = [self._applied(job.checker, *pair) for pair in zip(outputs, verdicts, strict=True)]
+        if all(output.refused for output in checked):
+            raise UnsafeImage("every picture was refused by this service's checker")
+        return checked
+
+    def _applied(self, action: str, output: Output, verdict: Verdict) -> Output:
+        """The output with what the checker says of its picture, and what is done to it."""
+        done = action if verdict.flagged else None
+        picture = output.value
+        if done in _WARNINGS:
+            picture = replace(picture, warnings=(*picture.warnings, _WARNINGS[done]))
+        if done == "blur":
+            from pipeline.content import blurred
+
+            assert self._checker is not None
+            fingerprint = {**picture.fingerprint, "blurred": self._checker.digest}
+            picture = replace(picture, image=blurred(picture.image), fingerprint=fingerprint)
+        content = {"flagged": verdict.flagged, "labels": dict(verdict.labels), "action": done}
+        return Output(picture, {**output.facts, "content": content}, refused=done == "refuse")
