@@ -82,7 +82,7 @@ class _CascadeTuning:
         from contract.errors import Invalid
         from contract.image_request import draft_of
         from evaluation.sources import LocalEngine
-        from workers.cards import image_card
+        from workers.images.cards import image_card
         from workers.stages.cascade import CascadeStage
 
         if runtime.pool is None:

@@ -30,7 +30,7 @@ from workers.variants import Count, Say
 
 if TYPE_CHECKING:
     from llm.runner import TextRunner
-    from workers.text_pool import TextPool
+    from workers.text.pool import TextPool
 
 S = TypeVar("S", bound=JobStage)
 

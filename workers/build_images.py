@@ -29,7 +29,7 @@ from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.memory_ledger import RequestCapacity
 from pipeline.model_pool import ModelPool, Pooled, weight_bytes
 from pipeline.runner import ImageRunner
-from workers import backends, text_encoder, variants
+from workers import backends, variants
 from workers.devices import (
     check_gpu,
     compile_kernels,
@@ -41,6 +41,7 @@ from workers.devices import (
     kernels,
     set_threads,
 )
+from workers.images import text_encoder
 from workers.variants import Count, Say
 
 log = logging.getLogger(__name__)

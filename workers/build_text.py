@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llm.followers import Followers
     from llm.load import TextModel
     from llm.runner import TextRunner
-    from workers.text_pool import TextPool
+    from workers.text.pool import TextPool
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def text_runner(
 
 def _text_loras(settings: Settings, runner: TextRunner) -> AdapterSource | None:
     """The adapters that requests of this model may name: those of its own folder, if it has one."""
-    from workers.text_loras import TextLoraFolder
+    from workers.text.loras import TextLoraFolder
 
     if not settings.text_loras:
         return None
@@ -145,7 +145,7 @@ def text_pool(text_settings: Sequence[Settings], first: TextRunner, lane: Lane) 
     """Return a pool of these settings' text models, of which the first is loaded. A model has a KV cache of the same
     size each time that it is loaded. Raises `ModelError`.
     """
-    from workers.text_pool import TextPool, size_bytes
+    from workers.text.pool import TextPool, size_bytes
 
     settings = text_settings[0]
     settings_of = {short_name(str(each.text_model_name)): each for each in text_settings}
@@ -188,7 +188,7 @@ def _pages(settings: Settings, model: TextModel) -> int:
 def others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
     """Return the memory that all may take later, and others than the first with their caches, as of images."""
     from llm.load import TextModelError, file_bytes
-    from workers.text_pool import later_bytes, size_bytes
+    from workers.text.pool import later_bytes, size_bytes
 
     files, own = [0] * len(text_settings), size_bytes(first)
     for at, each in enumerate(text_settings):

@@ -14,16 +14,16 @@ from contract.image import ImageJob
 from core import traces
 from core.artifacts import lay_result
 from core.batching.engine import Aborted, Engine, Expired
-from workers.active_jobs import ActiveJob
 from workers.artifact_writer import ArtifactWriter
+from workers.claims.active_jobs import ActiveJob
+from workers.claims.publisher import ProgressPublisher
 from workers.handlers import JobHandler, Output
 from workers.job_run import JobRun
-from workers.publisher import ProgressPublisher
 from workers.stages import stage
 from workers.stages.stage import JobStage
 
 if TYPE_CHECKING:
-    from workers.warm_claims import WarmClaims
+    from workers.claims.warm_claims import WarmClaims
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
 from core.jobs.record import Claim
-from workers.active_jobs import ActiveJob
-from workers.publisher import ProgressPublisher
+from workers.claims.active_jobs import ActiveJob
+from workers.claims.publisher import ProgressPublisher
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler, JobProgress
-    from workers.stream_buffer import StreamBuffer
+    from workers.text.stream_buffer import StreamBuffer
 
 Take = Callable[[int, Outcome], dict[str, Any] | None]
 """Returns the progress to report after an iteration of the request with this index; None: nothing."""

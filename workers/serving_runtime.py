@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Protocol
 from contract import plan
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
-from workers.handlers import ImageJobHandler, JobHandler
+from workers.handlers import JobHandler
+from workers.images.handler import ImageJobHandler
 from workers.metrics import METER
 from workers.stages import stage
 from workers.stages.stage import JobStage
-from workers.text_handler import TextJobHandler
+from workers.text.handler import TextJobHandler
 
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
     from llm.runner import TextRunner
     from pipeline.model_pool import ModelPool, Pooled
     from workers.build import Runtime
-    from workers.text_pool import TextPool
+    from workers.text.pool import TextPool
 
 log = logging.getLogger(__name__)
 

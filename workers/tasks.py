@@ -25,15 +25,15 @@ from core.jobs.record import Claim
 from core.jobs.store import JobStore
 from core.logs import job_context, request_context
 from workers import genai
-from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
+from workers.claims.active_jobs import ActiveJob, ActiveJobs
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.shared_lock import SharedLock
+from workers.claims.store_retry import RetryAbandoned, StoreRetry
+from workers.claims.warm_claims import WarmClaims
 from workers.job_executor import JobExecutor
 from workers.metrics import METER
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
 from workers.stages.stage import JobStage, StageFailed
-from workers.store_retry import RetryAbandoned, StoreRetry
-from workers.warm_claims import WarmClaims
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler

@@ -24,14 +24,14 @@ from llm.load import TextModel
 from llm.runner import TextRunner
 from tests.api.world import Api
 from tests.llm import stage
-from workers.active_jobs import ActiveJobs
-from workers.control import ControlListener
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
-from workers.store_retry import StoreRetry
+from workers.claims.active_jobs import ActiveJobs
+from workers.claims.control import ControlListener
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.shared_lock import SharedLock
+from workers.claims.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
-from workers.text_handler import TextJobHandler
-from workers.text_loras import TextLoraFolder
+from workers.text.handler import TextJobHandler
+from workers.text.loras import TextLoraFolder
 
 NAME = "worker-of-texts"
 

@@ -19,14 +19,14 @@ from core.jobs.store import JobStore
 from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
 from tests.workers.stage import handler_of
-from workers.active_jobs import ActiveJobs
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime
+from workers.claims.active_jobs import ActiveJobs
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.shared_lock import SharedLock
+from workers.claims.store_retry import StoreRetry
 from workers.handlers import JobHandler, Output
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
 from workers.stages.stage import JobStage, check_all, requested
-from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
 
 JOB: dict[str, Any] = {

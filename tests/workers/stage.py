@@ -70,7 +70,8 @@ from core.failures import NotFinite
 from core.jobs.broker import Envelope
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
-from workers.handlers import ImageJobProgress, JobHandler, Output, pictures
+from workers.handlers import JobHandler, Output
+from workers.images.handler import ImageJobProgress, pictures
 from workers.serving_runtime import ServingRuntime, handlers_of
 from workers.stages.expansion import ExpansionStage
 from workers.stages.stage import JobStage
@@ -387,7 +388,7 @@ def build(
         closers += [works.images.close, works.lane.close]
     if llm:
         from workers.build_text import text_runner
-        from workers.text_handler import TextJobHandler
+        from workers.text.handler import TextJobHandler
 
         own_lane = Lane("text")
         texts = text_runner(settings, own_lane, say)

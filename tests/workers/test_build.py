@@ -43,7 +43,7 @@ from workers.build import build
 from workers.build_images import memory_bytes, precision
 from workers.build_text import text_runner
 from workers.serving_runtime import ModelRuntime, build_serving_runtime
-from workers.text_pool import later_bytes
+from workers.text.pool import later_bytes
 
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 

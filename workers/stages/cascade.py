@@ -14,7 +14,8 @@ from contract.image import ImageParameters
 from contract.image_request import draft_of
 from core.batching.engine import Aborted, Expired
 from core.batching.request import Outcome
-from workers.handlers import ImageJobHandler, JobHandler
+from workers.handlers import JobHandler
+from workers.images.handler import ImageJobHandler
 from workers.stages.stage import JobStage
 
 if TYPE_CHECKING:

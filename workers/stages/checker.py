@@ -22,7 +22,8 @@ from contract.content import HIDING, REFUSED, action_of, read_labels
 from contract.image import ImageJob
 from core.batching.pending import Aborted
 from pipeline.checkpoints.folder import ModelError, first_line
-from workers.handlers import ImageJobHandler, JobHandler, Output
+from workers.handlers import JobHandler, Output
+from workers.images.handler import ImageJobHandler
 from workers.stages.stage import JobStage, StageFailed
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from contract.image import ImageJob
-from workers.handlers import ImageJobHandler, JobHandler, Output
+from workers.handlers import JobHandler, Output
+from workers.images.handler import ImageJobHandler
 
 if TYPE_CHECKING:
     from core.config import Settings

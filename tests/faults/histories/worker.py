@@ -16,7 +16,8 @@ from core import config
 from core.artifacts import Artifacts
 from tests.workers import stage
 from workers.artifact_writer import ArtifactWriter
-from workers.handlers import Output, pictures
+from workers.handlers import Output
+from workers.images.handler import pictures
 
 LORAS = ("brush", "ink", "chalk", "wash", "coal", "pastel")  # that requests may name; the stand-in does not draw them
 

@@ -118,4 +118,4 @@ def test_a_key_that_cannot_sign_is_an_error_at_the_start(tmp_path: Path) -> None
 
 def test_without_the_setting_nothing_is_imported(tmp_path: Path) -> None:
     assert provenance.of(Settings(data_dir=tmp_path)) is None
-    assert not imports("workers.formats", "c2pa", "cryptography")
+    assert not imports("workers.images.formats", "c2pa", "cryptography")

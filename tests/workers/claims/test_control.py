@@ -5,9 +5,9 @@ from __future__ import annotations
 from core.batching.engine import Engine
 from core.jobs.record import JobDraft
 from tests.workers.crew import Crew, eventually
-from workers.active_jobs import ActiveJob, ActiveJobs
-from workers.control import ControlListener
-from workers.store_retry import StoreRetry
+from workers.claims.active_jobs import ActiveJob, ActiveJobs
+from workers.claims.control import ControlListener
+from workers.claims.store_retry import StoreRetry
 
 
 def taken(crew: Crew, id: str, engine: Engine) -> ActiveJob:

@@ -22,7 +22,7 @@ from pipeline.pixels import provenance
 from pipeline.pixels.picture import Picture
 from tests.workers.desk import JOB
 from workers.artifact_writer import ArtifactWriter
-from workers.formats import ImageFormat, encode, preview
+from workers.images.formats import ImageFormat, encode, preview
 
 PIXELS = np.random.default_rng(7).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 SMOOTH = np.tile(np.linspace(0, 255, 64, dtype=np.uint8)[None, :, None], (48, 1, 3))

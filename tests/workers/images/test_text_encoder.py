@@ -23,7 +23,7 @@ from tests.pipeline.families.zimage.test_adapters import write
 from tests.workers.desk import drawn
 from workers.backends import GRAPHS, PROGRAMS, TORCH
 from workers.build import build
-from workers.text_encoder import on_kernels
+from workers.images.text_encoder import on_kernels
 
 SETTINGS = Settings(model=tiny_zimage.TINY_Z, device="cpu", precision="fp32", compile=False, cache_dir=CACHE.parent)
 PROMPTS = ("a red cat", "two dogs " * 20, "x", "a hat, 中文")

@@ -23,8 +23,8 @@ from deployment.redis import free_port
 from tests.workers.crew import Crew, Hired, eventually
 from tests.workers.desk import JOB
 from tests.workers.stage import StagePictures
-from workers.store_retry import StoreRetry
-from workers.warm_claims import WarmClaims
+from workers.claims.store_retry import StoreRetry
+from workers.claims.warm_claims import WarmClaims
 
 WORKERS, FILES = ("first", "second", "third"), ("stage:lora a", "stage:lora b", "stage:control edges")
 

@@ -19,8 +19,8 @@ from core.config import Settings
 from tests.workers.desk import JOB, drawn, torch_settings
 from tests.workers.stage import handler_of
 from workers.build import Runtime, build
-from workers.handlers import pictures
-from workers.sources import read
+from workers.images.handler import pictures
+from workers.images.sources import read
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 MASK = np.zeros((32, 32), np.uint8)

@@ -29,7 +29,7 @@ from core.batching.request import Outcome
 from llm import token_text, tool_calls
 from llm.parameters import Logprob, TextParameters, check
 from workers.handlers import Output
-from workers.stream_buffer import StreamBuffer
+from workers.text.stream_buffer import StreamBuffer
 
 if TYPE_CHECKING:
     from llm.parameters import GeneratedText

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.crew import PATIENCE_S, eventually
-from workers.shared_lock import SharedLock
+from workers.claims.shared_lock import SharedLock
 
 
 class Guest:

@@ -16,8 +16,8 @@ from core.batching.engine import Engine
 from core.jobs.cards import WorkerCard
 from core.jobs.leases import JobLeases
 from core.jobs.registry import Registry
-from workers.active_jobs import ActiveJobs
-from workers.store_retry import StoreRetry
+from workers.claims.active_jobs import ActiveJobs
+from workers.claims.store_retry import StoreRetry
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import pytest
 from core.jobs.record import ProgressReport
 from deployment.redis import RedisServer
 from tests.workers.crew import Crew, eventually
-from workers.publisher import ProgressPublisher
-from workers.store_retry import StoreRetry
-from workers.stream_buffer import StreamBuffer
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.store_retry import StoreRetry
+from workers.text.stream_buffer import StreamBuffer
 
 
 class Scene:

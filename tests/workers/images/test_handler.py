@@ -33,8 +33,9 @@ from tests.workers.desk import JOB, drawn, torch_settings
 from tests.workers.stage import handler_of
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
-from workers.cards import image_card
-from workers.handlers import ImageJobHandler, ImageJobProgress, Output, pictures
+from workers.handlers import Output
+from workers.images.cards import image_card
+from workers.images.handler import ImageJobHandler, ImageJobProgress, pictures
 
 ASKED = {**JOB, "deterministic": True}
 

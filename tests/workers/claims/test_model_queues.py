@@ -17,8 +17,8 @@ from tests.core.jobs.books import Books
 from tests.core.jobs.older import sent_by_older
 from tests.workers.crew import Crew, Hired, eventually
 from tests.workers.stage import picture
-from workers.model_router import takes
-from workers.prefetch import PrefetchLimiter, QueueRotation
+from workers.claims.model_router import takes
+from workers.claims.prefetch import PrefetchLimiter, QueueRotation
 
 
 def received(worker: Hired) -> list[str]:
@@ -108,8 +108,8 @@ def test_a_model_is_loaded_where_no_other_worker_has_it(crew: Crew) -> None:
     id = crew.ask(model="two")
     succeeded(crew, id)
     assert id in received(cold)
-    card = crew.card(cold)
-    assert card is not None and {model.name for model in card.models} == {"one", "two", "three"}
+    card = eventually(lambda: crew.card(cold), "its card")
+    assert {model.name for model in card.models} == {"one", "two", "three"}
 
 
 def test_a_job_waits_for_a_worker_that_has_its_model_no_longer_than_a_load_takes(crew: Crew) -> None:

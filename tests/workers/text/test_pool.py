@@ -23,7 +23,7 @@ from llm.runner import TextRunner
 from pipeline.extensions.asset_cache import ReadFile
 from tests.llm import stage
 from tests.pools import PoolStage, stages_of
-from workers.text_pool import TextPool, size_bytes
+from workers.text.pool import TextPool, size_bytes
 
 SCHEMA = (
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from core.jobs.broker import Envelope
 from core.jobs.holders import FileHolders
 from core.jobs.leases import JobLeases
+from workers.claims.store_retry import StoreRetry
 from workers.metrics import METER
-from workers.store_retry import StoreRetry
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler

@@ -15,7 +15,7 @@ from core.batching.request import Request
 from core.jobs.record import Claim
 from tests.workers.crew import eventually
 from tests.workers.stage import StageRunner
-from workers.active_jobs import ActiveJob, ActiveJobs
+from workers.claims.active_jobs import ActiveJob, ActiveJobs
 
 
 def claim(id: str = "job", attempt: int = 1) -> Claim:

@@ -10,7 +10,7 @@ import pytest
 
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from tests.workers.crew import PATIENCE_S, eventually
-from workers.store_retry import RetryAbandoned, StoreRetry
+from workers.claims.store_retry import RetryAbandoned, StoreRetry
 
 
 class Store:

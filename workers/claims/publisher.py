@@ -17,9 +17,9 @@ from typing import Any
 from core.jobs.leases import JobLeases
 from core.jobs.record import ProgressReport
 from core.threads import VitalThread
-from workers.formats import preview
-from workers.store_retry import StoreRetry
-from workers.stream_buffer import StreamBuffer
+from workers.claims.store_retry import StoreRetry
+from workers.images.formats import preview
+from workers.text.stream_buffer import StreamBuffer
 
 log = logging.getLogger(__name__)
 

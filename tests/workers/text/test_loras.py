@@ -26,7 +26,7 @@ from llm.parameters import TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage
 from tests.llm.test_exact import check
-from workers.text_loras import TextLoraFolder
+from workers.text.loras import TextLoraFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft's
 MOST = 12

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from core.jobs.placement import Model, ModelPlacement, Placement
 from core.threads import VitalThread
-from workers.active_jobs import ActiveJobs
-from workers.prefetch import PrefetchLimiter
-from workers.store_retry import StoreRetry
+from workers.claims.active_jobs import ActiveJobs
+from workers.claims.prefetch import PrefetchLimiter
+from workers.claims.store_retry import StoreRetry
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler

@@ -27,7 +27,7 @@ from workers.artifact_writer import ArtifactWriter
 from workers.build import build
 from workers.handlers import Output
 from workers.serving_runtime import handlers_of
-from workers.text_handler import TextJobHandler
+from workers.text.handler import TextJobHandler
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a cat"}], "n": 2, "seed": 2**63 - 1}
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.prefetch import PrefetchLimiter
+from workers.claims.prefetch import PrefetchLimiter
 
 LIMITS = {"image": 2, "text": 3}
 

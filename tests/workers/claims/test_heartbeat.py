@@ -16,9 +16,9 @@ from core.jobs.cards import WorkerCard
 from core.jobs.limits import JobLimits
 from core.jobs.store import JobStore
 from tests.workers.crew import Crew, eventually
-from workers.active_jobs import ActiveJob, ActiveJobs
-from workers.heartbeat import Heartbeat, StallDetector
-from workers.store_retry import StoreRetry
+from workers.claims.active_jobs import ActiveJob, ActiveJobs
+from workers.claims.heartbeat import Heartbeat, StallDetector
+from workers.claims.store_retry import StoreRetry
 
 
 class Scripted:

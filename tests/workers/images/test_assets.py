@@ -36,10 +36,10 @@ from tests.pipeline.pixels.test_edit import photograph
 from tests.workers import assets
 from tests.workers.desk import JOB, drawn, result_of, torch_settings
 from tests.workers.stage import handler_of
-from workers import sources
 from workers.build import Runtime, build
-from workers.cards import image_card
-from workers.handlers import pictures
+from workers.images import sources
+from workers.images.cards import image_card
+from workers.images.handler import pictures
 
 SIDE = 32
 FOLDERS = {

@@ -9,7 +9,7 @@ import pytest
 
 from core.jobs.record import JobDraft, ProgressReport, to_json
 from tests.workers.crew import Crew
-from workers.stream_buffer import StreamBuffer, StreamChunk
+from workers.text.stream_buffer import StreamBuffer, StreamChunk
 
 
 def put_together(texts: list[str], logprobs: list[list[Any]], news: StreamChunk) -> None:

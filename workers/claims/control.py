@@ -9,7 +9,7 @@ from collections.abc import Callable
 from core.jobs.record import fence
 from core.jobs.registry import Registry
 from core.threads import VitalThread
-from workers.store_retry import StoreRetry
+from workers.claims.store_retry import StoreRetry
 
 log = logging.getLogger(__name__)
 
