@@ -415,3 +415,5 @@ class ImageJob:
 
 
 _BESIDE = {item.name: item for item in fields(ImageJob) if item.name not in ("picture", "n")}
+JOB_FIELDS = frozenset(declarations(ImageJob))
+"""The fields of a request that its pictures do not have."""
