@@ -12,8 +12,7 @@ from api.errors import refused_picture
 from api.links import ImageLinks
 from contract.content import images_of
 from contract.errors import Invalid
-from contract.image import ImageJob
-from contract.image_facts import ImageFacts
+from contract.image import ImageFacts, ImageJob
 from core.jobs.record import Job, JobState
 
 
@@ -104,7 +103,7 @@ def warnings(job: Job, image: dict[str, Any]) -> list[str]:
 
 
 def facts(image: dict[str, Any]) -> dict[str, Any]:
-    """What stages tell of an image (`contract.image_facts`), and OpenAI's error of a refused one."""
+    """What stages tell of an image (`contract.image.ImageFacts`), and OpenAI's error of a refused one."""
     names: dict[str, Any] = {name: image[name] for name in ImageFacts.model_fields if name in image}
     return names if shown(image) else {**names, "error": refused_picture().content["error"]}
 

@@ -17,7 +17,7 @@ from api.errors import ApiError, invalid_field
 from contract.bounds import FLAG, LIST, NOTHING, OBJECT, WORD, range_error
 from contract.characters import too_long
 from contract.errors import UNSUPPORTED
-from contract.image_facts import ImageFacts
+from contract.image import ImageFacts
 from contract.image_prompt import MAX_IMAGE_PROMPTS
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import ImageReference as ImageReference

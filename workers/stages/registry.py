@@ -14,7 +14,13 @@ from workers.stages.stage import JobStage
 if TYPE_CHECKING:
     from core.config import Settings
 
-KINDS: tuple[type[JobStage], ...] = (ExpansionStage, CascadeStage, EnlargingStage, CheckerStage, ProvenanceStage)
+KINDS: tuple[type[JobStage], ...] = (
+    ExpansionStage,
+    CascadeStage,
+    EnlargingStage,
+    CheckerStage,
+    ProvenanceStage,
+)
 
 
 def open_all(settings: Settings, device: str) -> tuple[JobStage, ...]:
