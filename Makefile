@@ -106,8 +106,8 @@ eval: .venv/.installed  ## generates and scores images of PROMPTS=captions.tsv i
 	$(BIN)/diptych evaluate --prompts $(or $(PROMPTS),$(error PROMPTS= is needed: a .tsv with id and caption)) \
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
 
-results: .venv/.installed  ## repeats the measurements that the docs cite: DATA=folder with emoji/, ARGS="--only simulate"; takes hours on an idle machine
-	$(BIN)/python -m benchmarks.results $(ARGS)
+results: .venv/.installed  ## lists the measurements that the docs cite; ARGS="--only simulate" or ARGS=--all repeats them, DATA=folder with emoji/ all (hours)
+	$(BIN)/python -m benchmarks.results $(or $(ARGS),$(if $(DATA),--all))
 	$(if $(DATA),bash training/ways.sh $(DATA) 360)
 
 figures: .venv/.installed  ## writes the measurements in README.md and docs/ from the JSON files under benchmarks/

@@ -13,7 +13,7 @@ from api.links import ImageLinks
 from contract.content import images_of
 from contract.errors import Invalid
 from contract.image import ImageFacts, ImageJob
-from core.jobs.record import Job, JobState
+from core.jobs.record import Job, JobPage, JobState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
     """The public job object; its images are links."""
     queue_forecast = forecast or QueueForecast()
     return {
-        "id": job.id,
+        "id": links.job_id(job),
         "object": "job",
         "status": job.state.value,
         "model": job.model,
@@ -79,6 +79,12 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
     with suppress(Invalid):  # parameters of a newer version
         request = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
     return {**content, "images": images} | ({} if request is None else {"request": request})
+
+
+def next_page(jobs: JobPage, links: ImageLinks) -> str:
+    """The id after which the next page of a list begins. The last job that was examined need not be on the page."""
+    last = jobs.jobs[-1] if jobs.jobs else None
+    return jobs.after if last is None or last.id != jobs.after else links.job_id(last)
 
 
 def results(job: Job) -> list[dict[str, Any]]:

@@ -173,15 +173,17 @@ class Service:
         """The limits of an owner's jobs and requests."""
         return self._limits_of(owner, self.cards.now.keys.get(owner))
 
-    def links(self, request: Request) -> ImageLinks:
-        """Links as this request's client reaches them, signed if keys are required."""
+    def links(self, request: Request, reader: str) -> ImageLinks:
+        """Links as this request's client, whose key is the `reader`, reaches them, signed if keys are required."""
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
-        return self.links_from(base, self.settings.link_s)
+        return self.links_from(base, self.settings.link_s, reader)
 
-    def links_from(self, base: str, lasts_s: float) -> ImageLinks:
-        """Links with this base, signed if keys are required; by Redis's clock, which all verifiers share."""
+    def links_from(self, base: str, lasts_s: float, reader: str) -> ImageLinks:
+        """Links with this base for a reader's key, signed if keys are required; by Redis's clock, which all verifiers
+        share.
+        """
         now = self.cards.now
-        return ImageLinks(base, now.secret if now.guarded else None, lasts_s, now.clock)
+        return ImageLinks(base, now.secret if now.guarded else None, lasts_s, now.clock, reader)
 
     async def forecast(self, job: Job, standing: QueuePosition | None = None) -> QueueForecast | None:
         """A live job's queue position, estimated from the workers' costs.

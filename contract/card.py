@@ -335,8 +335,10 @@ class _Card:
 class ImageCard(_Card):
     """The card of an image model.
 
-    `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
-    schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
+    `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `costs` are expected,
+    `least_costs` what iterations have shown to be the least: 0 where none ran since the start, since a load that has
+    gone may have slowed what was measured then. `deepcache` is the default schedule, in the format of the request's
+    field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `embeddings` the textual inversions that prompts may name, `prompt_fields`
     those of `contract.prompts` that the model reads; None in cards of older workers. `scheduler_reason` says why
     `default_scheduler` is not the one that the model's files name; "": it is. `plans` are request fields by the
@@ -357,6 +359,7 @@ class ImageCard(_Card):
     scheduler_reason: StrictStr = ""
     limits: ImageLimits
     costs: ImageCosts
+    least_costs: ImageCosts = ImageCosts()
     deepcache: object = "off"
     loras: tuple[StrictStr, ...] = ()
     graphs: dict[StrictStr, StrictInt] = field(default_factory=dict)

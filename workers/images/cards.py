@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
@@ -20,6 +21,7 @@ from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.model_pool import Pooled
 from pipeline.runner import ImageRunner
 
+_Cost = Callable[[BatchGroup, int], float]
 _NEVER = ("loras", "upscalers", "controls", "embeddings")  # of pipelines by diffusers' own loop
 
 
@@ -39,34 +41,23 @@ def image_card(
     recorded, counts = runner.backend.graphs.counts
     native = (model.native, model.native)
     sizes = _known_sizes(runner, native)
-    solo_s, row_s = _steps(runner, DEEP, sizes[DEEP])
-    shallow = {depth: _steps(runner, phase, sizes[phase]) for depth, phase in SHALLOW.items() if phase in sizes}
-    encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
     defaults, extensions = model.defaults, runner.extensions.values()
     names: dict[str, Any] = {extension.card_field: tuple(extension.asset_names()) for extension in extensions}
     refusals = {extension.card_field: extension.refusal for extension in extensions}
     folders = (extension.folder for extension in extensions if isinstance(extension, LoraExtension))
     lora_aliases = next((folder.aliases() for folder in folders if folder is not None), {})
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
-    decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
-    costs = ImageCosts(
-        encode_s=encode_s,
-        vae_s=decode_s[FULL],
-        vae_tiny_s=decode_s.get(TINY, 0.0),
-        solo_step_s=solo_s,
-        row_step_s=row_s,
-        shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
-        shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
-        **{
-            name: value
-            for extension in extensions
-            for name, value in extension.costs(runner.backend, sizes[DEEP]).items()
-        },
-    )
+    costs = _costs(runner, sizes, runner.cost)
+    every = {phase: {native} for phase in SHALLOW.values()} | sizes  # what is missing counts as deep
+    least_costs = _costs(runner, every, partial(_least_s, runner))
+    added = {
+        name: value for extension in extensions for name, value in extension.costs(runner.backend, sizes[DEEP]).items()
+    }
     return _card(
         runner,
-        costs,
-        encode_s + rows * row_s[_named(native)] + decode_s[FULL],
+        replace(costs, **added),
+        costs.encode_s + rows * costs.row_step_s[_named(native)] + costs.vae_s,
+        least_costs=least_costs,
         scheduler_reason=model.scheduler_reason,
         plans={name: dict(fields) for name, fields in model.plans.items()},
         plan=plan,
@@ -86,15 +77,39 @@ def image_card(
     )
 
 
+def _costs(runner: ImageRunner, sizes: Mapping[str, set[tuple[int, int]]], cost: _Cost) -> ImageCosts:
+    """Return the costs of an image by these costs of iterations, without what extensions add."""
+    native, vaes = (runner.model.native, runner.model.native), runner.model.vaes
+    solo_s, row_s = _steps(runner, DEEP, sizes[DEEP], cost)
+    shallow = {depth: _steps(runner, phase, sizes[phase], cost) for depth, phase in SHALLOW.items() if phase in sizes}
+    decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1), cost) for name in vaes}
+    return ImageCosts(
+        encode_s=cost(BatchGroup(ENCODE, (0, 0)), 2),  # two prompts, one image
+        vae_s=decode_s[FULL],
+        vae_tiny_s=decode_s.get(TINY, 0.0),
+        solo_step_s=solo_s,
+        row_step_s=row_s,
+        shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
+        shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
+    )
+
+
+def _least_s(runner: Pooled, group: BatchGroup, rows: int) -> float:
+    """Seconds that an iteration takes at least, by what iterations took; 0 before any ran."""
+    if isinstance(runner, DiffusersRunner):
+        return runner.costs.curve(group.phase, group.size, False).least(1)
+    compiled = False
+    if group.phase != ENCODE:  # which has no executable of its own
+        plan = runner.backend.plan(group, rows)
+        compiled, rows = plan.compiled, plan.rows
+    return runner.backend.costs.curve(group.phase, group.size, compiled).least(rows)
+
+
 def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
     """Build the card of a pipeline that runs by diffusers' own loop, in which a picture is one row."""
     model, offer = runner.model, runner.model.offer
     native = (model.native, model.native)
-    encode_s, step_s, decode_s = (runner.cost(BatchGroup(phase, native), 1) for phase in (ENCODE, DEEP, VAE))
-    costs = ImageCosts(
-        encode_s=encode_s, vae_s=decode_s, solo_step_s={_named(native): 2 * step_s},
-        row_step_s={_named(native): step_s},
-    )  # fmt: skip
+    costs, least_costs = (_pipeline_costs(native, cost) for cost in (runner.cost, partial(_least_s, runner)))
     # What the offer has of the rest of the card; it has no LoRAs, networks, refiners or upscalers.
     offered: dict[str, Any] = {
         name: tuple(getattr(offer, name)) for name in ("prompt_fields", "image_prompts", "fields", "sources")
@@ -102,7 +117,8 @@ def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
     return _card(
         runner,
         costs,
-        encode_s + model.defaults.steps * step_s + decode_s,
+        costs.encode_s + model.defaults.steps * costs.row_step_s[_named(native)] + costs.vae_s,
+        least_costs=least_costs,
         preprocessors=(),
         kernels="torch",
         kernels_reason="by diffusers' own loop",
@@ -111,6 +127,14 @@ def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
         loop=LOOP,
         **offered,
     )
+
+
+def _pipeline_costs(native: tuple[int, int], cost: _Cost) -> ImageCosts:
+    encode_s, step_s, decode_s = (cost(BatchGroup(phase, native), 1) for phase in (ENCODE, DEEP, VAE))
+    name = _named(native)
+    return ImageCosts(
+        encode_s=encode_s, vae_s=decode_s, solo_step_s={name: 2 * step_s}, row_step_s={name: step_s}
+    )  # fmt: skip
 
 
 def _card(runner: Pooled, costs: ImageCosts, picture_s: float, **fields: Any) -> ImageCard:
@@ -143,19 +167,19 @@ def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[
 
 
 def _steps(
-    runner: ImageRunner, phase: str, sizes: Iterable[tuple[int, int]]
+    runner: ImageRunner, phase: str, sizes: Iterable[tuple[int, int]], cost: _Cost
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds by size: of a forward of two rows, and of one row at the cheapest batch width."""
     groups = {_named(size): BatchGroup(phase, size) for size in sizes}
-    solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
-    return solo_s, {size: _best(runner, group, WIDTHS) for size, group in groups.items()}
+    solo_s = {size: cost(group, 2) for size, group in groups.items()}
+    return solo_s, {size: _best(runner, group, WIDTHS, cost) for size, group in groups.items()}
 
 
 def _named(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-def _best(runner: ImageRunner, group: BatchGroup, widths: Iterable[int]) -> float:
+def _best(runner: ImageRunner, group: BatchGroup, widths: Iterable[int], cost: _Cost) -> float:
     """Seconds per row at the cheapest batch width."""
     limit = runner.limit(group)
-    return min(runner.cost(group, rows) / rows for rows in {*widths, limit} if rows <= limit)
+    return min(cost(group, rows) / rows for rows in {*widths, limit} if rows <= limit)

@@ -89,7 +89,7 @@ class Client(threading.Thread):
             own = Own(call.about, call.wants, call.seen[0].created)
             self.own.append(own)
             self.others.append((self.tenant, own))
-            if not own.id.startswith("logo-"):  # those may be another tenant's later
+            if not own.id.startswith("logo-"):  # other tenants choose those too
                 self._made("job", own.id)
 
     def post(self) -> None:
@@ -102,7 +102,7 @@ class Client(threading.Thread):
             self.note(call)
 
     def reuse(self) -> None:
-        """Create another job under an erased id, which may have been another tenant's."""
+        """Create another job under an id that was erased, or that another tenant uses too."""
         self._make(f"logo-{self.name.partition('c')[0]}-{self.line.random.randrange(2)}")
 
     def erase(self) -> None:

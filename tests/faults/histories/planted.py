@@ -33,9 +33,10 @@ SHARE, QUOTA, EXCESS, RATE = "share-never-shrinks", "quota-never-shrinks", "quot
 TURN, MEMORY, DESCRIPTORS = "turn-kept", "memory-kept", "descriptors-kept"
 REQUEST, BYTES, LARGER = "request-kept", "bytes-not-counted", "larger-than-quota"
 FORGETS, LATE, UNNAMED = "requeue-without-tenant", "late-hand-back", "artifact-given-up"
+IDS = "one-space-of-ids"
 BUGS = (
     FENCING, SWEEP, LINK, AFTER, LOST, OTHERS, FILES, JOBS, BATCHES, HINT, OPEN, SHARE, QUOTA, EXCESS, RATE, TURN,
-    MEMORY, DESCRIPTORS, REQUEST, BYTES, LARGER, FORGETS, LATE, UNNAMED,
+    MEMORY, DESCRIPTORS, REQUEST, BYTES, LARGER, FORGETS, LATE, UNNAMED, IDS,
 )  # fmt: skip
 _KEPT_BYTES = 2**20  # of each call and picture
 
@@ -195,6 +196,7 @@ def _strangers() -> None:
     from api import access, batches, files
     from api.errors import ApiError
     from api.service import of
+    from core.jobs import job_lists
 
     def anybodys(*given: Any, **named: Any) -> Any:
         return get(*given, **{**named, "admin": True})
@@ -221,6 +223,8 @@ def _strangers() -> None:
     find = _when(batches, "_find", BATCHES, anybodys_batch)
     _when(access.Caller, "sees", JOBS, lambda *_: True)
     _when(access.Caller, "sees", HINT, forbids)
+    for which in (IDS, JOBS, HINT):  # else nobody gets at what another has chosen the id of
+        _when(job_lists, "record_id", which, lambda _, name: name)
     identify, access.identify = access.identify, anybody
 
 

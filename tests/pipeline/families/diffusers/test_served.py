@@ -94,7 +94,8 @@ def service(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )  # fmt: skip
     try:
         service.ready()
-        wait_until(lambda: len(service.json("/v1/models")["data"]) == 2, f"both models of {service!r}")
+        live = lambda: [model["diptych"]["live"] for model in service.json("/v1/models")["data"]]  # noqa: E731
+        wait_until(lambda: live() == [True, True], f"both models of {service!r}")
         yield service
     finally:
         service.close()
