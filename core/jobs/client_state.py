@@ -1,10 +1,10 @@
-"""Stores what AUTOMATIC1111's API keeps between the requests of an owner: options that were set, and open requests.
+"""Stores what an API keeps between the requests of an owner's clients: options that were set, and open requests.
 
-Keys in Redis, all of which expire:
+Keys in Redis, all of which expire; `api` is the API's name:
 
-    sdapi_options:{owner}        hash: an option's name → its value as JSON
-    sdapi_open:{owner}           hash: id of a job whose request is open → seconds since the epoch
-    sdapi_task:{owner}:{task}    id of the job of a task whose name the client chose
+    {api}_options:{owner}        hash: an option's name → its value as JSON
+    {api}_open:{owner}           hash: id of a job whose request is open → seconds since the epoch
+    {api}_task:{owner}:{task}    id of the job of a task whose name the client chose
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.jobs import keys
-from core.jobs.connection import RedisStore
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
 from core.jobs.record import JobState
 
@@ -37,39 +37,43 @@ class OpenJob:
     incarnation: str
 
 
-class SdapiStore(RedisStore):
-    """The options and open requests of all owners; "" is the owner of all requests without keys."""
+class ClientState(RedisStore):
+    """The options and open requests of all owners at one API; "" is the owner of all requests without keys."""
+
+    def __init__(self, redis: RedisClient | str, api: str) -> None:
+        super().__init__(redis)
+        self._api = api
 
     def options(self, owner: str) -> dict[str, Any]:
         """The options that the owner set, by name."""
-        reply: Any = self._client.hgetall(_options(owner))
+        reply: Any = self._client.hgetall(self._options_key(owner))
         return {name: json.loads(text) for name, text in reply.items()}
 
     def set_options(self, owner: str, values: Mapping[str, Any]) -> None:
         """Set these options, which are kept for a month from now."""
         with self._client.pipeline(transaction=False) as pipe:
-            pipe.hset(_options(owner), mapping={name: json.dumps(value) for name, value in values.items()})
-            pipe.pexpire(_options(owner), _OPTIONS_MS)
+            pipe.hset(self._options_key(owner), mapping={name: json.dumps(value) for name, value in values.items()})
+            pipe.pexpire(self._options_key(owner), _OPTIONS_MS)
             pipe.execute()
 
     def open(self, owner: str, job_id: str, task: str | None = None) -> None:
         """Note that a request waits for this job, and which task it is."""
         with self._client.pipeline(transaction=False) as pipe:
-            pipe.hset(_open(owner), job_id, str(int(time.time())))
-            pipe.pexpire(_open(owner), _OPEN_MS)
+            pipe.hset(self._open_key(owner), job_id, str(int(time.time())))
+            pipe.pexpire(self._open_key(owner), _OPEN_MS)
             if task is not None:
-                pipe.set(_task(owner, task), job_id, px=_TASK_MS)
+                pipe.set(self._task_key(owner, task), job_id, px=_TASK_MS)
             pipe.execute()
 
     def close_requests(self, owner: str, *job_ids: str) -> None:
         """Note that no request waits for these jobs any more."""
-        self._client.hdel(_open(owner), *job_ids)
+        self._client.hdel(self._open_key(owner), *job_ids)
 
     def open_jobs(self, owner: str) -> list[OpenJob]:
         """The live jobs for which requests wait, in the order of these, at most a hundred. What else there is, and what
         is too old, is forgotten.
         """
-        reply: Any = self._client.hgetall(_open(owner))
+        reply: Any = self._client.hgetall(self._open_key(owner))
         oldest = time.time() - _OPEN_MS / 1000
         ids = sorted((id for id in reply if int(reply[id]) >= oldest), key=lambda id: int(reply[id]))[:_MOST]
         with self._client.pipeline(transaction=False) as pipe:
@@ -88,17 +92,14 @@ class SdapiStore(RedisStore):
 
     def job_of_task(self, owner: str, task: str) -> str | None:
         """The id of the task's job; None if there was none in the last hour."""
-        reply: Any = self._client.get(_task(owner, task))
+        reply: Any = self._client.get(self._task_key(owner, task))
         return None if reply is None else str(reply)
 
+    def _options_key(self, owner: str) -> str:
+        return f"{PREFIX}{self._api}_options:{owner}"
 
-def _options(owner: str) -> str:
-    return f"{PREFIX}sdapi_options:{owner}"
+    def _open_key(self, owner: str) -> str:
+        return f"{PREFIX}{self._api}_open:{owner}"
 
-
-def _open(owner: str) -> str:
-    return f"{PREFIX}sdapi_open:{owner}"
-
-
-def _task(owner: str, task: str) -> str:
-    return f"{PREFIX}sdapi_task:{owner}:{hashlib.sha256(task.encode()).hexdigest()[:32]}"
+    def _task_key(self, owner: str, task: str) -> str:
+        return f"{PREFIX}{self._api}_task:{owner}:{hashlib.sha256(task.encode()).hexdigest()[:32]}"
