@@ -30,6 +30,7 @@ from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.access import AccessReader
 from core.jobs.batches import BatchStore
+from core.jobs.client_state import ClientState
 from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import EventReader
 from core.jobs.files import FileStore
@@ -39,7 +40,6 @@ from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, QueuePosition
 from core.jobs.registry import Registry
 from core.jobs.rights import RedisPermissions, describe_missing
-from core.jobs.sdapi import SdapiStore
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
@@ -76,7 +76,7 @@ class Service:
         self.submissions = Submissions(self.redis, settings.max_queued, settings.retention_s)
         self.batches = BatchStore.of(settings, self.redis)
         self.files = FileStore(self.redis)
-        self.sdapi = SdapiStore(self.redis)
+        self.sdapi = ClientState(self.redis, "sdapi")
         self.reader = EventReader(self.redis)
         self._rights = RedisPermissions(self.redis)
         self.queue = MessageProducer(settings.redis_url)

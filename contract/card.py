@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeA
 from contract import loras, pipeline_call
 from contract.bounds import MAX_SEED
 from contract.control import CANNY
-from contract.errors import Invalid
+from contract.errors import UNSUPPORTED, Invalid
 from contract.offered import check_offered, list_offered
 
 MAX_PROMPT_CHARACTERS = 10_000
@@ -242,6 +242,12 @@ class ImageOffer(ImageLimits):
         offered = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes, key=lambda s: (-s[0] * s[1], s)))
         alternatives = "" if self.size_range is None else f"; and {self.size_range}"
         return Invalid("size", f"{wrong}; offered: {offered}{alternatives}")
+
+
+def check_stages(request: Mapping[str, Any], offer: ImageOffer) -> None:
+    """Raise `Invalid` for a request for a stage around the engine that the model's worker does not have."""
+    if "checker" in request and offer.checker == "":
+        raise Invalid("checker", "is not offered: this model's worker has none (DIPTYCH_CHECKER)", UNSUPPORTED)
 
 
 @dataclass(frozen=True, slots=True)

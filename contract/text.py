@@ -89,9 +89,6 @@ class TextJob:
     `adapter` is the model's LoRA.
     """
 
-    expand_prompt: ClassVar[bool] = False  # options of images
-    cascade: ClassVar[None] = None
-
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), "how many answers, 1 by default"] = 1

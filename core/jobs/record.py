@@ -312,8 +312,8 @@ class ProgressReport:
     """Progress of a held job: `data` becomes the event's data and the record's `progress`.
 
     `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
-    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.stream_buffer`), sent in the event only;
-    with `complete` they are the complete texts, and replace those sent before.
+    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.text.stream_buffer`), sent in the event
+    only; with `complete` they are the complete texts, and replace those sent before.
     """
 
     id: str

@@ -24,7 +24,7 @@ from contract.image_request import EditRequest, ImageRequest, Margins
 from contract.plan import AUTO, DEPTHS, DeepCache
 from core.jobs.record import JobDraft, QueueBacklog
 from tests.api.world import CARD, TEXT
-from workers.handlers import pictures
+from workers.images.handler import pictures
 
 
 def draft_of(card: ImageCard = CARD, **fields: Any) -> JobDraft:

@@ -26,7 +26,7 @@ from tests.pipeline.families.diffusers.conftest import Folders
 from tests.pipeline.families.diffusers.pipelines import cached
 from tests.pipeline.families.diffusers.test_runner import called, picture
 from workers.build import build
-from workers.cards import image_card
+from workers.images.cards import image_card
 
 
 def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_path: Path) -> None:
