@@ -60,7 +60,7 @@ def add(commands: Commands) -> None:
 @contextmanager
 def _bench_errors() -> Iterator[None]:
     """Context: raises `UsageError` for what a benchmark cannot measure."""
-    from benchmarks.harness.record import BenchError
+    from lab.bench.harness.record import BenchError
 
     try:
         yield
@@ -86,7 +86,7 @@ def _parser(benches: Commands, name: str, text: str, options: Sequence[_Option] 
         parser.add_argument(
             f"--{option}", type=kind, default=default, metavar=metavar, help=f"{of}; default: %(default)s"
         )
-    parser.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: lab/bench/results")
     return parser
 
 
@@ -107,7 +107,9 @@ def _add_simulate(benches: Commands) -> None:
         ("name", "simulate", "of the JSON and the plot"),
     ))  # fmt: skip
     table = parser.add_mutually_exclusive_group()
-    table.add_argument("--costs", default="h200", metavar="NAME", help="a table of benchmarks/costs, or a file; h200")
+    table.add_argument(
+        "--costs", default="h200", metavar="NAME", help="a table of lab/simulation/tables, or a file; h200"
+    )
     table.add_argument("--measure", type=Path, metavar="FILE", help="measure the engine of --model into this table")
     parser.add_argument("--bursts", metavar="ON,OFF", help="mean seconds of traffic and of silence; default: Poisson")
     parser.add_argument("--sizes", metavar="MIX", help="such as 1024x1024; default: the table's largest")
@@ -153,7 +155,7 @@ def _add_cohost(benches: Commands) -> None:
 
 
 def _cohost(options: argparse.Namespace) -> int:
-    from benchmarks import cohost
+    from lab.bench import cohost
 
     check_steps(options)
     check_range(options, "seconds", 0.1, 3600)
@@ -171,7 +173,7 @@ def _cohost(options: argparse.Namespace) -> int:
 
 
 def _text(options: argparse.Namespace) -> int:
-    from benchmarks import text
+    from lab.bench import text
 
     check_range(options, "requests", 1)
     check_range(options, "turns", 1)
@@ -187,14 +189,13 @@ def _text(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from benchmarks import simulate
-    from benchmarks.simulation import costs
-    from benchmarks.simulation import options as simulated
+    from lab.simulation import costs, simulate
+    from lab.simulation import options as simulated
 
     settings = read_settings(options)
     with _bench_errors():
         if options.measure:
-            from benchmarks.simulation import measure
+            from lab.simulation import measure
 
             simulated.plan(options, settings)  # before minutes are spent
             create_cache_folder(settings)
@@ -214,7 +215,7 @@ def _bench(options: argparse.Namespace) -> int:
     check_steps(options)
     settings = read_settings(options)
     create_cache_folder(settings)
-    module = importlib.import_module(f"benchmarks.{options.what}")
+    module = importlib.import_module(f"lab.bench.{options.what}")
     limit_s = getattr(options, "compile_limit", None)
     if limit_s is not None and not 0 < limit_s <= 86_400:
         raise UsageError(f"--compile-limit: must be greater than 0 and at most 86400, not {limit_s:g}")

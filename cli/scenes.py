@@ -19,7 +19,9 @@ def add(commands: Commands) -> None:
         description="Check the images of finished runs against their captions: subject, colour, count and place. "
         "Writes scenes.json into each run.",
     )
-    scenes.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="drawn of a table of training.scene_prompts")
+    scenes.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="drawn of a table of lab.training.scene_prompts"
+    )
     scenes.add_argument("--data", type=Path, required=True, metavar="DIR", help="that has emoji/")
     scenes.add_argument("--count", type=int, metavar="N", help="only the first N captions of each group")
     scenes.add_argument("--again", type=Path, metavar="RUN", help="the first one's captions with other seeds")

@@ -37,8 +37,8 @@ def _tune(options: argparse.Namespace) -> int:
     create_cache_folder(settings)
     import torch
 
-    from benchmarks import kernels
     from core.kernels.cuda import driver, tiles
+    from lab.bench import kernels
     from workers.devices import keep_compiled
 
     models = [name.strip() for name in options.models.split(",") if name.strip()]

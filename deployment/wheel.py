@@ -42,8 +42,8 @@ __all__ = [
 TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".jinja", ".js", ".json", ".lua", ".svg", ".txt"}
-# For the checkout only: measurements behind the docs, and the chart.
-_LEFT_OUT = ("benchmarks/results/", "benchmarks/history/", "deployment/helm/")
+# For the checkout only: measurements behind the docs, the training, and the chart.
+_LEFT_OUT = ("lab/bench/results/", "lab/bench/history/", "lab/training/", "deployment/helm/")
 
 
 class BuildError(ValueError):
@@ -65,8 +65,8 @@ def build_wheel(
 
 
 def packages_of(root: Path) -> frozenset[str]:
-    """The top-level packages of a checkout that are installed: all but the tests, the training and `diptych` itself."""
-    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", "training", TOP}
+    """The top-level packages of a checkout that are installed: all but the tests and `diptych` itself."""
+    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", TOP}
 
 
 def stage(root: Path, folder: Path) -> None:

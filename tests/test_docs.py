@@ -31,9 +31,7 @@ UNITS = (
 )
 AMOUNT = re.compile(rf"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:[ \u00a0-]?(?:{UNITS})(?![\w/])|×(?! ?\d))")
 CELL = re.compile(r"(?<=\|) *\**(\d{1,3}(?:,\d{3})+|\d[\d,]*\.\d+)\** *(?=\|)")
-ROOMS = (
-    "api|benchmarks|cli|contract|core|deployment|docs|evaluation|llm|models|pipeline|tests|training|unet_opt|workers"
-)
+ROOMS = "api|cli|contract|core|deployment|docs|evaluation|lab|llm|models|pipeline|tests|unet_opt|workers"
 
 
 def source_files() -> set[str]:
@@ -158,7 +156,7 @@ def limits(page: str) -> set[str]:
 def test_every_figure_is_written_from_a_file_or_marked(name: str) -> None:
     unmarked = sorted(set(amounts(PAGES[name])) - limits(PAGES[name]))
     assert unmarked == [], (
-        f"{name}: {', '.join(unmarked)}: let `make figures` write what was measured (benchmarks/figures.py); mark what "
+        f"{name}: {', '.join(unmarked)}: let `make figures` write what was measured (lab/bench/figures.py); mark what "
         "others published as <!-- elsewhere: whose --> … <!-- end -->; name defaults and limits in the page's "
         "<!-- limits: … --> comment"
     )

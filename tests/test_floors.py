@@ -35,8 +35,10 @@ LAYERS = (
     ("llm", "pipeline"),
     ("api", "deployment", "workers"),
     ("evaluation",),
-    ("benchmarks",),
-    ("cli", "training"),  # the front door, and what no wheel has
+    ("lab", "lab.bench.harness"),
+    ("lab.simulation",),
+    ("lab.bench",),
+    ("cli", "lab.training"),  # the front door, and what no wheel has
     ("diptych",),  # the name that all of it is installed under
     ("integrations",),  # what other programs load, beside a Diptych of another version or without one
 )  # fmt: skip
@@ -46,7 +48,7 @@ CLOSED = {
     "llm": {"unet_opt"},
     "api": {"pipeline", "llm", "unet_opt"},
     "deployment": {"pipeline", "llm", "unet_opt"},
-    "training": {"benchmarks"},
+    "lab.training": {"lab.bench", "lab.simulation"},
     "integrations": {room for rooms in LAYERS for room in rooms},
 }
 TORCH_FREE = ("contract", "core.batching", "core.jobs", "core.artifacts", "core.pictures", "api", "deployment")
@@ -65,7 +67,7 @@ MAX_LINES = 600
 MAX_METHODS = 12
 # Classes with more public methods, inherited ones among them, and how many. It only shrinks.
 LARGE_CLASSES = {
-    "benchmarks.simulation.runner.SimulatedRunner": 15,
+    "lab.simulation.runner.SimulatedRunner": 15,
     "contract.image.ImageParameters": 14,
     "core.batching.runner.PreemptibleRunner": 20,
     "core.batching.runner.Runner": 16,
@@ -159,7 +161,7 @@ def _read(node: ast.AST, package: str) -> Iterator[tuple[int, str, str | None]]:
 
 
 def _run(words: list[ast.expr]) -> Iterator[tuple[int, str, str | None]]:
-    """The modules that a command's words run: `"-m", "training.loop"`; of `f"training.{name}"` the package.
+    """The modules that a command's words run: `"-m", "lab.training.loop"`; of `f"lab.training.{name}"` the package.
 
     `-m cli` is the command `diptych`, which every room may run as a user does.
     """
@@ -354,7 +356,7 @@ RULES = [
 @pytest.fixture(scope="module")
 def house() -> dict[str, Module]:
     modules = read(ROOT)
-    assert {"core", "core.batching", "pipeline", "unet_opt", "benchmarks"} <= modules.keys()
+    assert {"core", "core.batching", "pipeline", "unet_opt", "lab.bench"} <= modules.keys()
     return modules
 
 
@@ -381,7 +383,7 @@ def test_torch_free_rooms_load_no_torch(house):
 
 SOUND = {
     "cli/__init__.py": "from cli import bench\nfrom pipeline import runner",
-    "cli/bench.py": "import benchmarks.ladder, evaluation.fid, deployment.serve",
+    "cli/bench.py": "import lab.bench.ladder, evaluation.fid, deployment.serve",
     "core/__init__.py": "",
     "core/config.py": "import os, contract.characters",
     "core/jobs/__init__.py": "import redis\nfrom core.config import Settings",
@@ -410,12 +412,13 @@ SOUND = {
     "api/queue.py": "import celery",
     "deployment/__init__.py": "",
     "deployment/serve.py": "from core.config import Settings",
-    "benchmarks/__init__.py": "",
-    "benchmarks/ladder.py": "from pipeline import runner",
+    "lab/__init__.py": "",
+    "lab/bench/__init__.py": "",
+    "lab/bench/ladder.py": "from pipeline import runner",
     "evaluation/__init__.py": "",
     "evaluation/fid.py": "import scipy",
-    "training/__init__.py": "",
-    "training/loop.py": "run('-m', 'evaluation.fid')",
+    "lab/training/__init__.py": "",
+    "lab/training/loop.py": "run('-m', 'evaluation.fid')",
     "tests/test_app.py": "import redis, celery, fastapi, torch, api.app, pipeline.runner",
     "models/emoji-xl/base.py": "import anything",
     ".venv/lib/utils.py": "import core.batching",
@@ -441,7 +444,7 @@ FAILS = [
         ("core/config.py", "from core.batching import engine", "core.config imports core.batching, upwards"),
         ("core/config.py", "from . import jobs", "core.config imports core.jobs, upwards"),
         ("core/__init__.py", "from .jobs import JobStore", "core imports core.jobs, upwards"),
-        ("pipeline/runner.py", "def f():\n    import benchmarks.ladder", "pipeline imports benchmarks, upwards"),
+        ("pipeline/runner.py", "def f():\n    import lab.bench.ladder", "pipeline imports lab.bench, upwards"),
         ("core/jobs/__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from api import app",
          "core.jobs imports api, upwards"),
         ("core/graphs.py", "import importlib\nimportlib.import_module('pipeline.runner')",
@@ -451,9 +454,9 @@ FAILS = [
         ("core/graphs.py", "from core.quant import int8", "core.graphs imports core.quant, sideways"),
         ("core/batching/engine.py", "from .. import jobs", "core.batching imports core.jobs, sideways"),
         # by another process
-        ("benchmarks/ladder.py", "run('-m', 'training.loop')", "benchmarks imports training, upwards"),
-        ("benchmarks/ladder.py", "run('-m', f'training.{name}')", "benchmarks imports training, upwards"),
-        ("benchmarks/ladder.py", "run('python -m training.loop --seed 1')", "benchmarks imports training, upwards"),
+        ("lab/bench/ladder.py", "run('-m', 'lab.training.loop')", "lab.bench imports lab.training, upwards"),
+        ("lab/bench/ladder.py", "run('-m', f'lab.training.{name}')", "lab.bench imports lab.training, upwards"),
+        ("lab/bench/ladder.py", "run('python -m lab.training.loop -x')", "lab.bench imports lab.training, upwards"),
         # closed, unknown, and not a room
         ("llm/runner.py", "import unet_opt", "llm imports unet_opt, which is closed to it"),
         ("core/cupboard.py", "", "core/cupboard.py: in no room of the plan"),

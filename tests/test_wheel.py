@@ -151,7 +151,7 @@ def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
     assert {Path(name).parts[0] for name in files if not name.startswith("../")} == {"diptych", told.name}
     assert {".py", ".cpp", ".h", ".html", ".js", ".json", ".safetensors"} <= {Path(name).suffix for name in files}
     assert not [
-        name for name in files if "/results/" in name or name.startswith(("diptych/tests/", "diptych/training/"))
+        name for name in files if "/results/" in name or name.startswith(("diptych/tests/", "diptych/lab/training/"))
     ]
 
 
@@ -306,7 +306,7 @@ def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
 
 # -- what the build rewrites -------------------------------------------------------------------------------------------
 
-MODULES = {"core", "core.config", "workers.prefetch", "benchmarks", "cli"}
+MODULES = {"core", "core.config", "workers.prefetch", "lab", "cli"}
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ MODULES = {"core", "core.config", "workers.prefetch", "benchmarks", "cli"}
         ("x = 'workers.prefetch:ReconnectingConsumer'", "x = 'diptych.workers.prefetch:ReconnectingConsumer'"),
         ("x = 'workers.gone:Steady', 'core/config.py', 'core'", "same"),
         ("run([python, '-P', '-m', 'cli', 'api'])", "run([python, '-P', '-m', 'diptych.cli', 'api'])"),
-        ("import_module(f'benchmarks.{what}')", "import_module(f'diptych.benchmarks.{what}')"),
+        ("import_module(f'lab.bench.{what}')", "import_module(f'diptych.lab.bench.{what}')"),
         ("'10 × 2'; from core import config", "'10 × 2'; from diptych.core import config"),
     ],
 )  # fmt: skip

@@ -101,7 +101,7 @@ class SceneJudge:
         """The figures of a run by group, of the first `count` captions of each.
 
         `again` has other seeds: `two_seeds` tells how much pictures of one caption differ where both are right; and
-        `two_true` the same of the folders `true`/own and `true`/other, which `training.scene_prompts` wrote. Raises
+        `two_true` the same of the folders `true`/own and `true`/other, which `lab.training.scene_prompts` wrote. Raises
         `RunError`.
         """
         settings = {name: run.settings[name] for name in _SETTINGS if name in run.settings}

@@ -12,7 +12,7 @@ import pytest
 
 from cli import parser
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "lab" / "bench" / "results"
 
 
 def published() -> Iterator[Any]:

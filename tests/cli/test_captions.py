@@ -13,10 +13,10 @@ from core.config import EMBEDDED_MODEL
 from evaluation import captions
 from evaluation.captioning import caption_client, caption_filter
 from evaluation.captioning.caption_file import CaptionFile, CaptionRow
+from lab.training import phrases
+from lab.training.captions import COLOURS
 from llm import tiny
 from tests.cli.shell import Shell
-from training import phrases
-from training.captions import COLOURS
 from workers import expand
 
 WORDS = ("a", "red", "green", "small", "old", "fox", "tree", "house", "boat", "in", "near", "snow", "water", "light")

@@ -1,7 +1,7 @@
 """Sends thousands of hostile requests to an API and monitors it: `python -m tests.faults.hostile --bodies 10000`.
 
 A process of its own polls /healthz meanwhile (monitor.py), and reads the API's memory. The exit code is 1 if a request
-got a 5xx other than 503 or no answer, or if the API exited. The result is benchmarks/results/hostile.json.
+got a 5xx other than 503 or no answer, or if the API exited. The result is lab/bench/results/hostile.json.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import record
-from benchmarks.harness.record import table
+from lab.bench.harness import record
+from lab.bench.harness.record import table
 from tests.faults.bodies import HostileRequest, requests
 from tests.faults.lone_api import lone_api
 from tests.faults.monitor import Monitor

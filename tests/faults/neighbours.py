@@ -3,7 +3,7 @@
 A service with the embedded models, two keys. One tenant generates an image and a text, round after round: alone, next
 to a CPU-bound process without requests (`burner`), next to a second tenant with the same requests (`peer`), and next to
 `tests.faults.worst`. The burner shows the cost of sharing the CPU, the peer that of sharing the device. The result is
-benchmarks/results/neighbours.json: medians, 99th percentiles and their ratios. The exit code is 1 if one of the first
+lab/bench/results/neighbours.json: medians, 99th percentiles and their ratios. The exit code is 1 if one of the first
 tenant's requests failed.
 """
 
@@ -24,9 +24,9 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.harness import record
 from core.jobs.keyring import Keyring
 from deployment.redis import address_in
+from lab.bench.harness import record
 from tests.deployment.served import ROOT, Served
 from tests.faults import worst
 

@@ -18,8 +18,8 @@ def layers(module: Any) -> dict[str, Any]:
 
 
 def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
-    from benchmarks.harness import models
     from core.quant.store import read_manifest
+    from lab.bench.harness import models
     from pipeline.checkpoints.load import load
     from pipeline.quantization import quantized
     from pipeline.quantization.calibration import default_prompts
@@ -44,7 +44,7 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
-    from benchmarks.harness import models
+    from lab.bench.harness import models
     from pipeline.backends.phases import on_gpu
 
     source = models.model(MODEL)

@@ -20,6 +20,7 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 
 # isort: split
 from core.kernels.kv_cache import KVCache
+from lab.training.eagle import unrolled
 from llm import load_draft, tiny
 from llm.draft_forwards import FusedForwards, ProgramForwards
 from llm.drafts import DraftRequest
@@ -30,7 +31,6 @@ from llm.load import TextModelError, load
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
 from tests.llm import stage
-from training.eagle import unrolled
 
 WORDS, STEPS = 100, 4
 SIZE: dict[str, Any] = {"pages": 12, "sequences": 2, "context": 64}

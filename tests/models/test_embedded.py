@@ -18,7 +18,7 @@ from llm.load import load as load_text
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny_zimage import STEPS
 from tests.pipeline.worlds import Crank, Watching, apart, levels
-from training import phrases
+from lab.training import phrases
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 ASKED = (

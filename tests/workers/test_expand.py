@@ -17,10 +17,10 @@ from contract.image import ImageParameters
 from core.artifacts import Artifacts
 from core.config import EMBEDDED_TEXT_MODEL
 from core.jobs.record import JobState
+from lab.training.phrases import SYSTEM
 from tests.workers.crew import Crew, eventually
 from tests.workers.desk import Desk, images, torch_settings
 from tests.workers.stage import StageText, picture
-from training.phrases import SYSTEM
 from workers import expand
 from workers.build import Runtime, build
 from workers.serving_runtime import handlers_of

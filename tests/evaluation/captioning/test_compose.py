@@ -30,8 +30,8 @@ from evaluation.captioning.caption_filter import CaptionFilter
 from evaluation.captioning.compose import CaptionGenerator, HopelessError
 from evaluation.captioning.text_sources import TextResponse
 from evaluation.service import SourceError
+from lab.training import phrases
 from pipeline.checkpoints import tiny
-from training import phrases
 
 TOKENIZERS = caption_filter.tokenizers(tiny.TINY)
 ATTEMPTS = 6

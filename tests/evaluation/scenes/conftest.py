@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from tests.training import world
-from tests.training.conftest import data as data
-from tests.training.world import FORMS, tiny, write_data
-from training.run import TrainingRun
+from lab.training.run import TrainingRun
+from tests.lab.training import world
+from tests.lab.training.conftest import data as data
+from tests.lab.training.world import FORMS, tiny, write_data
 
 _SHADES = ((240, 140, 20), (90, 200, 110), (70, 130, 240), (150, 80, 40))
 _NOUNS = (

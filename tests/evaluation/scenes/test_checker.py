@@ -17,7 +17,7 @@ from evaluation.scenes import checker, emoji, hues, subjects
 from evaluation.scenes.checker import Checker, Sprite, Verdict
 from evaluation.scenes.emoji import PictureRow
 from evaluation.scenes.truth import SceneItem, Truth
-from training import render, scenes
+from lab.training import render, scenes
 
 PAINT = {
     "ball": ("ellipse", (20, 20, 108, 108), (240, 140, 20)),

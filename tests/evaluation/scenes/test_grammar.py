@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from evaluation.scenes import hues
 from evaluation.scenes.subjects import article, plural
 from evaluation.scenes.truth import SceneItem, Truth
-from tests.training.test_scenes import COMPOSER
+from tests.lab.training.test_scenes import COMPOSER
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 from evaluation import captions, judges, pixels
 from evaluation.run import EvaluationRun, RunWriter
 from evaluation.scenes.judge import SceneJudge
+from lab.training import scene_prompts
+from lab.training.run import TrainingRun
+from lab.training.scenes import is_held_out
+from lab.training.stream import World
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import read_json
-from training import scene_prompts
-from training.run import TrainingRun
-from training.scenes import is_held_out
-from training.stream import World
 
 COUNT = 2
 KINDS = ("colour_held_out", "count_held_out", "pair_held_out")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels
 from core.kernels.cuda import tiles
 from core.kernels.cuda.gemm import GemmArguments
 from core.kernels.cuda.gemm_source import LOCATE, TYPES
 from core.kernels.cuda.tiles import Tile
+from lab.bench import kernels
 
 PROCESSORS = 132  # of an H200
 # (kernel, N, K): Z-Image's, over 4,096 tokens of an image and 128 of a prompt

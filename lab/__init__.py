@@ -1,0 +1,1 @@
+"""The laboratory: benchmarks, the simulator, and the training of the embedded models."""
