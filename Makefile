@@ -56,7 +56,7 @@ costs: .venv/.installed  ## the seconds of tests by package and file, slowest fi
 
 # On a CUDA device: the GPU tests, and other tests that use a GPU if there is one. Warnings of torch, Triton or a driver of
 # another version than CI's are shown, but are no failures.
-GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
+GPU_TESTS := tests/gpu $(wildcard tests/lab/bench/test_gpu_models.py) tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
     tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/test_cuda.py \
     tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/test_execution.py
 

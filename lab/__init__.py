@@ -1,1 +1,1 @@
-"""The laboratory: benchmarks, the simulator, and the training of the embedded models."""
+"""The laboratory: it measures, simulates, trains and judges. Nothing of the product imports it."""

@@ -11,6 +11,7 @@ import pytest
 
 import cli
 from api.app import create_app
+from cli import plugins
 from core.config import Settings
 from tests.test_floors import FLOORS
 
@@ -130,8 +131,13 @@ def test_every_command_is_one_that_diptych_takes(name: str) -> None:
 
 def test_every_command_is_told() -> None:
     (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    row = next(line for line in PAGES["serve.md"].splitlines() if line.startswith("| `diptych generate`"))
-    assert sorted(re.findall(r"`(?:diptych )?([a-z][\w-]*)`", row)) == sorted(commands.choices)
+    row, added = (line for line in PAGES["serve.md"].splitlines() if line.startswith("| `diptych "))
+    assert sorted(commands_of(row)) == sorted(set(commands.choices) - set(plugins.names()))
+    assert set(plugins.names()) <= set(commands_of(added))
+
+
+def commands_of(row: str) -> list[str]:
+    return re.findall(r"`(?:diptych )?([a-z][\w-]*)`", row.split("|")[1])
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -35,11 +35,11 @@ LAYERS = (
     ("llm", "pipeline"),
     ("api", "deployment", "workers"),
     ("evaluation",),
-    ("lab", "lab.bench.harness"),
-    ("lab.simulation",),
-    ("lab.bench",),
-    ("cli", "lab.training"),  # the front door, and what no wheel has
+    ("cli",),
     ("diptych",),  # the name that all of it is installed under
+    ("lab", "lab.bench.harness", "lab.scenes"),  # which nothing of the product imports
+    ("lab.captions", "lab.simulation"),
+    ("lab.bench", "lab.training"),
     ("integrations",),  # what other programs load, beside a Diptych of another version or without one
 )  # fmt: skip
 FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
@@ -48,7 +48,7 @@ CLOSED = {
     "llm": {"unet_opt"},
     "api": {"pipeline", "llm", "unet_opt"},
     "deployment": {"pipeline", "llm", "unet_opt"},
-    "lab.training": {"lab.bench", "lab.simulation"},
+    "lab.training": {"lab.simulation"},
     "integrations": {room for rooms in LAYERS for room in rooms},
 }
 TORCH_FREE = ("contract", "core.batching", "core.jobs", "core.artifacts", "core.pictures", "api", "deployment")
@@ -227,6 +227,16 @@ def check_floors(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"{where}: {here} imports {there}, which is closed to it"
 
 
+def check_lab(modules: dict[str, Module]) -> Iterator[str]:
+    """The product, and its tests, pass where `lab/` and `tests/lab/` are deleted."""
+    for module in modules.values():
+        if within(module.name, "lab") or within(module.name, "tests.lab") or module.name == "tests.test_floors":
+            continue
+        for found in module.imports(modules):
+            if within(found.name, "lab") or within(found.name, "tests.lab"):
+                yield f"{module.path}:{found.line}: imports {found.name}, which it must work without"
+
+
 def check_torch_free(modules: dict[str, Module]) -> Iterator[str]:
     """Follows every import from the torch-free packages, including packages' __init__ files."""
     todo = [(m.name, m.name) for m in modules.values() if any(within(m.name, r) for r in TORCH_FREE)]
@@ -348,7 +358,7 @@ def check_docstrings(modules: dict[str, Module]) -> Iterator[str]:
 
 
 RULES = [
-    check_floors, check_torch_free, check_kept_to, check_circles, check_lengths, check_methods, check_names,
+    check_floors, check_lab, check_torch_free, check_kept_to, check_circles, check_lengths, check_methods, check_names,
     check_docstrings,
 ]  # fmt: skip
 
@@ -382,8 +392,8 @@ def test_torch_free_rooms_load_no_torch(house):
 # --- the rules can fail ---------------------------------------------------------------------------------
 
 SOUND = {
-    "cli/__init__.py": "from cli import bench\nfrom pipeline import runner",
-    "cli/bench.py": "import lab.bench.ladder, evaluation.fid, deployment.serve",
+    "cli/__init__.py": "from cli import evaluate\nfrom pipeline import runner",
+    "cli/evaluate.py": "import evaluation.fid, deployment.serve",
     "core/__init__.py": "",
     "core/config.py": "import os, contract.characters",
     "core/jobs/__init__.py": "import redis\nfrom core.config import Settings",
@@ -414,6 +424,7 @@ SOUND = {
     "deployment/serve.py": "from core.config import Settings",
     "lab/__init__.py": "",
     "lab/bench/__init__.py": "",
+    "lab/bench/command.py": "from cli import evaluate",
     "lab/bench/ladder.py": "from pipeline import runner",
     "evaluation/__init__.py": "",
     "evaluation/fid.py": "import scipy",
@@ -454,9 +465,9 @@ FAILS = [
         ("core/graphs.py", "from core.quant import int8", "core.graphs imports core.quant, sideways"),
         ("core/batching/engine.py", "from .. import jobs", "core.batching imports core.jobs, sideways"),
         # by another process
-        ("lab/bench/ladder.py", "run('-m', 'lab.training.loop')", "lab.bench imports lab.training, upwards"),
-        ("lab/bench/ladder.py", "run('-m', f'lab.training.{name}')", "lab.bench imports lab.training, upwards"),
-        ("lab/bench/ladder.py", "run('python -m lab.training.loop -x')", "lab.bench imports lab.training, upwards"),
+        ("lab/bench/ladder.py", "run('-m', 'lab.training.loop')", "lab.bench imports lab.training, sideways"),
+        ("lab/bench/ladder.py", "run('-m', f'lab.training.{name}')", "lab.bench imports lab.training, sideways"),
+        ("lab/bench/ladder.py", "run('python -m lab.training.loop -x')", "lab.bench imports lab.training, sideways"),
         # closed, unknown, and not a room
         ("llm/runner.py", "import unet_opt", "llm imports unet_opt, which is closed to it"),
         ("core/cupboard.py", "", "core/cupboard.py: in no room of the plan"),
@@ -464,6 +475,9 @@ FAILS = [
         ("pipeline/runner.py", "import core.cupboard", "imports core.cupboard, which is in no room"),
         ("pipeline/runner.py", "from tests.test_app import x", "imports tests.test_app, which is no room"),
     ]),
+    (check_lab, {"api/app.py": "def f():\n    from lab.bench import ladder"}, "api/app.py:2: imports lab.bench.ladder"),
+    (check_lab, {"cli/evaluate.py": "run('-m', 'lab.bench.ladder')"}, "imports lab.bench.ladder, which"),
+    (check_lab, {"tests/test_app.py": "from lab.training import loop"}, "tests/test_app.py:1: imports lab."),
     *((check_torch_free, {path: source}, said) for path, source, said in [
         ("core/batching/scheduler.py", "import torch", "imports torch, in reach of core.batching"),
         ("core/batching/scheduler.py", "class A:\n    def f(self):\n        import diffusers", "imports diffusers"),

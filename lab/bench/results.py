@@ -38,8 +38,8 @@ RUNS: dict[str, list[str]] = {
     "scheduling": ["-m", "lab.bench.scheduling"],
     "weights": ["-m", "lab.bench.weights", "quality", "--device", "cpu", "--captions", "data/coco/captions_source.tsv",
                 "--results", "lab/bench/results"],
-    "neighbours": ["-m", "tests.faults.neighbours", "--rounds", "100"],
-    "hostile": ["-m", "tests.faults.hostile", "--bodies", "5000"],
+    "neighbours": ["-m", "tests.lab.faults.neighbours", "--rounds", "100"],
+    "hostile": ["-m", "tests.lab.faults.hostile", "--bodies", "5000"],
 }  # fmt: skip
 GPU_RUNS: dict[str, list[str]] = {
     name: ["-m", f"lab.bench.{module}", *words.split()]

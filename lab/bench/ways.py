@@ -22,7 +22,7 @@ from lab.bench.harness import provenance, record
 
 WHOLE = (
     *(part for part in provenance.WORKER if part != "llm"), *provenance.EMOJI_XL, "evaluation",
-    "models/emoji-xl-turbo", "models/emoji-clip", "lab/training/scene_prompts.py",
+    "models/emoji-xl-turbo", "models/emoji-clip", "lab/scenes", "lab/training/scene_prompts.py",
 )  # fmt: skip
 GROUPS = ("colour_held_out", "count_held_out", "pair_held_out")  # of captions, whose families come in turns
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evaluation.scenes.emoji import COLOURS as COLOURS
-from evaluation.scenes.emoji import PictureRow
+from lab.scenes.emoji import COLOURS as COLOURS
+from lab.scenes.emoji import PictureRow
 
 COLOUR_NAMES = tuple(COLOURS)
 TONES = ("light", "medium-light", "medium", "medium-dark", "dark")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation.scenes import emoji
-from evaluation.scenes.grammar import CaptionParser
+from lab.scenes import emoji
+from lab.scenes.grammar import CaptionParser
 from lab.training import draft, phrases
 from lab.training.phrases import Chat
 from lab.training.run import TrainingRun

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from evaluation.scenes.subjects import COARSE, Subject
+from lab.scenes.subjects import COARSE, Subject
 
 MOST = 6  # squares in one scene
 _SIDES = {"tiny": (0.24, 0.29), "small": (0.34, 0.42), "big": (0.80, 0.95), None: (0.50, 0.90)}

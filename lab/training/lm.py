@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation.scenes import emoji
+from lab.scenes import emoji
 from lab.training import loop, phrases, tokens
 from lab.training.run import TrainingRun, command
 from lab.training.scene_chats import SceneExpander

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluation.scenes.emoji import PictureRow
+from lab.scenes.emoji import PictureRow
 from lab.training import captions
 
 SYSTEM = "You expand a short prompt into a caption for an emoji."

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from evaluation.scenes import emoji
-from evaluation.scenes.emoji import PictureRow
+from lab.scenes import emoji
+from lab.scenes.emoji import PictureRow
 from lab.training import captions
 from pipeline.text import prompts
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation.scenes import emoji, hues
+from lab.scenes import emoji, hues
 from lab.training.layout import MOST
 from lab.training.scenes import Scene
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evaluation.scenes import emoji, subjects
-from evaluation.scenes.emoji import PictureRow
-from evaluation.scenes.grammar import NUMBERS, render_caption
-from evaluation.scenes.subjects import Subject
-from evaluation.scenes.truth import Truth
+from lab.scenes import emoji, subjects
+from lab.scenes.emoji import PictureRow
+from lab.scenes.grammar import NUMBERS, render_caption
+from lab.scenes.subjects import Subject
+from lab.scenes.truth import Truth
 from lab.training.phrases import BACKDROPS, SYSTEM, Chat
 from lab.training.scenes import Composer
 

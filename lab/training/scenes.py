@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 
-from evaluation.scenes.grammar import CaptionParser, Foils, render_caption
-from evaluation.scenes.subjects import Subject
-from evaluation.scenes.truth import SceneItem, Truth
+from lab.scenes.grammar import CaptionParser, Foils, render_caption
+from lab.scenes.subjects import Subject
+from lab.scenes.truth import SceneItem, Truth
 from lab.training import captions, layout
 from lab.training.layout import Square, hidden
 
@@ -319,7 +319,7 @@ def _rgb(name: str) -> tuple[float, float, float]:
 
 
 def _hue_rgb(word: str) -> tuple[float, float, float]:
-    from evaluation.scenes.hues import HUES
+    from lab.scenes.hues import HUES
 
     red, green, blue = HUES[word]
     return red / 255, green / 255, blue / 255

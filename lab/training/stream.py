@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from evaluation.scenes import emoji, subjects
-from evaluation.scenes.emoji import PictureRow
+from lab.scenes import emoji, subjects
+from lab.scenes.emoji import PictureRow
 from lab.training import captions, scenes, tokens
 from lab.training.render import PackedScenes, Renderer, pack
 from lab.training.run import TrainingRun

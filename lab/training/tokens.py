@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from evaluation.scenes import emoji, subjects
+from lab.scenes import emoji, subjects
 from lab.training import captions, phrases, scenes
 from lab.training.run import TrainingRun, command
 from pipeline.checkpoints.tiny import TOKENS

@@ -20,11 +20,10 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 
 # isort: split
 from core.kernels.kv_cache import KVCache
-from lab.training.eagle import unrolled
 from llm import load_draft, tiny
 from llm.draft_forwards import FusedForwards, ProgramForwards
 from llm.drafts import DraftRequest
-from llm.eagle import EagleDecoder, EagleNetwork
+from llm.eagle import EagleDecoder, EagleNetwork, unrolled
 from llm.eagle_drafter import EagleDraft, EagleDrafter
 from llm.execution import TextExecution
 from llm.load import TextModelError, load

@@ -17,7 +17,6 @@ from contract.image import ImageParameters
 from core.artifacts import Artifacts
 from core.config import EMBEDDED_TEXT_MODEL
 from core.jobs.record import JobState
-from lab.training.phrases import SYSTEM
 from tests.workers.crew import Crew, eventually
 from tests.workers.desk import Desk, images, torch_settings
 from tests.workers.stage import StageText, picture
@@ -162,7 +161,7 @@ def test_a_model_is_told_what_it_was_trained_on() -> None:
             return [parameters]
 
     handler = Panel(0.0)
-    for own, expected in ("", expand.INSTRUCTION), (SYSTEM, SYSTEM):
+    for own, expected in ("", expand.INSTRUCTION), ("Name an emoji.", "Name an emoji."):
         handler.expansion_instruction = own
         expand.expansion_requests([CAT], handler)
         system, user = handler.asked.messages

@@ -46,6 +46,7 @@ _NOT_MEASURED = (
 _MOVED = {
     "benchmarks/simulation": "lab/simulation", "benchmarks/simulate.py": "lab/simulation/simulate.py",
     "benchmarks/costs": "lab/simulation/tables", "benchmarks": "lab/bench", "training": "lab/training",
+    "evaluation/scenes": "lab/scenes", "evaluation/captioning": "lab/captions",
 }  # fmt: skip
 _HIDDEN = {"--results", "--out", "--work"}  # options that say where files go
 _DIGITS = 10  # of a commit's id

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scenes import emoji
+from lab.scenes import emoji
 from lab.training import captions, phrases
 
 NAMES = st.sampled_from(

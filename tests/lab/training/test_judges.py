@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from evaluation.scenes import emoji
+from lab.scenes import emoji
 from lab.training import judge_text, phrases
 from lab.training.run import TrainingRun
 from lab.training.shapes import SMOKE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from evaluation.scenes import emoji
+from lab.scenes import emoji
 from lab.training import captions, real
 
 HEAD = "file\temoji\tname\tkeywords\tgroup\tsubgroup\n"

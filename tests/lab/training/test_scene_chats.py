@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.scenes.emoji import PictureRow
-from evaluation.scenes.truth import Truth
+from lab.scenes.emoji import PictureRow
+from lab.scenes.truth import Truth
 from lab.training.scene_chats import SceneChat, SceneExpander, keeps
 from lab.training.scenes import is_held_out
 from tests.lab.training.test_scenes import COMPOSER

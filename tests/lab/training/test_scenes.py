@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.scenes import hues
-from evaluation.scenes.subjects import Subject, plural
-from evaluation.scenes.truth import RELATIONS
+from lab.scenes import hues
+from lab.scenes.subjects import Subject, plural
+from lab.scenes.truth import RELATIONS
 from lab.training import layout, scenes
 from lab.training.layout import hidden
 from lab.training.render import Renderer, pack

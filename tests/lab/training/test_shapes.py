@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from lab.training import draft
+from lab.training import draft, phrases
 from lab.training.run import TrainingRun
 from lab.training.shapes import EMOJI
 from pipeline.checkpoints import tiny, tiny_zimage
@@ -96,3 +96,7 @@ def test_the_stand_in_has_the_shape_of_what_ships(name: str) -> None:
 def test_a_new_draft_has_the_shape_of_what_ships() -> None:
     made = draft.build(TrainingRun(Path(), Path(), Path())).state_dict()
     assert {key: list(tensor.shape) for key, tensor in made.items()} == shipped("emoji-lm-draft")
+
+
+def test_emoji_lm_is_asked_in_the_words_that_it_was_trained_with() -> None:
+    assert stored("emoji-lm", "config.json")["expansion_instruction"] == phrases.SYSTEM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import shutil
 import subprocess
@@ -15,7 +16,6 @@ from core.kernels.cuda import tiles
 from core.kernels.cuda.gemm import GemmArguments
 from core.kernels.cuda.gemm_source import LOCATE, TYPES
 from core.kernels.cuda.tiles import Tile
-from lab.bench import kernels
 
 PROCESSORS = 132  # of an H200
 # (kernel, N, K): Z-Image's, over 4,096 tokens of an image and 128 of a prompt
@@ -71,7 +71,7 @@ def test_each_shape_has_the_owners_tiles_else_the_shipped_else_a_siblings(
         assert f"{own} is not read" in caplog.text
         caplog.clear()
     measured = {shape: {"8": [1, 64, 1, 0]} for shape in ("64,32", next(iter(h100["linear"])))}
-    kernels.write({"linear": measured}, PROCESSORS, own)
+    own.write_text(json.dumps({"multiprocessors": PROCESSORS, "linear": measured}))
     tiles._forget()
     assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {**shipped, "linear": {**shipped["linear"], **measured}}
     with tiles.using({}):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from evaluation.scenes import checker, emoji, hues, subjects
-from evaluation.scenes.checker import Checker, Sprite, Verdict
-from evaluation.scenes.emoji import PictureRow
-from evaluation.scenes.truth import SceneItem, Truth
+from lab.scenes import checker, emoji, hues, subjects
+from lab.scenes.checker import Checker, Sprite, Verdict
+from lab.scenes.emoji import PictureRow
+from lab.scenes.truth import SceneItem, Truth
 from lab.training import render, scenes
 
 PAINT = {

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from contract.characters import text_error
 from core.config import EMBEDDED_MODEL
 from evaluation import captions
-from evaluation.captioning import caption_filter
-from evaluation.captioning.caption_filter import BROKEN, EMPTY, LONG, UNFINISHED, CaptionFilter
+from lab.captions import caption_filter
+from lab.captions.caption_filter import BROKEN, EMPTY, LONG, UNFINISHED, CaptionFilter
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 

@@ -9,7 +9,7 @@ import pytest
 
 from evaluation import captions, judges, pixels
 from evaluation.run import EvaluationRun, RunWriter
-from evaluation.scenes.judge import SceneJudge
+from lab.scenes.judge import SceneJudge
 from lab.training import scene_prompts
 from lab.training.run import TrainingRun
 from lab.training.scenes import is_held_out

@@ -18,12 +18,14 @@ from evaluation import bootstrap, pairs, pixels
 from evaluation.bootstrap import Interval
 from evaluation.clip import Clip
 from evaluation.features import Unscorable
+from evaluation.inception import WeightsError
+from evaluation.judges import Judge, Kind
 from evaluation.lpips import ClipLayers
 from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun, RunError
-from evaluation.scenes import emoji, subjects
-from evaluation.scenes.checker import Checker, Sprite, Verdict, summary
-from evaluation.scenes.grammar import CaptionParser, Foils
+from lab.scenes import emoji, subjects
+from lab.scenes.checker import Checker, Sprite, Verdict, summary
+from lab.scenes.grammar import CaptionParser, Foils
 
 SIDE = 128  # of sprites, in pixels
 _FOILS = 8  # captions with one thing wrong for each caption
@@ -125,6 +127,17 @@ class SceneJudge:
                 halves = ([pixels.read(true / half / file) for file in files] for half in ("own", "other"))
                 report[name]["two_true"] = self.difference(*halves)
         return report
+
+
+def open_scenes(folder: Path, device: str) -> Judge:
+    """Return the figure that is 1 for an image of all that its caption says, else 0; the folder has `emoji/`.
+
+    Raises `WeightsError`.
+    """
+    try:
+        return Judge(SceneJudge.name, Kind.PAIR, SceneJudge(folder, device=device))
+    except (ValueError, OSError) as error:
+        raise WeightsError(f"{folder}: has no emoji to check scenes by ({error})") from None
 
 
 def groups_of(run: EvaluationRun, count: int | None = None) -> Mapping[str, list[int]]:

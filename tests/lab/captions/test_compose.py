@@ -1,7 +1,7 @@
 """Rows are settled alike in whatever order answers come, however many are asked for at once, wherever it stopped.
 
-The author here is a table of answers by seed, so that orders and widths can be tried by the hundred; tests/cli has the
-real one.
+The author here is a table of answers by seed, so that orders and widths can be tried by the hundred; test_command.py
+has the real one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rich.progress import Progress
 
 from contract.errors import Invalid
 from core.batching.pending import rejected
-from evaluation.captioning import caption_filter
-from evaluation.captioning.caption_client import CaptionClient, CaptionRequest, seed_of, theme_of
-from evaluation.captioning.caption_file import CaptionFile
-from evaluation.captioning.caption_filter import CaptionFilter
-from evaluation.captioning.compose import CaptionGenerator, HopelessError
-from evaluation.captioning.text_sources import TextResponse
 from evaluation.service import SourceError
+from lab.captions import caption_filter
+from lab.captions.caption_client import CaptionClient, CaptionRequest, seed_of, theme_of
+from lab.captions.caption_file import CaptionFile
+from lab.captions.caption_filter import CaptionFilter
+from lab.captions.compose import CaptionGenerator, HopelessError
+from lab.captions.text_sources import TextResponse
 from lab.training import phrases
 from pipeline.checkpoints import tiny
 

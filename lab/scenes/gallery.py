@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation.scenes import hues
+from lab.scenes import hues
 
 _SIDE = 28  # pixels of a sprite as it was matched
 _KERNEL = 36  # of a sprite with what surrounds it

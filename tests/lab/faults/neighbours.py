@@ -1,4 +1,4 @@
-"""Measures the effect of a worst-case tenant on another: `python -m tests.faults.neighbours --rounds 60`.
+"""Measures the effect of a worst-case tenant on another: `python -m tests.lab.faults.neighbours --rounds 60`.
 
 A service with the embedded models, two keys. One tenant generates an image and a text, round after round: alone, next
 to a CPU-bound process without requests (`burner`), next to a second tenant with the same requests (`peer`), and next to
@@ -127,7 +127,7 @@ def measure(folder: Path, rounds: int, turns: int, only: list[str]) -> dict[str,
         words = {
             "alone": [],
             "burner": ["-c", "import os; os.nice(19)\nwhile True: pass"],
-            "peer": ["-c", "import sys; from tests.faults.neighbours import go_on; go_on(*sys.argv[1:])",
+            "peer": ["-c", "import sys; from tests.lab.faults.neighbours import go_on; go_on(*sys.argv[1:])",
                      service.url, other],
             "beside": ["-m", "tests.faults.worst", service.url, other, *only],
         }  # fmt: skip
@@ -142,7 +142,7 @@ def measure(folder: Path, rounds: int, turns: int, only: list[str]) -> dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.neighbours", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.faults.neighbours", description=__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=[], choices=worst.NAMES, help="attacks; nothing is stored then")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
-from evaluation.captioning.caption_client import CaptionClient, CaptionRequest
-from evaluation.captioning.caption_file import CaptionFile, CaptionRow
-from evaluation.captioning.caption_filter import (
+from evaluation.generate import ProgressLog
+from lab.captions.caption_client import CaptionClient, CaptionRequest
+from lab.captions.caption_file import CaptionFile, CaptionRow
+from lab.captions.caption_filter import (
     BROKEN,
     DUPLICATE,
     EMPTY,
@@ -25,8 +26,7 @@ from evaluation.captioning.caption_filter import (
     CaptionFilter,
     squeeze,
 )
-from evaluation.captioning.text_sources import TextResponse, TextSource
-from evaluation.generate import ProgressLog
+from lab.captions.text_sources import TextResponse, TextSource
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from evaluation.scenes import emoji
+from lab.scenes import emoji
 
 
 def test_reads_every_row_and_picture(data: Path) -> None:

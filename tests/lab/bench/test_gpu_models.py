@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 MODEL = "random:emoji-xl"
 LEAST_DB = 38.0  # of one forward in INT8 beside bf16; 42.6 in fp32 with emulated INT8, on a CPU

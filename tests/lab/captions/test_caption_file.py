@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import captions
-from evaluation.captioning import caption_file
-from evaluation.captioning.caption_file import CaptionFile, CaptionFileError, CaptionRow
+from lab.captions import caption_file
+from lab.captions.caption_file import CaptionFile, CaptionFileError, CaptionRow
 from tests.evaluation.conftest import read_json
 
 SETTINGS = {"seed": 0, "temperature": 0.7}

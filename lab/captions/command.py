@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config import Settings
-    from evaluation.captioning.caption_client import CaptionClient
-    from evaluation.captioning.caption_file import CaptionFile
-    from evaluation.captioning.text_sources import TextSource
+    from lab.captions.caption_client import CaptionClient
+    from lab.captions.caption_file import CaptionFile
+    from lab.captions.text_sources import TextSource
 
 _ABOUT = """examples:
   diptych captions --count 1000 --out captions.tsv
@@ -90,10 +90,10 @@ def _captions(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from contract.errors import Invalid
-    from evaluation.captioning.caption_file import CaptionFile, CaptionFileError
-    from evaluation.captioning.caption_filter import REASONS
-    from evaluation.captioning.compose import HopelessError
     from evaluation.service import SourceError
+    from lab.captions.caption_file import CaptionFile, CaptionFileError
+    from lab.captions.caption_filter import REASONS
+    from lab.captions.compose import HopelessError
 
     console = Console(stderr=True)
     _check(options)
@@ -139,7 +139,7 @@ def _check(options: argparse.Namespace) -> None:
 def _subjects(options: argparse.Namespace) -> dict[int, str]:
     """The captions' subjects, in turn, by row of the file; none if not given. Raises `UsageError`."""
     from evaluation import captions
-    from evaluation.captioning.caption_filter import squeeze
+    from lab.captions.caption_filter import squeeze
     from pipeline.text import prompts
 
     path: Path | None = options.subjects
@@ -163,7 +163,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
 def _template(options: argparse.Namespace) -> str | None:
     from contract.card import MAX_PROMPT_CHARACTERS
     from contract.characters import text_error
-    from evaluation.captioning.caption_client import SUBJECT
+    from lab.captions.caption_client import SUBJECT
 
     path: Path | None = options.template
     if path is None:
@@ -225,9 +225,9 @@ def _write(
 ) -> None:
     """Generate the missing rows, and finish the file."""
     from evaluation import generate
-    from evaluation.captioning import caption_filter
-    from evaluation.captioning.caption_client import CaptionClient
-    from evaluation.captioning.compose import CaptionGenerator
+    from lab.captions import caption_filter
+    from lab.captions.caption_client import CaptionClient
+    from lab.captions.compose import CaptionGenerator
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_errors())
@@ -258,12 +258,12 @@ def _author(
 ) -> TextSource:
     """The engine or the service that writes, open as long as the stack is."""
     if options.server:
-        from evaluation.captioning.text_sources import RemoteTextService
+        from lab.captions.text_sources import RemoteTextService
 
         return stack.enter_context(
             contextlib.closing(RemoteTextService(options.server, options.key, options.text_model))
         )
-    from evaluation.captioning.text_sources import LocalTextEngine
+    from lab.captions.text_sources import LocalTextEngine
 
     engine, runner = stack.enter_context(open_texts(settings, console, measure_s=0.5))
     return LocalTextEngine(engine, runner, 2 * settings.text_requests)
@@ -272,7 +272,7 @@ def _author(
 def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, rows: Sequence[int]) -> None:
     """Reject what the model does not accept before anything is written: of all rows of --subjects, or of the first."""
     from contract.errors import Invalid
-    from evaluation.captioning.text_sources import LocalTextEngine
+    from lab.captions.text_sources import LocalTextEngine
 
     assert isinstance(author, LocalTextEngine)
     for index in range(max(1, len(rows))):
@@ -286,7 +286,7 @@ def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, 
 
 def _tell(file: CaptionFile, console: Console) -> int:
     """Print the outcome; returns 1 if captions are missing."""
-    from evaluation.captioning.caption_filter import REASONS
+    from lab.captions.caption_filter import REASONS
 
     done = [row for row in file.rows if row.caption is not None]
     missing = [row for row in file.rows if row.caption is None]

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.text import TextJob
-from evaluation.captioning.caption_client import CaptionRequest
 from evaluation.service import ServiceClient, SourceError
+from lab.captions.caption_client import CaptionRequest
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine

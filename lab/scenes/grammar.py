@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from evaluation.scenes import hues
-from evaluation.scenes.emoji import COLOURS
-from evaluation.scenes.subjects import Subject, article
-from evaluation.scenes.truth import SceneItem, Truth
+from lab.scenes import hues
+from lab.scenes.emoji import COLOURS
+from lab.scenes.subjects import Subject, article
+from lab.scenes.truth import SceneItem, Truth
 
 NUMBERS = ("a", "two", "three", "four", "five")
 _SIZES = {"tiny": ("tiny", "very small"), "small": ("small", "little"), "big": ("big", "large", "huge")}

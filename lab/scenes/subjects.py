@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation.scenes import hues
-from evaluation.scenes.emoji import PictureRow
+from lab.scenes import hues
+from lab.scenes.emoji import PictureRow
 
 GROUPS = frozenset(["Animals & Nature", "Food & Drink", "Objects", "Travel & Places", "Activities"])
 ALSO = frozenset(["face-costume"])  # ghosts, robots, and such

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from evaluation.inception import WeightsError
     from evaluation.lpips import ClipLayers
     from evaluation.run import EvaluationRun, write_json
-    from evaluation.scenes.judge import SceneJudge
+    from lab.scenes.judge import SceneJudge
 
     check_range(options, "count", 1)
     if options.threads:

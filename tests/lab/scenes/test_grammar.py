@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scenes import hues
-from evaluation.scenes.subjects import article, plural
-from evaluation.scenes.truth import SceneItem, Truth
+from lab.scenes import hues
+from lab.scenes.subjects import article, plural
+from lab.scenes.truth import SceneItem, Truth
 from tests.lab.training.test_scenes import COMPOSER
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from core.config import EMBEDDED_MODEL
 from evaluation import captions
-from evaluation.captioning import caption_client, caption_filter
-from evaluation.captioning.caption_file import CaptionFile, CaptionRow
+from lab.captions import caption_client, caption_filter
+from lab.captions.caption_file import CaptionFile, CaptionRow
 from lab.training import phrases
 from lab.training.captions import COLOURS
 from llm import tiny
 from tests.cli.shell import Shell
+from tests.deployment.served import ready
 from workers import expand
 
 WORDS = ("a", "red", "green", "small", "old", "fox", "tree", "house", "boat", "in", "near", "snow", "water", "light")
@@ -54,7 +55,7 @@ def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, mo
 
 
 def test_a_stopped_command_ends_with_the_file_of_an_unbroken_one(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C amid its work; what a kill leaves is in tests/evaluation/captioning."""
+    """Ctrl-C amid its work; what a kill leaves is in tests/lab/captions."""
     count, words = 40, ["captions", "--count", "40", "--out", "broken.tsv", "--threads", "1"]
     monkeypatch.setenv("DIPTYCH_TEXT_REQUESTS", "4")
     with monkeypatch.context() as patch:
@@ -198,4 +199,14 @@ def test_a_service_that_is_none_is_named(shell: Shell) -> None:
     for url, said in ("ftp://x", "must begin with http"), ("http://127.0.0.1:1", "no service answers"):
         refused = shell("captions", "--count", "2", "--out", "no.tsv", "--server", url)
         assert refused.code == 1 and f"--server: {url}: {said}" in refused.err, refused
+    assert not list(shell.folder.glob("no.tsv*"))
+
+
+@pytest.mark.long
+def test_a_service_writes_the_captions_that_the_command_writes_by_itself(shell: Shell, tmp_path: Path) -> None:
+    whole = write(shell, "here.tsv", 20)
+    with ready(tmp_path / "served", unset=("DIPTYCH_TEXT_MODEL",)) as service:
+        assert write(shell, "there.tsv", 20, "--server", service.url) == whole
+        refused = shell("captions", "--count", "2", "--out", "no.tsv", "--server", service.url, "--text-model", "x")
+    assert refused.code == 1 and "no text model x; there: " in refused.err
     assert not list(shell.folder.glob("no.tsv*"))

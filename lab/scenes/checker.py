@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from evaluation import bootstrap
 from evaluation.bootstrap import Interval
-from evaluation.scenes import hues
-from evaluation.scenes.gallery import Gallery
-from evaluation.scenes.truth import SceneItem, Truth
+from lab.scenes import hues
+from lab.scenes.gallery import Gallery
+from lab.scenes.truth import SceneItem, Truth
 
 FOUND = 0.70  # cosine from which a sprite is there
 _HIDDEN = 0.60  # the same for what stands behind another, over what is seen of it
