@@ -336,6 +336,8 @@ def check_methods(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{name} has {count} public methods, more than {LARGE_CLASSES.get(name, MAX_METHODS)}"
     if "core.batching.scheduler" in modules and "core.ops.ops" in modules:  # not on an artificial tree
         for name, count in LARGE_CLASSES.items():
+            if within(name, "lab") and "lab" not in modules:
+                continue
             if large.get(name, 0) < count:
                 yield f"{name} has {large.get(name, 'few')} public methods: LARGE_CLASSES says {count}"
 
@@ -366,7 +368,7 @@ RULES = [
 @pytest.fixture(scope="module")
 def house() -> dict[str, Module]:
     modules = read(ROOT)
-    assert {"core", "core.batching", "pipeline", "unet_opt", "lab.bench"} <= modules.keys()
+    assert {"core", "core.batching", "pipeline", "unet_opt", "evaluation"} <= modules.keys()
     return modules
 
 
