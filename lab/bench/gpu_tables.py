@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lab.bench.harness.markdown import Result, Table, Text, cell, items
+from lab.bench.harness.markdown import Result, Table, Text, cell
 from lab.bench.quality_tables import verdicts
 
 Rows = Iterable[Mapping[str, Any]]
@@ -107,10 +107,4 @@ TABLES: dict[str, Table | Text] = {
         ("in flight × prompt/answer tokens @ arrivals", "{name}"), ("tokens/s", "{tokens_s:,.0f}"),
         ("first token p50, p99", "{first_p50_s:.3f} s, {first_p99_s:.3f} s"), ("later tokens p99", "{token_p99_ms} ms"),
         ("requests", "{requests}")), _text_load, "{model} in {precision}, keys and values in {kv}; random arrivals."),
-    "h200-text-drafts": Table(("h200/text-drafts",), (
-        ("draft, its acceptance assumed", "{draft}"), ("guesses a round", "{guesses}"), ("tokens/s", "{tokens_s:,.0f}"),
-        ("tokens a round", "{tokens_a_round:.2f}"), ("a round", "{round_ms:.2f} ms"),
-        ("the draft's graph", "{draft_ms:.2f} ms"), ("verification", "{verify_ms:.2f} ms")), items("drafts"),
-        "{model} in {precision}, keys and values in floats, {load} tokens. Drafts have random weights: which of their "
-        "guesses are right is assumed, not measured."),
 }  # fmt: skip

@@ -36,8 +36,6 @@ RUNS: dict[str, list[str]] = {
        for name, words in _BENCHES.items()},
     "rivals": ["-m", "lab.bench.rivals", "--openvino", "build/openvino/bin/python"],
     "scheduling": ["-m", "lab.bench.scheduling"],
-    "weights": ["-m", "lab.bench.weights", "quality", "--device", "cpu", "--captions", "data/coco/captions_source.tsv",
-                "--results", "lab/bench/results"],
     "neighbours": ["-m", "tests.lab.faults.neighbours", "--rounds", "100"],
     "hostile": ["-m", "tests.lab.faults.hostile", "--bodies", "5000"],
 }  # fmt: skip
@@ -54,7 +52,6 @@ GPU_RUNS: dict[str, list[str]] = {
             "text_load",
             "--loads 256:780/73:2@30,256:780/73:2@45,256:780/73:2@55 --pace 0.03 --name text-load-server",
         ),
-        ("text-drafts", "text_drafts", ""),
     )
 }  # fmt: skip
 """On one GPU, and `fleet` on four. Each stores its file in `lab/bench/results/h200`; `fleet` also `fleet-engine`."""

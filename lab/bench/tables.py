@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lab.bench.harness.markdown import Columns, Result, Table, Text, cell, items
+from lab.bench.harness.markdown import Columns, Result, Table, Text, cell
 
 Rows = Iterable[Mapping[str, Any]]
 _GATES_OF = {
@@ -263,11 +263,6 @@ TABLES: dict[str, Table | Text] = {
         ("", "{label}"), ("gate", "{gate:.2f}"), ("kept", "{kept:.0%}"), ("images per device second", "{speedup:.2f}×"),
         ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})"), ("random split", "{split:+.2%}")),
         _cascade, _cascade_note),
-    "weights-quality": Table(("weights",), (
-        ("weights of emoji-lm", "{way}"), ("perplexity", "{perplexity:.3f}"),
-        ("relative to unquantized", "{percent:+.2f}%")), items("quality"),
-        lambda result: cell("{texts:,} captions of {tokens:,} tokens, none of which calibration read.",
-                            result["quality"][0])),
     "arrivals": Table(("arrivals",), (
         ("batching", "{label}"), ("mean", "{mean_s:.2f} s"), ("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"),
         ("step-level p50 / this p50", "{p50_ratio:.2f}×"), ("step-level p99 / this p99", "{p99_ratio:.2f}×")),

@@ -65,18 +65,6 @@ class Table(NamedTuple):
         return [*table, "", note] if note else table
 
 
-def items(*keys: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
-    """Rows of the mapping or list at `keys` of the first result; a mapping's have their key as `name`."""
-
-    def rows(result: Result, *_: Result) -> Iterable[Mapping[str, Any]]:
-        part: Any = result
-        for key in keys:
-            part = part[key]
-        return part if isinstance(part, list) else [{"name": name, **fields} for name, fields in part.items()]
-
-    return rows
-
-
 class Text(NamedTuple):
     """Lines of a result that are no table."""
 

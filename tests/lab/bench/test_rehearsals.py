@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lab.bench import engine, gpu_tables, kernel_shapes, kernels, phases, stock, weights
+from lab.bench import engine, gpu_tables, kernel_shapes, kernels, phases, stock
 from lab.bench.harness import models
 
 WORDS = ["--device", "cpu", "--tiny", "--results"]
@@ -137,27 +136,3 @@ def test_the_best_tiles_are_merged_into_a_table(tmp_path: Path) -> None:
     }
     kernels.write(table, 132, tmp_path / "table.json")
     assert json.loads((tmp_path / "table.json").read_text()) == {"multiprocessors": 132, **table}
-
-
-def test_weights_are_timed_by_their_bits_and_measured_by_perplexity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "captions.txt").write_text("\n".join(f"{number} red kites" for number in range(8)), "utf-8")
-    words = ["products", "quality", "--text-model", "random:llama-tiny", "--captions", str(tmp_path / "captions.txt")]
-    weights.main([*WORDS, str(tmp_path), *words])
-    result = stored(tmp_path, "weights")
-    cases = result["products"]
-    assert {case["kind"] for case in cases} == {"bf16", "int8", "int4", "w4a8", "fp4", "int4 zeros"}
-    assert all(case["us"] > 0 and not case["failed"] for case in cases)  # each agrees with its reference
-    first, *others = result["quality"]
-    assert first["percent"] == 0 and first["texts"] == 4 and len(others) == 9
-    assert all(abs(figures["percent"]) < 100 and figures["perplexity"] > 1 for figures in others)
-    assert capsys.readouterr().out.count("INT4, ") == 2 * len([way for way in others if "INT4" in way["way"]])
-    with pytest.raises(SystemExit):
-        weights.main([*WORDS, str(tmp_path), "quality"])
-
-
-def test_weights_of_a_model_in_files_are_read_outside_of_inference_mode() -> None:
-    with torch.inference_mode():
-        first = next(weights.qualities(str(weights._EMOJI_LM), ["two red kites"] * 5, "cpu", calibrated=4))
-    assert first["way"] == "unquantized" and first["perplexity"] > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.bench.harness.markdown import NONE, Table, cell, items
+from lab.bench.harness.markdown import NONE, Table, cell
 
 
 def test_a_cell_is_a_format_whose_missing_values_are_a_dash() -> None:
@@ -13,7 +13,8 @@ def test_a_cell_is_a_format_whose_missing_values_are_a_dash() -> None:
 
 
 def test_a_table_has_a_header_of_the_result_and_a_note() -> None:
-    table = Table(("any",), (("of {steps}", "`{name}`"), ("rate", "{rate:.1f}")), items("rungs"), "{steps} steps.")
-    assert table.lines({"steps": 4, "rungs": {"a": {"rate": 1.25}, "b": {}}}) == [
+    columns = (("of {steps}", "`{name}`"), ("rate", "{rate:.1f}"))
+    table = Table(("any",), columns, lambda result: result["rungs"], "{steps} steps.")
+    assert table.lines({"steps": 4, "rungs": [{"name": "a", "rate": 1.25}, {"name": "b"}]}) == [
         "| of 4 | rate |", "| --- | --- |", "| `a` | 1.2 |", f"| `b` | {NONE} |", "", "4 steps.",
     ]  # fmt: skip
