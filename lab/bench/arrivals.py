@@ -33,6 +33,7 @@ from lab.bench.harness.traces import (
     poisson,
     step_level,
 )
+from lab.bench.harness.turns import alternate
 from workers.build import build
 
 LOAD = 0.7  # of what request-level batching can do on the same kernels
@@ -93,12 +94,12 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:
     """Play the same traces on every server, a part to each in turn: a shared machine's speed changes meanwhile."""
-    plays: dict[str, list[Played]] = {name: [] for name in servers}
     each = -(-pictures // _ROUNDS)
-    for part in range(-(-pictures // each)):
-        trace = poisson(rate, min(each, pictures - part * each), seed=part)
-        for name, server in servers.items():
-            plays[name].append(play(name, server, order, trace))
+
+    def measure(name: str, server: Server, part: int) -> Played:
+        return play(name, server, order, poisson(rate, min(each, pictures - part * each), seed=part))
+
+    plays = alternate(servers, -(-pictures // each), measure)
     return {name: latency_summary(played) for name, played in plays.items()}
 
 

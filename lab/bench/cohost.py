@@ -21,6 +21,7 @@ from contract.plan import parse
 from core.batching.request import Request
 from lab.bench.harness import provenance, record
 from lab.bench.harness.loop import Loop, Make, together
+from lab.bench.harness.turns import alternate
 from llm.parameters import TextParameters
 from llm.runner import GROUP
 from pipeline.backends.backend import BatchGroup
@@ -75,13 +76,13 @@ def run(
 def _turns(runtime: Runtime, makes: Mapping[str, Make], turns: int, seconds: float) -> dict[str, list[dict[str, Loop]]]:
     """The loops of images alone, of texts alone, and of both, in turns."""
     in_flight = IN_FLIGHT[runtime.images.model.device.type]
-    turned: dict[str, list[dict[str, Loop]]] = {"image": [], "text": [], "both": []}
-    for _ in range(turns):
-        for modality, measured in turned.items():
-            names = [modality] if modality in makes else list(makes)
-            measured.append({name: Loop(runtime.engine, makes[name], in_flight[name]) for name in names})
-            together(measured[-1], min(_WARM_S, seconds), seconds)
-    return turned
+
+    def measure(_: str, names: Sequence[str], turn: int) -> dict[str, Loop]:
+        loops = {name: Loop(runtime.engine, makes[name], in_flight[name]) for name in names}
+        together(loops, min(_WARM_S, seconds), seconds)
+        return loops
+
+    return alternate({"image": ["image"], "text": ["text"], "both": list(makes)}, turns, measure)
 
 
 def _figures(turned: Mapping[str, Sequence[Mapping[str, Loop]]], steps: int, total_s: float) -> dict[str, Any]:

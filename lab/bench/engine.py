@@ -34,6 +34,7 @@ from core.batching.request import Request
 from lab.bench.harness import command, models, record
 from lab.bench.harness.loop import Loop, Make, whole_rounds
 from lab.bench.harness.timing import Clocks
+from lab.bench.harness.turns import alternate
 from pipeline.backends.backend import BatchGroup, Widths
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.phases import STEPS, VAE
@@ -233,16 +234,17 @@ class EngineLadder:
             took = bench.singles(make, options.singles)
             rungs[name] |= {"single_s": statistics.median(took), "singles_s": took, "windows": []}
             record.progress(f"{name}: a single image takes {rungs[name]['single_s']:.3f} s of {took}")
-        for turn in range(options.windows):
-            for name, make in makes.items():
-                window = bench.window(make, rungs[name]["in_flight"], options.window)
-                windows = [*rungs[name]["windows"], window]
-                rungs[name] |= {
-                    **window, "windows": windows,
-                    "images_s": statistics.median(each["images_s"] for each in windows),
-                }  # fmt: skip
-                self.save()
-                record.progress(f"window {turn + 1} of {options.windows}: {name} {json.dumps(window)}")
+
+        def measure(name: str, make: Make, turn: int) -> None:
+            window = bench.window(make, rungs[name]["in_flight"], options.window)
+            windows = [*rungs[name]["windows"], window]
+            rungs[name] |= {
+                **window, "windows": windows, "images_s": statistics.median(each["images_s"] for each in windows),
+            }  # fmt: skip
+            self.save()
+            record.progress(f"window {turn + 1} of {options.windows}: {name} {json.dumps(window)}")
+
+        alternate(makes, options.windows, measure)
 
     def show(self) -> None:
         rungs = self.results["rungs"].items()

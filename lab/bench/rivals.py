@@ -29,8 +29,11 @@ from evaluation import captions
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
 from lab.bench.harness import provenance, record
-from lab.bench.ladder import BATCHES, LIMIT_S, BestVariant, Contender, Ladder, Process, best_stock, environment_of
-from lab.bench.rungs import ENGINE, IN_FLIGHT, PROMPT, STOCK, LeftOut, Variant
+from lab.bench.harness.processes import AnsweringProcess, ProcessGroup
+from lab.bench.harness.turns import Contender, LeftOut, alternate
+from lab.bench.harness.variants import BATCHES, BestVariant, Variant
+from lab.bench.launcher import COMPILE_S, Launcher, best_stock, environment_of
+from lab.bench.rungs import ENGINE, IN_FLIGHT, PROMPT, STOCK
 from pipeline.checkpoints.load import defaults_of
 from pipeline.quantization.calibration import default_prompts
 
@@ -70,20 +73,25 @@ class Rival:
     """A runtime's processes: for one request at a time, and for many in flight. Both may be the same."""
 
     alone: Contender
-    together: Contender
+    together: ProcessGroup
     description: dict[str, Any]
     rates: list[float] = field(default_factory=list)  # images/s of each turn with many in flight
     latencies: list[float] = field(default_factory=list)  # median seconds of each turn with many in flight
     singles: list[float] = field(default_factory=list)  # median seconds of each turn's images alone
 
-    def turn(self, first: int) -> None:
-        """Measure one turn, of images with the numbers from `first` on."""
+    def measure(self, name: str, turn: int) -> None:
+        """Measure one turn, of images that no other turn has."""
+        first = turn * (_ALONE + _TOGETHER)
         ends = [self.alone.draw(first + number, 1)[1] for number in range(_ALONE)]
         self.singles.append(statistics.median(end for [[end]] in ends))
         seconds, parts = self.together.draw(first + _ALONE, _TOGETHER)
         places = max(self.description.get("best", {}).get("batch", 1), IN_FLIGHT // len(parts))
         self.rates.append(_TOGETHER / seconds)
         self.latencies.append(statistics.median(late for part in parts for late in latencies(part, places)))
+        record.progress(
+            f"turn {turn + 1}: {name} {self.rates[-1]:.2f} images/s, {self.latencies[-1]:.2f} s each; "
+            f"alone {self.singles[-1]:.3f} s"
+        )
 
 
 def latencies(ends: Sequence[float], places: int) -> list[float]:
@@ -94,7 +102,7 @@ def latencies(ends: Sequence[float], places: int) -> list[float]:
 
 def run(
     settings: Settings, *, steps: int, results: Path | None, openvino: Path | None, names: Sequence[str],
-    work: Path, compile_limit_s: float = LIMIT_S, turns: int = _TURNS, texts: Sequence[Caption] = (),
+    work: Path, compile_limit_s: float = COMPILE_S, turns: int = _TURNS, texts: Sequence[Caption] = (),
     real: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the runtimes in turns, and store medians; `openvino` is the interpreter of OpenVINO's pipelines.
@@ -105,7 +113,7 @@ def run(
     defaults = defaults_of(settings.model_name, settings.variant)
     if defaults.rows(defaults.guidance_scale) == 1:
         raise record.BenchError("--model: draws without guidance; the runtimes are compared with it")
-    ladder = Ladder(settings, steps, None, environment_of(settings), compile_limit_s)
+    launcher = Launcher(settings, steps, None, environment_of(settings), compile_limit_s)
     left_out: dict[str, str] = {}
     rivals: dict[str, Rival] = {}
     with record.alone(), ExitStack() as stack:
@@ -113,21 +121,15 @@ def run(
             record.progress(f"preparing {name}")
             try:
                 with ExitStack() as starting:  # ends what was started of one that is left out
-                    rivals[name] = _prepared(name, ladder, openvino, work, starting)
+                    rivals[name] = _prepared(name, launcher, openvino, work, starting)
                     stack.push(starting.pop_all())
             except LeftOut as error:
                 left_out[name] = str(error)
                 record.progress(f"{name} is left out: {error}")
         if not rivals:
             raise record.BenchError(f"nothing can be measured here: {left_out}")
-        for turn in range(turns):
-            for name, rival in rivals.items():
-                rival.turn(turn * (_ALONE + _TOGETHER))
-                record.progress(
-                    f"turn {turn + 1} of {turns}: {name} {rival.rates[-1]:.2f} images/s, "
-                    f"{rival.latencies[-1]:.2f} s each; alone {rival.singles[-1]:.3f} s"
-                )
-        scored = _scored(rivals, ladder, texts, real, work / "runs") if texts else {}
+        alternate(rivals, turns, lambda name, rival, turn: rival.measure(name, turn))
+        scored = _scored(rivals, launcher, texts, real, work / "runs") if texts else {}
     result = {
         "rivals": rows(rivals), "scored": scored, "left_out": left_out,
         "model": Path(settings.model_name).name, "steps": steps,
@@ -160,30 +162,32 @@ def rows(rivals: Mapping[str, Rival]) -> list[dict[str, Any]]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def _prepared(name: str, ladder: Ladder, openvino: Path | None, work: Path, stack: ExitStack) -> Rival:
+def _prepared(name: str, launcher: Launcher, openvino: Path | None, work: Path, stack: ExitStack) -> Rival:
     """The processes of a runtime, stopped. Raises `LeftOut`."""
     if name in ENGINE:
-        process, description = ladder.start(name, stack)
+        process, description = launcher.start(name, stack)
         contender = _warmed([process], description)
         return Rival(contender, contender, {})
     if name == STOCK:
-        (single, _, tried), (best, count, trials) = best_stock(ladder, alone=True), best_stock(ladder)
+        (single, _, tried), (best, count, trials) = best_stock(launcher, alone=True), best_stock(launcher)
         tried += trials
 
-        def start(variant: Variant, stack: ExitStack) -> Process:
-            return ladder.start(STOCK, stack, variant)[0]
+        def start(variant: Variant, stack: ExitStack) -> AnsweringProcess:
+            return launcher.start(STOCK, stack, variant)[0]
     else:
-        command, request = _openvino_command(openvino), _openvino_request(name, ladder, work)
-        with Process(request | {"export": True}, ladder.environment, command) as exporting:
+        command, request = _openvino_command(openvino), _openvino_request(name, launcher, work)
+        with AnsweringProcess(request | {"export": True}, launcher.environment, command) as exporting:
             exporting.answer(_EXPORTED_S)
 
-        def start(variant: Variant, stack: ExitStack) -> Process:
-            process = stack.enter_context(Process(request | {"variant": asdict(variant)}, ladder.environment, command))
+        def start(variant: Variant, stack: ExitStack) -> AnsweringProcess:
+            process = stack.enter_context(
+                AnsweringProcess(request | {"variant": asdict(variant)}, launcher.environment, command)
+            )
             versions.update(process.answer()["versions"])
             return process
 
         versions: dict[str, str] = {}
-        first = OpenVinoVariant(threads=ladder.settings.threads or cores())
+        first = OpenVinoVariant(threads=launcher.settings.threads or cores())
         search, search_alone = BestVariant(start, OPENVINO[name], first), BestVariant(start, _SINGLE, first)
         best, count = search.find()
         (single, _), tried = search_alone.find(processes=False), [*search.trials, *search_alone.trials]
@@ -196,8 +200,8 @@ def _prepared(name: str, ladder: Ladder, openvino: Path | None, work: Path, stac
     return Rival(_warmed([start(single, stack)], description), together, description)
 
 
-def _warmed(processes: Sequence[Process], description: Mapping[str, Any]) -> Contender:
-    contender = Contender(processes, description)
+def _warmed(processes: Sequence[AnsweringProcess], description: Mapping[str, Any]) -> ProcessGroup:
+    contender = ProcessGroup(processes, description)
     contender.draw(10**5, 8 * len(processes))
     return contender
 
@@ -206,27 +210,27 @@ def _warmed(processes: Sequence[Process], description: Mapping[str, Any]) -> Con
 
 
 def _scored(
-    rivals: Mapping[str, Rival], ladder: Ladder, texts: Sequence[Caption], real: str, folder: Path
+    rivals: Mapping[str, Rival], launcher: Launcher, texts: Sequence[Caption], real: str, folder: Path
 ) -> dict[str, Any]:
     """Draw the captions with each runtime and by the base, and return scores and gates by runtime."""
     shutil.rmtree(folder, ignore_errors=True)
     with ExitStack() as stack:
-        base, _ = ladder.start(STOCK, stack, Variant(batch=BATCHES[0], threads=ladder.settings.threads or cores()))
-        contenders = {BASE: Contender([base], {}), **{name: rival.together for name, rival in rivals.items()}}
+        base, _ = launcher.start(STOCK, stack, Variant(batch=BATCHES[0], threads=launcher.settings.threads or cores()))
+        contenders = {BASE: ProcessGroup([base], {}), **{name: rival.together for name, rival in rivals.items()}}
         for name, contender in contenders.items():
             record.progress(f"{name} draws {len(texts)} captions")
             _draw_run(contender, texts, folder / name)
     words = ["compare", *(str(folder / name) for name in contenders), "--lens", "emoji-clip"]
     words += ["--out", str(folder / "compared"), *(["--real", real] if real else [])]
     command = [sys.executable, "-m", "cli", "evaluate", *words]
-    subprocess.run(command, cwd=provenance.ROOT, env=ladder.environment, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, cwd=provenance.ROOT, env=launcher.environment, stdout=subprocess.DEVNULL, check=True)
     report = json.loads((folder / "compared" / "report.json").read_text("utf-8"))
     parts = ("scores", "ratios", "pairs", "gates")
     runs = {run["name"]: {part: run[part] for part in parts if part in run} for run in report["runs"]}
     return {"captions": len(texts), "lens": report["lens"], "runs": runs}
 
 
-def _draw_run(contender: Contender, texts: Sequence[Caption], folder: Path) -> None:
+def _draw_run(contender: ProcessGroup, texts: Sequence[Caption], folder: Path) -> None:
     """Draw captions into a run's folder, each by its index as the seed: all runtimes begin from torch's noise of it."""
     drawn = folder.with_suffix(".drawn")
     drawn.mkdir(parents=True)
@@ -254,18 +258,18 @@ def _openvino_command(interpreter: Path | None) -> Sequence[str]:
     return [str(interpreter.absolute()), str(provenance.ROOT / "lab" / "bench" / "openvino_pipelines.py")]
 
 
-def _openvino_request(name: str, ladder: Ladder, work: Path) -> dict[str, Any]:
+def _openvino_request(name: str, launcher: Launcher, work: Path) -> dict[str, Any]:
     """The request that describes one of OpenVINO's pipelines."""
-    model = ladder.settings.model_name
+    model = launcher.settings.model_name
     try:
         side = json.loads((Path(model) / "unet" / "config.json").read_text("utf-8"))["sample_size"]
     except (OSError, KeyError) as error:
         raise LeftOut(f"{model} is no folder of an SDXL model ({error})") from None
-    guidance = defaults_of(model, ladder.settings.variant).guidance_scale
+    guidance = defaults_of(model, launcher.settings.variant).guidance_scale
     digest = digest_of(Path(model), sorted((Path(model) / "unet").glob("*.safetensors")))
     return {
-        "rung": name, "model": str(Path(model).resolve()), "steps": ladder.steps,
-        "work": str((work / f"{Path(model).name}-{digest}-{ladder.steps}").resolve()),
+        "rung": name, "model": str(Path(model).resolve()), "steps": launcher.steps,
+        "work": str((work / f"{Path(model).name}-{digest}-{launcher.steps}").resolve()),
         "size": _VAE * side, "guidance": guidance, "prompts": default_prompts(), "prompt": PROMPT,
     }  # fmt: skip
 
@@ -283,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=_TURNS, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--compile-limit", type=float, default=LIMIT_S, metavar="S", help="for torch.compile; default: %(default)g"
+        "--compile-limit", type=float, default=COMPILE_S, metavar="S", help="for torch.compile; default: %(default)g"
     )
     parser.add_argument("--work", type=Path, default=provenance.ROOT / "build" / "rivals", metavar="DIR",
                         help="keeps the converted model")  # fmt: skip

@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Semaphore
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from contract import plan, tuned
 from contract.card import FULL, TINY
@@ -26,6 +26,8 @@ from core.batching.runner import Lane
 from core.config import Settings
 from core.kernels.device import TORCH
 from lab.bench.harness import provenance
+from lab.bench.harness.turns import LeftOut
+from lab.bench.harness.variants import Variant
 from pipeline import plans
 from pipeline.checkpoints.folder import TINY_VAE, ModelError
 from pipeline.checkpoints.load import defaults_of, family_of
@@ -84,25 +86,6 @@ Keep = Callable[[int, "Image"], None]
 """Keeps the image of a job, by its index."""
 Draw = Callable[[Jobs, Keep], list[float]]
 """Draws an image for each (prompt, seed), and passes it on; returns when each ended, by `time.perf_counter`."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A configuration of a pipeline: images at once, CPU threads, memory format, precision, compiler."""
-
-    batch: int = 1
-    threads: int = 1
-    channels_last: bool = False
-    bf16: bool = False
-    compile: bool = False
-
-    def side_by_side(self) -> Self:
-        """Return the variant of one of several processes, each with one thread."""
-        return replace(self, threads=1)
-
-
-class LeftOut(RuntimeError):
-    """A rung cannot be measured here. The message has the reason."""
 
 
 # -- the stock pipeline ------------------------------------------------------------------------------------------------

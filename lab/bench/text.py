@@ -20,6 +20,7 @@ from typing import Any
 from core.batching.runner import Lane
 from core.config import Settings
 from lab.bench.harness import provenance, record
+from lab.bench.harness.turns import LeftOut, alternate
 from llm.attention import cacheless
 from llm.pages import PAGE
 
@@ -101,26 +102,25 @@ def run(
 def _take_turns(
     bench: _Bench, jobs: Sequence[BenchmarkJob], rungs: Sequence[str], turns: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Tokens per second of each rung in each turn; and the rungs that do not run here, each with the reason."""
-    rates: dict[str, list[float]] = {name: [] for name in rungs}
+    """Tokens per second of each rung in each turn; and the rungs that do not run here, each with the reason.
+
+    One more turn, of few tokens, comes first: it warms up and does not count.
+    """
     left_out: dict[str, str] = {}
-    for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
-        for name in [name for name in rungs if name not in left_out]:
-            selected = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
-            selected = bench.chats() if name in USER else selected
-            if not turn and name not in USER:
-                selected = [replace(job, tokens=_WARM_TOKENS) for job in selected[:_ONE_AT_A_TIME]]
-            started = time.perf_counter()
-            try:
-                tokens = bench.writes[name](selected) or sum(job.tokens for job in selected)
-            except record.BenchError as error:
-                left_out[name] = str(error)
-                continue
-            seconds = time.perf_counter() - started
-            record.progress(f"turn {turn} of {turns}: {name} took {seconds:.1f} s")
-            if turn:
-                rates[name].append(tokens / seconds)
-    return {name: values for name, values in rates.items() if values}, left_out
+
+    def measure(name: str, write: Write, turn: int) -> float:
+        selected = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+        selected = bench.chats() if name in USER else selected
+        if not turn and name not in USER:
+            selected = [replace(job, tokens=_WARM_TOKENS) for job in selected[:_ONE_AT_A_TIME]]
+        started = time.perf_counter()
+        tokens = write(selected) or sum(job.tokens for job in selected)
+        seconds = time.perf_counter() - started
+        record.progress(f"turn {turn} of {turns}: {name} took {seconds:.1f} s")
+        return tokens / seconds
+
+    rates = alternate({name: bench.writes[name] for name in rungs}, turns + 1, measure, left_out)
+    return {name: warm_and_counted[1:] for name, warm_and_counted in rates.items()}, left_out
 
 
 class _Bench:
@@ -262,7 +262,7 @@ class _Bench:
         try:
             self._lane.call(write)
         except Exception as error:  # an experiment of theirs: whatever it raises is the answer
-            raise record.BenchError(f"{type(error).__name__}: {error}") from error
+            raise LeftOut(f"{type(error).__name__}: {error}") from error
         finally:
             self._stock.set_attn_implementation(implementation)
 
@@ -272,7 +272,7 @@ class _Bench:
         from llm.quantized import quantize
 
         if self._kernels is None and not self._cuda:
-            raise record.BenchError("INT8 does not run here without our kernels")
+            raise LeftOut("INT8 does not run here without our kernels")
         return quantize(self.model, [job.prompt for job in self.jobs(16)])
 
     def _ours(self, model: Callable[[], Any], guide: Any = None, *, user: bool = False) -> Write:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.config import EMBEDDED_MODEL, Settings
 from lab.bench import rivals, rungs
 from lab.bench.harness import record
-from lab.bench.ladder import Contender
+from lab.bench.harness.processes import ProcessGroup
 from lab.bench.rivals import Rival, latencies, rows
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.tiny_zimage import TINY_Z
@@ -33,7 +33,7 @@ def test_latencies_are_those_of_a_closed_loop(seconds: list[float], places: int)
 
 
 def test_ratios_are_to_the_best_of_the_others() -> None:
-    idle = Contender([], {})
+    idle = ProcessGroup([], {})
     measured = {
         "diffusers": Rival(idle, idle, {}, rates=[2.0, 3.0, 4.0], latencies=[5.0], singles=[1.0]),
         "openvino-genai": Rival(idle, idle, {}, rates=[4.0, 4.0, 9.0], latencies=[4.0], singles=[0.5]),

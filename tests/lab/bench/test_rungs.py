@@ -14,7 +14,9 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
 from lab.bench import rungs
-from lab.bench.rungs import STOCK, LeftOut, Variant, first_request
+from lab.bench.harness.turns import LeftOut
+from lab.bench.harness.variants import Variant
+from lab.bench.rungs import STOCK, first_request
 from pipeline import plans
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.tiny_zimage import TINY_Z
