@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from core.ops.ops import Layer, TokenOps
 from llm.draft_checkpoint import DraftCheckpoint
@@ -128,3 +129,48 @@ def load(folder: Path, model: TextModel) -> EagleNetwork:
         raise refuse(f"d2t leads out of the {model.vocabulary} words of {model.name}")
     place_(network, model.device, model.dtype)
     return network.eval().requires_grad_(False)
+
+
+def unrolled(model: EagleNetwork, features: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
+    """Return the states [B, T, C] of each step of a head that is unrolled, as it is trained: drafters must equal it.
+
+    It reads features [B, T, sources · C] and the embeddings [B, T, C] of the tokens after them: row t of step s is that
+    of position t, drafted from features up to t - s.
+    """
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    layer: Any = model.midlayer
+    attention = layer.self_attn
+    x, results = model.fc(features), []
+    batch, length, _ = x.shape
+    places = torch.arange(length, device=x.device)
+    angles = model.rotary_emb(x, places[None])
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    heads = model.config.num_attention_heads // model.config.num_key_value_heads
+    for step in range(steps):
+        both = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(x)], -1)
+        q, k, v = (
+            projection(both).view(batch, length, -1, attention.head_dim).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *angles)
+        keys.append(k.repeat_interleave(heads, 1))
+        values.append(v.repeat_interleave(heads, 1))
+        # Of the first step's keys those up to t - step, and of each later step j the one at t - step + j.
+        scores = [(q @ keys[0].mT).masked_fill(places > places[:, None] - step, -torch.inf)]
+        shifts = [values[0]]
+        for j in range(1, step + 1):
+            shift = step - j
+            moved, value = (F.pad(z, (0, 0, shift, 0))[:, :, :length] for z in (keys[j], values[j]))
+            scores.append((q * moved).sum(-1, keepdim=True))
+            shifts.append(value)
+        weights = (torch.cat(scores, -1) * attention.scaling).softmax(-1)
+        y = weights[..., :length] @ shifts[0]
+        for j in range(1, step + 1):
+            y = y + weights[..., length + j - 1 : length + j] * shifts[j]
+        x = x + attention.o_proj(y.transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        results.append(x)
+        x = F.pad(x, (0, 0, 1, 0))[:, :length]  # of position t the state that was drafted for it
+    return results

@@ -23,14 +23,13 @@ from core.kernels.kv_cache import KVCache
 from llm import load_draft, tiny
 from llm.draft_forwards import FusedForwards, ProgramForwards
 from llm.drafts import DraftRequest
-from llm.eagle import EagleDecoder, EagleNetwork
+from llm.eagle import EagleDecoder, EagleNetwork, unrolled
 from llm.eagle_drafter import EagleDraft, EagleDrafter
 from llm.execution import TextExecution
 from llm.load import TextModelError, load
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator
 from tests.llm import stage
-from training.eagle import unrolled
 
 WORDS, STEPS = 100, 4
 SIZE: dict[str, Any] = {"pages": 12, "sequences": 2, "context": 64}
