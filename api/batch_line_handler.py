@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
 from core.artifacts import ArtifactError, fetch_result
 from core.jobs.batches import BatchRecord
-from core.jobs.record import Job, JobDraft, JobState
+from core.jobs.record import Job, JobDraft, JobState, derived_id
 
 _PRIORITY = 9  # interactive requests go first
 
@@ -45,7 +44,7 @@ class BatchLineHandler:
 
         Raises `ApiError` and, for an edit, `ArtifactError`.
         """
-        id = "job_" + hashlib.sha256(f"{batch.secret}{batch.id}/{number}".encode()).hexdigest()[:24]
+        id = derived_id(f"{batch.secret}{batch.id}/{number}")
         draft = (self._text if queue_of(batch.endpoint) == "text" else self._picture)(batch, line, id)
         return replace(draft, id=id, owner=batch.owner, digest=batch.id, keep_s=KEEP_S)
 
@@ -104,7 +103,7 @@ class BatchLineHandler:
             made = fetch_result(job.result, self._service.artifacts.get)
             return {**result, "body": text_drafts.answer(batch.endpoint, job, made)}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
-        links = self._service.links_from(batch.base, kept_s)
+        links = self._service.links_from(batch.base, kept_s, batch.owner)
         return {**result, "body": generated(job, links), "keys": [image.get("key") for image in results(job)]}
 
     def written(self, batch: BatchRecord, number: int, line: BatchLine, result: Result) -> InlineDocument:

@@ -69,7 +69,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     try:
         batch = await service.call(
             caller.id, service.batches.add, caller.id, fields.endpoint, file, checked.lines,
-            service.links(request).base, fields.metadata, checked.errors, keyless=not caller.id,
+            service.links(request, caller.id).base, fields.metadata, checked.errors, keyless=not caller.id,
             stored=stored_limit(service, caller.id),
         )  # fmt: skip
     except KeyRequired:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import tempfile
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -70,6 +71,7 @@ class RegistrySnapshot:
     memory: StoreMemory = field(default_factory=StoreMemory)
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
     loading: Mapping[str, str] = field(default_factory=dict)  # modalities of the models that no worker serves yet
+    shares: Mapping[str, float] = field(default_factory=dict)  # as `WorkEstimates.shares` returns them
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
         """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
@@ -156,6 +158,14 @@ class RegistrySnapshot:
         names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
         return names[0] if len(names) == 1 else None
 
+    def reliable(self, name: str) -> float:
+        """Return the part of the queued image jobs' estimated work that counts against a deadline: of this model, and
+        of each with queued jobs, the least.
+        """
+        queued = [model for model, backlog in self.model_backlogs.items() if backlog.queued]
+        images = {model.name for model in self.models if isinstance(model, ImageCard)}
+        return min((self.shares.get(model, 0.0) for model in {name, *queued} if model in images), default=0.0)
+
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
         backlog = self.backlogs.get(queue)
@@ -186,6 +196,30 @@ def _with_drafts(card: ModelCard, allowed: Set[str]) -> ModelCard:
     return replace(card, cascades={name: gate for name, gate in card.cascades.items() if name in allowed})
 
 
+class WorkEstimates:
+    """Tells how far the estimates of queued image jobs can be relied on: costs that a worker measured at a loaded start
+    may have been a hundred times too high, and stay in the records of jobs that were queued then.
+    """
+
+    def __init__(self) -> None:
+        self._highest_s: dict[str, float] = {}  # of an image, by model, since its queue was empty last
+
+    def shares(self, models: Iterable[ModelCard], backlogs: Mapping[str, QueueBacklog]) -> dict[str, float]:
+        """Return, by image model, by how much its costs have sunk since the oldest of its queued jobs was estimated at
+        the latest; 0.0 if no iteration has confirmed them, or if these jobs are older than what is known here.
+        """
+        highest_s, shares = dict[str, float](), dict[str, float]()
+        for card in models:
+            if isinstance(card, ImageCard) and card.capacity_per_s > 0:
+                image_s, backlog = 1 / card.capacity_per_s, backlogs.get(card.name)
+                before_s = self._highest_s.get(card.name, math.inf) if backlog and backlog.queued else image_s
+                highest_s[card.name] = max(before_s, image_s)
+                confirmed = any(card.least_costs.row_step_s.values())
+                shares[card.name] = image_s / highest_s[card.name] if confirmed else 0.0
+        self._highest_s = highest_s
+        return shares
+
+
 class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
@@ -212,6 +246,7 @@ class CardCache:
         self._down = False
         # Its own thread: a hanging Redis must not occupy the threads that requests use.
         self._limiter = anyio.CapacityLimiter(1)
+        self._estimates = WorkEstimates()
         self.now = RegistrySnapshot(names=names)
 
     @property
@@ -339,6 +374,7 @@ class CardCache:
             workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names,
             memory=self._store.upkeep.memory(),
             loading={name: kind for name, kind in names.items() if name not in live},
+            shares=self._estimates.shares(models, by_model),
         )  # fmt: skip
         if self._down or self._looked < 0:  # another Redis may run now
             self._examine()

@@ -93,7 +93,7 @@ async def events(id: str, request: Request, service: Given, caller: By) -> Respo
     seen = _position(after)
     if seen is None:
         raise invalid_field("last_event_id", "must be the id of an event, such as 1700000000000-0")
-    links = service.links(request)
+    links = service.links(request, caller.id)
     await enforce_rate_limit(request, service, caller)
     job = await find(service, id, caller)
     if not job.state.final:

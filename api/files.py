@@ -86,7 +86,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
         except TimeoutError:
             raise StorageDown("an earlier file of this key is still being stored") from None
     if as_replicate and info is not None:
-        return JSONResponse(file_object(file, info.media_type, service.links(request).base))
+        return JSONResponse(file_object(file, info.media_type, service.links(request, caller.id).base))
     return JSONResponse(_object(file))
 
 

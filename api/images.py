@@ -59,7 +59,7 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
 
 async def answer(service: Service, request: Request, job: Job, fields: ImageRequest, *, stays: bool) -> Response:
     """The job's images when all are finished, or with `stream` its events. Raises `ApiError`."""
-    links = service.links(request) if fields.response_format == "url" else None
+    links = service.links(request, job.owner) if fields.response_format == "url" else None
     if fields.stream:
         kind = "image_edit" if isinstance(fields, EditRequest) else "image_generation"
         source = streaming.stream_images(service, job, kind, links, fields.partial_images or 0, stays=stays)

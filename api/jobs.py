@@ -15,7 +15,7 @@ from api import admission, body, references, schemas, submission
 from api.access import By, Caller
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
-from api.presentation import job_object, retrieved, running_forecast
+from api.presentation import job_object, next_page, retrieved, running_forecast
 from api.rate_limits import charge_refusals, enforce_rate_limit
 from api.routers import new_router
 from api.service import Given, Service
@@ -60,17 +60,15 @@ async def put(id: str, request: Request, service: Given, caller: By) -> Response
     other fields.
     """
     caller.check("images")
-    if JOB_ID.fullmatch(id) is None:
-        raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
-    return await _make(request, service, caller, id)
+    return await _make(request, service, caller, await submission.chosen_id(service, caller, id))
 
 
-async def _make(request: Request, service: Service, caller: Caller, id: str | None) -> Response:
+async def _make(request: Request, service: Service, caller: Caller, id: submission.ChosenId | None) -> Response:
     async with charge_refusals(request, service, caller):
         fields = references.read_job(await body.read(request, caller.id), ignore_unknown=service.ignore_unknown)
     job, standing = await submission.submit(service, request, caller, fields, id)
-    content = job_object(job, service.links(request), await service.forecast(job, standing=standing))
-    return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})
+    content = job_object(job, service.links(request, caller.id), await service.forecast(job, standing=standing))
+    return JSONResponse(content, 202, {"Location": f"/v1/jobs/{content['id']}"})
 
 
 @router.get(
@@ -94,17 +92,17 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     if state is not None and state not in list(JobState):
         raise invalid_field("status", f"must be one of {', '.join(JobState)}")
     model = service.cards.seen_by(caller.id).served_name(query.get("model")) or ""
-    links = service.links(request)
+    links = service.links(request, caller.id)
 
     def listed() -> Response:
         jobs = service.store.lists.page(
             None if caller.may("admin") else caller.id,
-            state=JobState(state) if state else None, model=model, after=after, limit=limit,
+            state=JobState(state) if state else None, model=model, after=locate(service, after, caller), limit=limit,
         )  # fmt: skip
         if jobs is None:
             raise missing()
         data = [job_object(job, links, running_forecast(job)) for job in jobs.jobs]
-        return JSONResponse(page(data, more=jobs.more, last=jobs.after), headers=_FRESH)
+        return JSONResponse(page(data, more=jobs.more, last=next_page(jobs, links)), headers=_FRESH)
 
     return await service.call(caller.id, listed)
 
@@ -128,7 +126,7 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.follower.summary_at_end(job), wait_s)
         job = await find(service, id, caller)
-    content = job_object(job, service.links(request), await service.forecast(job))
+    content = job_object(job, service.links(request, caller.id), await service.forecast(job))
     return JSONResponse(retrieved(job, content), headers=_FRESH)
 
 
@@ -136,10 +134,10 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
     """Cancel a job that waits or runs. An ended job is returned unchanged."""
     record = await find(service, id, caller)
-    job = await service.call(caller.id, service.store.cancel, id, record.incarnation)
+    job = await service.call(caller.id, service.store.cancel, record.id, record.incarnation)
     if job is None:
         raise no_job()
-    return JSONResponse(job_object(job, service.links(request)))
+    return JSONResponse(job_object(job, service.links(request, caller.id)))
 
 
 @router.post("/v1/jobs/{id}/requeue", status_code=202, summary="Try a job again", response_model=schemas.JobObject)
@@ -155,7 +153,7 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
     if await service.cards.find(job.model, KINDS[job.modality], caller.id) is None and service.cards.redis_answers:
         raise admission.unknown_model()
     again = await submission.resubmit(service, request, caller, job)
-    content = job_object(again, service.links(request), await service.forecast(again))
+    content = job_object(again, service.links(request, caller.id), await service.forecast(again))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{again.id}"})
 
 
@@ -163,10 +161,12 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
     """Cancel the job if it is live, and delete it: record, events, and the pictures that no other job has made too."""
     await enforce_rate_limit(request, service, caller)
-    incarnation = ""
-    with contextlib.suppress(UnreadableRecord):  # deletes unreadable records too
-        incarnation = (await find(service, id, caller)).incarnation
-    await service.call(caller.id, service.store.erase, id, incarnation)
+    try:
+        job = await find(service, id, caller)
+        record, incarnation = job.id, job.incarnation
+    except UnreadableRecord as error:  # is deleted, too
+        record, incarnation = error.id, ""
+    await service.call(caller.id, service.store.erase, record, incarnation)
     return JSONResponse({"id": id, "object": "job", "deleted": True})
 
 
@@ -179,7 +179,7 @@ async def find(service: Service, id: str, caller: Caller, *, whole: bool = False
     check_id(id)
     read = service.store.get if whole else service.store.lists.summary
     try:
-        job = await service.call(caller.id, read, id)
+        job = await service.call(caller.id, lambda: read(locate(service, id, caller)))
     except UnreadableRecord as error:
         if error.owner != caller.id and not caller.may("admin"):
             raise no_job() from None
@@ -187,6 +187,11 @@ async def find(service: Service, id: str, caller: Caller, *, whole: bool = False
     if job is None or not caller.sees(job):
         raise no_job()
     return job
+
+
+def locate(service: Service, id: str, caller: Caller) -> str:
+    """The id of the record of the job that the caller calls by this id; "" stays. Reads Redis: see `Service.call`."""
+    return id and service.store.lists.locate(id, caller.id, others=caller.may("admin"))
 
 
 def check_id(id: str) -> None:

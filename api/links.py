@@ -19,7 +19,7 @@ _SIGNATURE = re.compile(r"[A-Za-z0-9_-]{43}")
 @dataclass(frozen=True, slots=True)
 class ImageLinks:
     """The links of a service. `base` ends in a slash. Without a `secret` links are unsigned: anyone who reaches the
-    service may follow them.
+    service may follow them. `reader` is the key that they are told to.
 
     `clock` is shared by all processes that verify signatures.
     """
@@ -28,9 +28,16 @@ class ImageLinks:
     secret: bytes | None = None
     lasts_s: float = 3600.0
     clock: Callable[[], float] = time.time
+    reader: str = ""
+
+    def job_id(self, job: Job) -> str:
+        """The id by which the reader knows the job: the one that it chose; of another owner's job the record's."""
+        return job.name if job.name and job.owner == self.reader else job.id
 
     def image(self, job: Job, k: int, key: str) -> str:
-        """The URL of a job's k-th image, whose artifact has this key."""
+        """The URL of a job's k-th image, whose artifact has this key. It names the record: who follows it need not be
+        the owner.
+        """
         bare = f"{self.base}v1/jobs/{job.id}/images/{k}"
         if self.secret is None:
             return bare

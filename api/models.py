@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from api import admission, schemas
 from api.access import By, Caller
+from api.cards import RegistrySnapshot
 from api.errors import ApiError
 from api.predictions import objects
 from api.routers import new_router
@@ -28,27 +29,30 @@ _HEARD_S = 2.0  # cards are polled once a second
 
 @router.get("/v1/models", summary="List models")
 async def models(request: Request, service: Given, caller: By) -> Response:
-    """List every model that a worker ever announced, text models with their adapters, and then their aliases;
-    `diptych.live` says whether one serves it now. `results` are the image models as Replicate lists them.
+    """List every model that a worker ever announced, text models with their adapters, those that are loaded for the
+    first time, and then their aliases; `diptych.live` says whether a worker serves it now. `results` are the image
+    models as Replicate lists them.
     """
     now = service.cards.seen_by(caller.id)
     names = [name for card in now.models for name in (card.name, *_adapters(card))]
     # Models may share an adapter's name, or one may have it.
+    names += [name for name in now.loading if admission.loading_kind(now, name) is not None]
     names = [*dict.fromkeys(names), *(alias for alias in now.names.aliases if now.served_name(alias) != alias)]
-    data = [model_object(card, service, name, caller) for name in names if (card := now.named(name)) is not None]
-    base = service.links(request).base
-    listed = [card for card in now.models if isinstance(card, ImageCard)]
-    page = {"previous": None, "next": None, "results": [objects.listed_model(card, base) for card in listed]}
+    data = [listed for name in names if (listed := _listed(now, service, name, caller)) is not None]
+    base = service.links(request, caller.id).base
+    images = [card.name for card in now.models if isinstance(card, ImageCard)]
+    images += [name for name in now.loading if admission.loading_kind(now, name) is ImageCard]
+    page = {"previous": None, "next": None, "results": [objects.listed_model(name, base) for name in images]}
     return JSONResponse({"object": "list", "data": data, **page}, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")
 async def model(name: str, service: Given, caller: By) -> Response:
     now = service.cards.seen_by(caller.id)
-    card = now.named(name)
-    if card is None:
-        raise admission.missing_model(now, name)
-    return JSONResponse(model_object(card, service, name, caller), headers={"Cache-Control": "no-store"})
+    listed = _listed(now, service, name, caller)
+    if listed is None:
+        raise admission.unknown_model()
+    return JSONResponse(listed, headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
@@ -77,6 +81,26 @@ async def forget(name: str, service: Given, caller: By) -> Response:
             break
     await service.cards.renew()
     return JSONResponse({"id": name, "object": "model", "deleted": True, "cancelled": cancelled})
+
+
+def _listed(now: RegistrySnapshot, service: Service, name: str, caller: Caller) -> dict[str, Any] | None:
+    """The object of a model under one of its names; of one that loads for the first time its kind alone is known."""
+    if (card := now.named(name)) is not None:
+        return model_object(card, service, name, caller)
+    if admission.loading_kind(now, name) is None:
+        return None
+    served = now.served_name(name) or name
+    fields = {
+        "modality": now.loading[served],
+        "live": False,
+        "loaded": False,
+        "loading": True,
+        "workers": 0,
+        "loaded_workers": 0,
+    }
+    if name != served:
+        fields["alias_of"] = served
+    return {"id": name, "object": "model", "created": 0, "owned_by": "diptych", "diptych": fields}
 
 
 async def _first(service: Service, caller: Caller, model: str, state: JobState) -> list[str]:
@@ -115,6 +139,7 @@ def model_object(card: ModelCard, service: Service, name: str, caller: Caller) -
     fields = asdict(card)
     del fields["name"]
     fields["limits"]["max_seed"] = min(fields["limits"]["max_seed"], MAX_EXACT)  # a number that clients can hold
+    fields["loading"] = card.name in service.cards.now.loading
     fields["workers"] = sum(worker.state == READY for worker, _ in serving)
     fields["loaded_workers"] = sum(worker.state == READY and model.loaded for worker, model in serving)
     if isinstance(card, ImageCard):

@@ -82,7 +82,7 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
         "Cache-Control": _FOR_EVER,
         "ETag": f'"{picture["key"]}"',  # the key is a hash of the content
         "X-Content-Type-Options": "nosniff",
-        "Content-Disposition": f'inline; filename="{job.id}-{int(k)}.{ending}"',
+        "Content-Disposition": f'inline; filename="{request.path_params["id"]}-{int(k)}.{ending}"',
     }
     if _has(request, headers["ETag"]):
         return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})

@@ -12,8 +12,8 @@ from api.errors import refused_picture
 from api.links import ImageLinks
 from contract.content import images_of
 from contract.errors import Invalid
-from contract.image import ImageJob
-from core.jobs.record import Job, JobState
+from contract.image import ImageFacts, ImageJob
+from core.jobs.record import Job, JobPage, JobState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
     """The public job object; its images are links."""
     queue_forecast = forecast or QueueForecast()
     return {
-        "id": job.id,
+        "id": links.job_id(job),
         "object": "job",
         "status": job.state.value,
         "model": job.model,
@@ -58,7 +58,7 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
                 "url": links.image(job, k, image["key"]) if shown(image) else None,
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": warnings(job, image),
-                **provenance(image),
+                **facts(image),
             }
             for k, image in enumerate(results(job))
         ],
@@ -79,6 +79,12 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
     with suppress(Invalid):  # parameters of a newer version
         request = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
     return {**content, "images": images} | ({} if request is None else {"request": request})
+
+
+def next_page(jobs: JobPage, links: ImageLinks) -> str:
+    """The id after which the next page of a list begins. The last job that was examined need not be on the page."""
+    last = jobs.jobs[-1] if jobs.jobs else None
+    return jobs.after if last is None or last.id != jobs.after else links.job_id(last)
 
 
 def results(job: Job) -> list[dict[str, Any]]:
@@ -102,15 +108,10 @@ def warnings(job: Job, image: dict[str, Any]) -> list[str]:
     return [*job.parameters.get("warnings", []), *image.get("warnings", [])]
 
 
-def provenance(image: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given; of a cascade's images
-    which model drew them, and the score of the draft; of those that were checked what the checker says, with OpenAI's
-    error of a refused one.
-    """
-    told: dict[str, Any] = {
-        name: image[name] for name in ("revised_prompt", "drawn_by", "draft_score", "content") if name in image
-    }
-    return told if shown(image) else {**told, "error": refused_picture().content["error"]}
+def facts(image: dict[str, Any]) -> dict[str, Any]:
+    """What stages tell of an image (`contract.image.ImageFacts`), and OpenAI's error of a refused one."""
+    names: dict[str, Any] = {name: image[name] for name in ImageFacts.model_fields if name in image}
+    return names if shown(image) else {**names, "error": refused_picture().content["error"]}
 
 
 def _rounded(seconds: float | None) -> float | None:

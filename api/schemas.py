@@ -17,6 +17,7 @@ from api.errors import ApiError, invalid_field
 from contract.bounds import FLAG, LIST, NOTHING, OBJECT, WORD, range_error
 from contract.characters import too_long
 from contract.errors import UNSUPPORTED
+from contract.image import ImageFacts
 from contract.image_prompt import MAX_IMAGE_PROMPTS
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import ImageReference as ImageReference
@@ -290,21 +291,9 @@ class JobError(BaseModel):
     message: str
 
 
-class CheckedContent(BaseModel):
-    flagged: bool
-    labels: dict[str, float] = Field(description="the scores of those that flag it, or else of the nearest one")
-    action: Literal["tag", "blur", "refuse"] | None = Field(
-        description="what was done to it; null if it is not flagged"
-    )
-
-
-class DrawnImage(BaseModel):
+class DrawnImage(ImageFacts):
     seed: int
     warnings: list[str]
-    revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
-    drawn_by: str | None = Field(default=None, description="with cascade: the model that drew it")
-    draft_score: float | None = Field(default=None, description="with cascade: the score of its draft")
-    content: CheckedContent | None = Field(default=None, description="what the service's checker says of it")
     error: ErrorDetail | None = Field(default=None, description="of one that the checker refused: there is no file")
 
 

@@ -30,6 +30,7 @@ from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.access import AccessReader
 from core.jobs.batches import BatchStore
+from core.jobs.client_state import ClientState
 from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import EventReader
 from core.jobs.files import FileStore
@@ -39,7 +40,6 @@ from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, QueuePosition
 from core.jobs.registry import Registry
 from core.jobs.rights import RedisPermissions, describe_missing
-from core.jobs.sdapi import SdapiStore
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
@@ -76,7 +76,7 @@ class Service:
         self.submissions = Submissions(self.redis, settings.max_queued, settings.retention_s)
         self.batches = BatchStore.of(settings, self.redis)
         self.files = FileStore(self.redis)
-        self.sdapi = SdapiStore(self.redis)
+        self.sdapi = ClientState(self.redis, "sdapi")
         self.reader = EventReader(self.redis)
         self._rights = RedisPermissions(self.redis)
         self.queue = MessageProducer(settings.redis_url)
@@ -173,15 +173,17 @@ class Service:
         """The limits of an owner's jobs and requests."""
         return self._limits_of(owner, self.cards.now.keys.get(owner))
 
-    def links(self, request: Request) -> ImageLinks:
-        """Links as this request's client reaches them, signed if keys are required."""
+    def links(self, request: Request, reader: str) -> ImageLinks:
+        """Links as this request's client, whose key is the `reader`, reaches them, signed if keys are required."""
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
-        return self.links_from(base, self.settings.link_s)
+        return self.links_from(base, self.settings.link_s, reader)
 
-    def links_from(self, base: str, lasts_s: float) -> ImageLinks:
-        """Links with this base, signed if keys are required; by Redis's clock, which all verifiers share."""
+    def links_from(self, base: str, lasts_s: float, reader: str) -> ImageLinks:
+        """Links with this base for a reader's key, signed if keys are required; by Redis's clock, which all verifiers
+        share.
+        """
         now = self.cards.now
-        return ImageLinks(base, now.secret if now.guarded else None, lasts_s, now.clock)
+        return ImageLinks(base, now.secret if now.guarded else None, lasts_s, now.clock, reader)
 
     async def forecast(self, job: Job, standing: QueuePosition | None = None) -> QueueForecast | None:
         """A live job's queue position, estimated from the workers' costs.

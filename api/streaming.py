@@ -20,7 +20,7 @@ from api.errors import ApiError, job_error, store_error
 from api.inline_images import Inline, InlineDocument
 from api.job_follower import not_followed
 from api.links import ImageLinks
-from api.presentation import provenance, results, shown, size, warnings
+from api.presentation import facts, results, shown, size, warnings
 from api.service import Service
 from contract.image import ImageJob
 from core.artifacts import ArtifactError
@@ -88,12 +88,12 @@ async def stream_images(
 def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
     """A finished image: inline or as a link, or neither if it was refused; and what is told of how it was drawn."""
     image = results(job)[k]
-    facts = {**provenance(image), "seed": image["seed"], "warnings": warnings(job, image)}
+    content = {**facts(image), "seed": image["seed"], "warnings": warnings(job, image)}
     if not shown(image):
-        return facts
+        return content
     if links is not None:
-        return {"url": links.image(job, k, image["key"]), **facts}
-    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **facts}
+        return {"url": links.image(job, k, image["key"]), **content}
+    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **content}
 
 
 async def _look(service: Service, job: Job, image: int) -> str | None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -30,15 +30,17 @@ from api.service import Service
 from api.uploads import PictureUploads, Upload
 from contract.card import ImageCard, Size, TextCard
 from contract.control import Control
+from contract.estimates import work_s
 from contract.image import PICTURES, ImageJob
 from contract.image_request import ImageRequest
 from contract.picture_input import PictureInput
 from contract.text import TextJob
 from core import logs, traces
+from core.jobs.broker import JOB_ID
 from core.jobs.connection import StoreDown, StoreFull
 from core.jobs.creation import JobCreation, OwnerLimits
 from core.jobs.rates import RateLimitCost
-from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
+from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, derived_id, new_id
 
 DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
 
@@ -47,14 +49,29 @@ _LOADING_S, _LOOK_S = 60.0, 0.25  # that a request waits for a model that is bei
 _INPUT_S = 3600.0  # until the job's record sets its retention
 
 
-def idempotency_id(request: Request, caller: Caller) -> str | None:
+class ChosenId(NamedTuple):
+    """The id of the record of a job that its client chose, and the client's `name` for it where that is another."""
+
+    id: str
+    name: str = ""
+
+
+async def chosen_id(service: Service, caller: Caller, id: str) -> ChosenId:
+    """The caller's job of this id. Raises `ApiError` (400) and `StoreError`."""
+    if JOB_ID.fullmatch(id) is None:
+        raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
+    record = await service.call(caller.id, service.store.lists.locate, id, caller.id)
+    return ChosenId(record, "" if record == id else id)
+
+
+def idempotency_id(request: Request, caller: Caller) -> ChosenId | None:
     """The job id for this caller's `Idempotency-Key`; None without one. Raises `ApiError` (400)."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
     if _KEY.fullmatch(key) is None:
         raise invalid_field("idempotency-key", "must be 1 to 255 printable characters")
-    return "job_" + hashlib.sha256(f"{caller.id}\0{key}".encode()).hexdigest()[:24]
+    return ChosenId(derived_id(f"{caller.id}\0{key}"))
 
 
 async def submit(
@@ -62,7 +79,7 @@ async def submit(
     request: Request,
     caller: Caller,
     fields: ImageRequest,
-    id: str | None = None,
+    chosen: ChosenId | None = None,
     given_pictures: GivenPictures = NONE_GIVEN,
     *,
     charged: bool = False,
@@ -70,7 +87,7 @@ async def submit(
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
-    With an `id` chosen by the client the job may exist already: it is returned unchanged. `given_pictures` are pictures
+    With an id `chosen` by the client the job may exist already: it is returned unchanged. `given_pictures` are pictures
     that are not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate
     limit (unless it is `charged` already) and the check against the card, and decoded last, after the quota; those with
     a URL are fetched after the quota. With `webhook_events` the webhook is told of these, as predictions. Also returns
@@ -81,9 +98,9 @@ async def submit(
         await enforce_rate_limit(request, service, caller)
         charged = True
     pictures = await references.resolve(service, caller, fields, given_pictures)
-    digest = "" if id is None else await _digest(service, caller, fields, pictures, webhook_events)
-    webhook = _webhook(service, request, fields, webhook_events)
-    draft_for = partial(_draft, service, caller, fields, id, digest, webhook)
+    digest = "" if chosen is None else await _digest(service, caller, fields, pictures, webhook_events)
+    webhook = _webhook(service, request, caller, fields, webhook_events)
+    draft_for = partial(_draft, service, caller, fields, chosen, digest, webhook)
     card = service.cards.seen_by(caller.id).model(fields.model, ImageCard)
     draft, refusal = _attempt(draft_for, pictures, card)
     requests = [] if charged else caller.limits.request_costs()
@@ -94,7 +111,7 @@ async def submit(
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
-    existing = None if id is None else await service.call(caller.id, service.store.lists.summary, id)
+    existing = None if chosen is None else await service.call(caller.id, service.store.lists.summary, chosen.id)
     if existing is not None:
         return _same(existing, caller, digest), None
     if refusal is not None:
@@ -115,18 +132,19 @@ async def submit(
         if pictured:
             await refund(request, service, costs)
         raise
-    if pictured and id is not None and standing is None:  # an equal request, at the same time, has created it
+    if pictured and chosen is not None and standing is None:  # an equal request, at the same time, has created it
         await refund(request, service, costs)
     return _same(job, caller, digest), standing
 
 
 def _draft(
-    service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
+    service: Service, caller: Caller, fields: ImageRequest, chosen: ChosenId | None, digest: str,
     webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
     seen, may_write = service.cards.seen_by(caller.id), caller.may("text")
     draft = admission.offered_draft(fields, card, seen, pictures, may_write=may_write)
-    return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
+    id, name = chosen or ChosenId(new_id())
+    return replace(draft, id=id, name=name, owner=caller.id, digest=digest, webhook=webhook)
 
 
 def _attempt(
@@ -142,14 +160,18 @@ def _attempt(
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
     seen, pictures, tokens, text_model = service.cards.seen_by(caller.id), 0, 0, ""
+    work_ms = job.work_ms
     if job.modality == "image":
         request_again = ImageJob.read(job.parameters)
         pictures = request_again.n
+        if (drawn_by := seen.model(job.model, ImageCard)) is not None:
+            work_ms = round(1000 * work_s(drawn_by, request_again))  # what it costs now
         tokens, text_model = admission.expansion(request_again, job.model, seen, may_write=caller.may("text"))
     elif (card := seen.model(job.model, TextCard)) is not None:
         tokens = math.ceil(text_drafts.estimated_tokens(TextJob.read(job.parameters), card))
+        work_ms = round(1000 * tokens * card.costs.token_s)
     draft = JobDraft(
-        new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
+        new_id(), job.modality, job.model, job.parameters, job.priority, None, work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
     costs = caller.limits.request_costs() + caller.limits.job_costs(job.model, pictures, tokens, text_model)
@@ -180,7 +202,8 @@ async def check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
         backlog = await service.call(draft.owner, service.store.backlog, draft.modality)
-        admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
+        now = service.cards.now
+        admission.check_deadline(draft, card, backlog, now.ready(draft.modality), reliable=now.reliable(card.name))
 
 
 async def create(
@@ -300,13 +323,15 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
     return replace(draft, request=replace(job, picture=picture), inputs=tuple(dict.fromkeys(keys.values())))
 
 
-def _webhook(service: Service, request: Request, fields: ImageRequest, events: Sequence[str] | None) -> Webhook | None:
+def _webhook(
+    service: Service, request: Request, caller: Caller, fields: ImageRequest, events: Sequence[str] | None
+) -> Webhook | None:
     """The webhook receiver. Raises `ApiError` (400) for an address that may not be called."""
     url = getattr(fields, "webhook_url", None)
     if url is None:
         return None
     webhooks.check(url, private=service.settings.webhook_private)
-    receiver = {"url": url, "base": service.links(request).base}
+    receiver = {"url": url, "base": service.links(request, caller.id).base}
     return receiver if events is None else {**receiver, "form": FORM, "events": [*events]}
 
 

@@ -103,7 +103,7 @@ class WebhookSender:
     def _call(self, due: DueWebhook, job: Job, bound: Deadline) -> None:
         assert job.webhook is not None
         now, webhook = self._service.cards.now, job.webhook
-        links = self._service.links_from(webhook["base"], self._service.settings.link_s)
+        links = self._service.links_from(webhook["base"], self._service.settings.link_s, job.owner)
         # Receivers drop duplicates by message id: the incarnation separates this job from a later one with its id.
         timestamp, message = int(time.time()), f"msg_{job.id}_{job.incarnation or job.attempt}"
         if due.live:

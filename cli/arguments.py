@@ -227,7 +227,7 @@ def open_texts(settings: Settings, console: Console, measure_s: float = 0.0) -> 
     from core.batching.engine import Engine
     from core.batching.runner import Lane
     from pipeline.checkpoints.folder import ModelError
-    from workers.build import text_lane, text_runner
+    from workers.build_text import text_lane, text_runner
 
     with contextlib.ExitStack() as stack:
         with console.status("starting") as status:

@@ -100,7 +100,7 @@ def _local_replies(options: argparse.Namespace, engine: Engine, runner: TextRunn
     from contract.errors import Invalid
     from contract.text import TextJob
     from core.batching.request import Outcome, Request
-    from workers.text_handler import TextJobHandler
+    from workers.text.handler import TextJobHandler
 
     handler, numbers = TextJobHandler(runner), count(1)
 

@@ -122,7 +122,8 @@ def _refuse(options: argparse.Namespace, checks: Iterable[FileCheck]) -> None:
         wrong.append("LoadGen: is not installed; pip install mlcommons-loadgen")
     settings = read_settings(options, compile=False)
     try:
-        from workers.build import device_of, precision
+        from workers.build_images import precision
+        from workers.devices import device_of
 
         with model_errors():
             precision(

@@ -140,8 +140,8 @@ def _checker(settings: Settings) -> Iterator[Finding]:
     if find_spec("torch") is None:
         return
     from pipeline.checkpoints.folder import ModelError
-    from workers.build import device_of
-    from workers.checker import load
+    from workers.devices import device_of
+    from workers.stages.checker import load
 
     try:
         checker = load(settings, device_of(settings))

@@ -65,7 +65,8 @@ def _offered(options: argparse.Namespace, settings: Settings) -> tuple[ImageDefa
             defaults = defaults_of(settings.model_name, settings.variant, settings.lora)
             if options.plan is None:
                 return defaults, {}
-            from workers.build import device_of, precision
+            from workers.build_images import precision
+            from workers.devices import device_of
 
             folder = family_of(settings.model_name, settings.variant)[1]
             return defaults, plans.of_model(folder, settings.plans, precision(settings, device_of(settings)), "")

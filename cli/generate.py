@@ -268,7 +268,7 @@ def prepared(
     `CommandFailed` for a depth model that returns NaN.
     """
     from core.pictures import fitted
-    from workers.sources import prepare
+    from workers.images.sources import prepare
 
     if depth is None and any(control.preprocessor == DEPTH for control in controls):
         raise UsageError("--control-preprocessor: depth needs a --depth-model")

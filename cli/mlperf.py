@@ -167,7 +167,7 @@ def _written(
     """LoadGen's test of the text model: greedy answers to each caption as a chat's first message."""
     from evaluation import loadgen
     from evaluation.loadgen_tasks import RemoteTexts, TextTask
-    from workers.text_handler import TextJobHandler
+    from workers.text.handler import TextJobHandler
 
     prompts = [caption.text for caption in rows]
     name = settings.text_model_name

@@ -97,6 +97,9 @@ def _models(options: argparse.Namespace) -> int:
         return 0
     for model in offered:
         card = model["diptych"]
+        if card.get("loading") and not card["live"]:
+            print(printable(f"{model['id']}  {card['modality']}  (being loaded)"))
+            continue
         state = "" if card["live"] else "  (not live)"
         size = card["native_size"] if card["modality"] == "image" else f"{card['limits']['context']} tokens"
         columns = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", size))

@@ -175,7 +175,8 @@ def _into_cache(options: argparse.Namespace) -> int:
     with model_errors(), StartupProgress(Console(stderr=True)) as starting:
         from contract.precision import unquantized
         from workers import variants
-        from workers.build import device_of, precision, unquantized_model
+        from workers.build_images import precision, unquantized_model
+        from workers.devices import device_of
 
         device = device_of(settings)
         precision(settings.model_copy(update={"precision": options.scheme}), device)  # rejects what does not run here
@@ -239,7 +240,8 @@ def _quantize_control(options: argparse.Namespace, prompts: list[str]) -> int:
 def _unquantized(settings: Settings) -> ImageModel:
     """The model in the precision stored in its folder: the environment's settings for serving do not apply."""
     from contract.precision import unquantized
-    from workers.build import device_of, load_model
+    from workers.build_images import load_model
+    from workers.devices import device_of
 
     precision = unquantized(device_of(settings))
     return load_model(settings.model_copy(update={"precision": precision, "unet": ""}))

@@ -304,7 +304,7 @@ class _Tuning:
     def _card(self) -> ImageCard:
         """The costs of the search's first start: with others, a search that goes on might choose other plans."""
         from contract.card import ImageCard, read_card, to_data
-        from workers.cards import image_card
+        from workers.images.cards import image_card
 
         if "card" not in self._state:
             self._state["card"] = to_data(image_card(self._works.images))

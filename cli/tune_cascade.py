@@ -82,13 +82,17 @@ class _CascadeTuning:
         from contract.errors import Invalid
         from contract.image_request import draft_of
         from evaluation.sources import LocalEngine
-        from workers.cards import image_card
+        from workers.images.cards import image_card
+        from workers.stages.cascade import CascadeStage
 
         if runtime.pool is None:
             raise UsageError("--cascade: must name another model than --model")
         self._options, self._runtime, self._texts, self._lens, self._console = options, runtime, texts, lens, console
         name, draft_name = runtime.pool.names
         draft, _ = runtime.pool.load(draft_name)
+        gate = runtime.stage(CascadeStage).gate
+        assert gate is not None, "there are two models and a scorer"
+        self._gate = gate
         self._draft, self._model = draft.model, runtime.images.model
         offer = image_card(runtime.images).offer
         size = size_of(options, self._model.native)
@@ -165,9 +169,8 @@ class _CascadeTuning:
 
         from evaluation import pixels
 
-        assert self._runtime.gate is not None
         files = zip(run.files(), self._texts, strict=True)
-        return self._runtime.gate.scores([(Image.fromarray(pixels.read(file)), text.text) for file, text in files])
+        return self._gate.scores([(Image.fromarray(pixels.read(file)), text.text) for file, text in files])
 
     def _seconds(self) -> Seconds:
         """Device seconds of a picture of each kind. The gate scores on the CPU: on another device it takes none."""
@@ -176,7 +179,6 @@ class _CascadeTuning:
         from evaluation import cascading
         from evaluation.cascading import Seconds
 
-        assert self._runtime.gate is not None
         self._console.print("timing each model alone", highlight=False)
         on_cpu = self._model.device.type == "cpu"
         timed: list[tuple[LocalEngine, list[ImageParameters]]] = []
@@ -187,7 +189,7 @@ class _CascadeTuning:
         full, redrawn, draft = cascading.device_seconds(timed, on_cpu=on_cpu)
         blank = Image.new("RGB", self._requests[DRAFT].size)
         started = time.process_time()
-        self._runtime.gate.scores([(blank, prompt) for prompt in self._prompts(_TIMED_SCORES)])
+        self._gate.scores([(blank, prompt) for prompt in self._prompts(_TIMED_SCORES)])
         score = (time.process_time() - started) / _TIMED_SCORES
         return Seconds(full, redrawn, draft, score if on_cpu else 0.0)
 
@@ -209,11 +211,11 @@ class _CascadeTuning:
     def _entry(self, gate: float, seconds: Seconds) -> dict[str, Any]:
         """The gate with how it was found."""
         scorer = self._runtime.settings.scorer_folder
-        assert scorer is not None and self._runtime.gate is not None
+        assert scorer is not None
         return {
             "gate": gate,
             "scorer": scorer.name,
-            "scorer_digest": self._runtime.gate.digest,
+            "scorer_digest": self._gate.digest,
             "draft": self._draft.digest,
             "weights": self._model.digest,
             "device": str(self._model.device),

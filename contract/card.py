@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeA
 from contract import loras, pipeline_call
 from contract.bounds import MAX_SEED
 from contract.control import CANNY
-from contract.errors import Invalid
+from contract.errors import UNSUPPORTED, Invalid
 from contract.offered import check_offered, list_offered
 
 MAX_PROMPT_CHARACTERS = 10_000
@@ -244,6 +244,12 @@ class ImageOffer(ImageLimits):
         return Invalid("size", f"{wrong}; offered: {offered}{alternatives}")
 
 
+def check_stages(request: Mapping[str, Any], offer: ImageOffer) -> None:
+    """Raise `Invalid` for a request for a stage around the engine that the model's worker does not have."""
+    if "checker" in request and offer.checker == "":
+        raise Invalid("checker", "is not offered: this model's worker has none (DIPTYCH_CHECKER)", UNSUPPORTED)
+
+
 @dataclass(frozen=True, slots=True)
 class TextOffer:
     """A text model's offer. `context` is the most tokens of prompt and answer together; 0: not announced.
@@ -329,8 +335,10 @@ class _Card:
 class ImageCard(_Card):
     """The card of an image model.
 
-    `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
-    schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
+    `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `costs` are expected,
+    `least_costs` what iterations have shown to be the least: 0 where none ran since the start, since a load that has
+    gone may have slowed what was measured then. `deepcache` is the default schedule, in the format of the request's
+    field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `embeddings` the textual inversions that prompts may name, `prompt_fields`
     those of `contract.prompts` that the model reads; None in cards of older workers. `scheduler_reason` says why
     `default_scheduler` is not the one that the model's files name; "": it is. `plans` are request fields by the
@@ -351,6 +359,7 @@ class ImageCard(_Card):
     scheduler_reason: StrictStr = ""
     limits: ImageLimits
     costs: ImageCosts
+    least_costs: ImageCosts = ImageCosts()
     deepcache: object = "off"
     loras: tuple[StrictStr, ...] = ()
     graphs: dict[StrictStr, StrictInt] = field(default_factory=dict)

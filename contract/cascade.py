@@ -1,6 +1,7 @@
 """A cascade: a draft model draws each picture, and the request's model redraws those that score below a gate.
 
-Drafts are kept or redrawn by the score of a CLIP (`workers/gate.py`), 100 times the cosine of prompt and picture.
+Drafts are kept or redrawn by the score of a CLIP (`workers/stages/gate.py`): 100 times the cosine of prompt and
+picture.
 """
 
 from __future__ import annotations

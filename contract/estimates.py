@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from contract import control, plan
 from contract.card import TINY, BySize, ImageCard
@@ -22,6 +23,11 @@ def solo_s(card: ImageCard, job: ImageJob) -> float:
     # Measured with two rows; one row takes at least half of that.
     steps_s = _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s) / 2
     return max(card.costs.encode_s + steps_s + _vae_s(card, job), work_s(card, job))
+
+
+def least_s(card: ImageCard, job: ImageJob) -> float:
+    """Seconds that the job takes at best, as far as iterations have shown it: 0 before any ran."""
+    return solo_s(replace(card, costs=card.least_costs), job)
 
 
 def _vae_s(card: ImageCard, job: ImageJob) -> float:

@@ -1,4 +1,4 @@
-"""Image requests: the parameters of each image, the job in a record, and their validation.
+"""Image requests: the parameters of each image, the job in a record, their validation, and what is told of an image.
 
 A field is declared once, here: `image_request` generates the bodies of HTTP from it, records, batches and workers pass
 it on generically. Imports no torch.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from contract import control, loras, pipeline_call, plan, prompts
 from contract.bodies import InBody, body_of, check_bounds, declarations
@@ -415,3 +415,22 @@ class ImageJob:
 
 
 _BESIDE = {item.name: item for item in fields(ImageJob) if item.name not in ("picture", "n")}
+JOB_FIELDS = frozenset(declarations(ImageJob))
+"""The fields of a request that its pictures do not have."""
+
+
+class CheckedContent(BaseModel):
+    flagged: bool
+    labels: dict[str, float] = Field(description="the scores of those that flag it, or else of the nearest one")
+    action: Literal["tag", "blur", "refuse"] | None = Field(
+        description="what was done to it; null if it is not flagged"
+    )
+
+
+class ImageFacts(BaseModel):
+    """What a result tells of an image that stages around the engine have changed or judged; of other stages nothing."""
+
+    revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
+    drawn_by: str | None = Field(default=None, description="with cascade: the model that drew it")
+    draft_score: float | None = Field(default=None, description="with cascade: the score of its draft")
+    content: CheckedContent | None = Field(default=None, description="what the service's checker says of it")

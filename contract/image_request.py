@@ -16,11 +16,12 @@ from pydantic import ConfigDict, Field, model_validator
 from contract import field_names, pipeline_call, plan, prompts, sampler_labels, students, tuned
 from contract.bodies import InBody, check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S, MAX_EXACT
-from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, ImageOffer, Size
+from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, ImageOffer, Size, check_stages
 from contract.cascade import Cascade
-from contract.errors import UNSUPPORTED, Invalid
+from contract.errors import Invalid
 from contract.image import (
     FIELDS,
+    JOB_FIELDS,
     PICTURES,
     ImageJob,
     ImageParameters,
@@ -250,10 +251,10 @@ def _filled(request: Given, offer: ImageOffer, edit: Edit | None) -> dict[str, A
 def _job(picture: ImageParameters, request: Given, values: Given) -> ImageJob:
     """The job of these parameters, with what is not a picture's."""
     cached = values.get(plan.FIELD)
-    png = request.get("output_format", "png") == "png"
-    names = ("n", "expand_prompt", "cascade", "checker", "output_format", *(() if png else ("output_compression",)))
+    unread = {"output_compression"} if request.get("output_format", "png") == "png" else set[str]()
     form = cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached
-    job = ImageJob(picture, deepcache=form, **{name: request[name] for name in names if name in request})
+    own = {name: request[name] for name in JOB_FIELDS - unread if name in request}
+    job = ImageJob(picture, deepcache=form, **own)
     return _with_checked_steps(job, None if cached is None else plan.read_schedule(cached), request)
 
 
@@ -296,8 +297,7 @@ def _check_offered(request: Given, offer: ImageOffer) -> None:
     for kind, names in ((ImageJob, ("n",)), (ImageParameters, ("steps", "guidance_scale", "seed"))):
         check_bounds(kind, {name: request[name] for name in names if name in request}, limits(offer))
     offer.check_loras(request.get("lora", ""))
-    if "checker" in request and offer.checker == "":
-        raise Invalid("checker", "is not offered: this model's worker has none (DIPTYCH_CHECKER)", UNSUPPORTED)
+    check_stages(request, offer)
 
 
 def _previews(request: Given, steps: int) -> int:

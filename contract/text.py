@@ -89,9 +89,6 @@ class TextJob:
     `adapter` is the model's LoRA.
     """
 
-    expand_prompt: ClassVar[bool] = False  # options of images
-    cascade: ClassVar[None] = None
-
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), "how many answers, 1 by default"] = 1
@@ -113,7 +110,7 @@ class TextJob:
         "by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
     ] = None
     min_tokens: Annotated[
-        int | None, Field(ge=0, le=MAX_TOKENS), "0 by default: before that many the answer's end is not chosen"
+        int | None, Field(ge=0, le=MAX_TOKENS), "0 by default: before that many the answer does not end"
     ] = None
     ignore_eos: Annotated[bool | None, "true: the model's own end does not end the answer"] = None
     stop_token_ids: Annotated[

@@ -117,9 +117,8 @@ def rename_imports(source: bytes, modules: set[str], name: str) -> bytes:
     """A module's source with `diptych.` before every one of our names that it imports or names. Raises `BuildError`.
 
     `modules` are all our dotted module names. Names are: imports; strings that are the dotted name of a module
-    (`"workers.prefetch:ReconnectingConsumer"`); a package after `"-m"`; and the argument of `import_module`. All else
-    stays the same,
-    to the byte.
+    (`"workers.claims.prefetch:ReconnectingConsumer"`); a package after `"-m"`; and the argument of `import_module`. All
+    else stays the same, to the byte.
     """
     lines = source.splitlines(keepends=True)
     starts = [0]

@@ -17,7 +17,7 @@ from evaluation.sources import ImageSource
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine
-    from workers.text_handler import TextJobHandler
+    from workers.text.handler import TextJobHandler
 
 
 TEXT_MODEL, TEXT_SAMPLES = "llama3_1-8b", 13_368

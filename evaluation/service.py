@@ -46,7 +46,11 @@ class ServiceClient:
 
         Raises `SourceError` if no service answers, or none has the model.
         """
-        offered = [entry for entry in self._models() if entry["diptych"]["modality"] == modality]
+        of_kind = [entry for entry in self._models() if entry["diptych"]["modality"] == modality]
+        loading = [entry["id"] for entry in of_kind if entry["diptych"].get("loading") and not entry["diptych"]["live"]]
+        if name in loading:
+            raise SourceError(f"{self.url}: {name} is being loaded; try again once it is ready")
+        offered = [entry for entry in of_kind if entry["id"] not in loading]
         matches = [entry for entry in offered if entry["id"] == name or (name is None and entry["diptych"]["live"])]
         if not matches:
             offered_names = ", ".join(entry["id"] for entry in offered) or "none"

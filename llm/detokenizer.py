@@ -85,13 +85,18 @@ def _pieces(tokenizer: Any) -> list[str | bytes] | None:
 class Detokenizer:
     """The text of one answer. `ended`: a stop string was found; what comes after it is dropped."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        """`before` are the tokens of a text that the answer continues."""
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = (), *, min_tokens: int = 0
+    ) -> None:
+        """`before` are the tokens of a text that the answer continues. A stop string that is complete within the first
+        `min_tokens` is text, as with vLLM.
+        """
         tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         pieces = _pieces(tokenizer)
         self._stream = _LibraryStream(tokenizer, before) if pieces is None else _ByteStream(pieces)
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
+        self._unstoppable = min_tokens  # tokens to come
         self._text = ""
         self._told = 0
         self.ended = False
@@ -104,7 +109,9 @@ class Detokenizer:
         """Add a token; returns the new text that is final by now."""
         piece = self._stream.step(token)
         if self._stop or not piece:
-            return self._grown(piece) if piece else ""
+            delta = self._grown(piece) if piece else ""
+            self._unstoppable -= 1
+            return delta
         self._text += piece
         self._told = len(self._text)
         return piece
@@ -115,11 +122,12 @@ class Detokenizer:
         return (self._grown(rest) if rest else "") + self._tell(len(self._text))
 
     def _grown(self, piece: str) -> str:
-        start = max(0, len(self._text) - self._longest + 1)
+        before = len(self._text)
         self._text += piece
         if not self._stop:
             return self._tell(len(self._text))
-        met = [at for at in (self._text.find(stop, start) for stop in self._stop) if at >= 0]
+        stops = self._stop if self._unstoppable <= 0 else ()
+        met = [at for at in (self._text.find(stop, max(0, before - len(stop) + 1)) for stop in stops) if at >= 0]
         if met:
             self.ended = True
             self._text = self._text[: min(met)]

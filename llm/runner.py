@@ -400,8 +400,8 @@ class TextRunner:
             widths = sorted(likely & {*range(1, self._max_rows + 1)})
             room = min(self._sequences, self.pages.capacity)
             for width, seconds in self._model_runner.time_widths(widths, sequences=room, until=until):
-                self._costs[GROUP].observe(width, seconds)
-                self._forwards[GROUP].observe(width, seconds)
+                self._costs[GROUP].measure(width, seconds)
+                self._forwards[GROUP].measure(width, seconds)
                 self.guessing.observe(width, seconds)
 
         if not beside_lane:

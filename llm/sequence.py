@@ -69,7 +69,10 @@ class SequenceState:
         self.guessable = False  # whether guesses would pay off, once its next token is known
         self.guessed = 0  # of these, on the device already
         self.matcher = matcher
-        self.writer = Detokenizer(tokenizer, parameters.stop, parameters.prompt if parameters.continues else ())
+        self.writer = Detokenizer(
+            tokenizer, parameters.stop, parameters.prompt if parameters.continues else (),
+            min_tokens=parameters.min_tokens,
+        )  # fmt: skip
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on
         self.finish: Finish | None = None

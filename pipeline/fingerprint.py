@@ -33,7 +33,8 @@ CODE = (
     "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/hub_cache.py", "core/json_files.py",
     "core/kernels", "core/ops", "core/peft_config.py", "core/quant", "core/transfers.py",
     "llm/encoder.py", "llm/family.py",
-    "core/pictures.py", "llm/network.py", "pipeline", "unet_opt", "workers/formats.py", "workers/text_encoder.py",
+    "core/pictures.py", "llm/network.py", "pipeline", "unet_opt", "workers/images/formats.py",
+    "workers/images/text_encoder.py",
 )  # fmt: skip
 _CUDA = ("core/kernels/cuda", "core/ops")
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")

@@ -1,4 +1,4 @@
-"""Holds the costs that CONTRIBUTING.md names: adds a field, a sampler and a figure to a copy of the tree."""
+"""Holds the costs that CONTRIBUTING.md names: adds a stage, a field, a sampler and a figure to a copy of the tree."""
 
 from __future__ import annotations
 
@@ -122,7 +122,101 @@ scores = features.pair_scores(files, ["a", "b"], "files", scorer, Path("store"),
 assert scores.flatten().tolist() == [0, 1]
 """,
 )  # fmt: skip
-ADDITIONS = {"an API field": FIELD, "a sampler": SAMPLER, "a figure of an image and its caption": FIGURE}
+STAGE = Addition(
+    (
+        Edit("workers/stages/label.py", "", """
+from dataclasses import replace
+
+from PIL.ImageDraw import Draw
+
+from contract.errors import Invalid
+from workers.stages.stage import JobStage
+
+
+class LabelStage(JobStage):
+    field = "label"
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+
+    @classmethod
+    def open(cls, settings, device):
+        return cls(settings.labels)
+
+    def card(self, handler, handlers):
+        return {"labels": self.allowed}
+
+    def check(self, job, claim):
+        if job.label and not self.allowed:
+            raise Invalid("label", "is not offered by this worker")
+        return job
+
+    def after(self, job, outputs, stopped):
+        return [self.labelled(output, job.label) for output in outputs]
+
+    def labelled(self, output, text):
+        image = output.value.image.copy()
+        Draw(image).text((2, 2), text, fill="white")
+        value = replace(output.value, image=image)
+        return replace(output, value=value, facts={**output.facts, "label": text})
+"""),
+        Edit("workers/stages/registry.py", "from workers.stages.prov", "from workers.stages.label import LabelStage\n"),
+        Edit("workers/stages/registry.py", "    ProvenanceStage,", "    LabelStage,\n"),
+        Edit("contract/image.py", "    checker: Annotated[", "    label: Annotated[str, 'a'] = ''\n"),
+        Edit("contract/image.py", "    content: CheckedContent", "    label: str | None = None\n"),
+        Edit("contract/card.py", "    upscale_filters: Collection[str]", "    labels: bool | None = None\n"),
+        Edit("contract/card.py", "    lora_aliases: dict", "    labels: StrictBool = False\n"),
+        Edit("contract/card.py", '    if "checker" in request', """\
+    if "label" in request and offer.labels is False:
+        raise Invalid("label", "is not offered by this model's worker", UNSUPPORTED)
+"""),
+        Edit("core/config.py", "    checker_s: float", "    labels: bool = Field(default=False, description='')\n"),
+        Edit("docs/operations.md", "| `DIPTYCH_CHECKER_S`", "| `DIPTYCH_LABELS` | off | a |\n"),
+        Edit("docker-compose.yml", "  DIPTYCH_CHECKER_S:", "  DIPTYCH_LABELS:\n"),
+    ),
+    """
+import io, json, tempfile
+from pathlib import Path
+from PIL import Image
+from api.app import create_app
+from api.presentation import facts
+from contract.errors import Invalid
+from contract.image_request import ImageRequest
+from core.artifacts import Artifacts
+from core.config import Settings
+from tests.workers.desk import drawn, read, result_of, torch_settings
+from tests.workers.stage import handler_of
+from workers.artifact_writer import ArtifactWriter
+from workers.build import build
+
+folder, artifacts = Path(tempfile.mkdtemp()), Artifacts("memory://")
+for allowed in (True, False):
+    with build(torch_settings(cache_dir=folder, data_dir=folder, labels=allowed)) as runtime:
+        offer = handler_of(runtime).card().offer
+        if not allowed:
+            try:
+                request.complete(offer)
+                read(runtime, job.to_dict())
+            except Invalid as error:
+                assert error.field == "label"
+            continue
+        request = ImageRequest(prompt="a hat", label="Hi", steps=1, seed=1)
+        job = read(runtime, request.complete(offer).to_dict())
+        pictures = drawn(runtime, handler_of(runtime).requests(job))
+        (image,) = result_of(runtime, job, pictures, ArtifactWriter(artifacts))["images"]
+        labelled = Image.open(io.BytesIO(artifacts.get(image["key"])))
+        assert labelled.tobytes() != pictures[0].image.tobytes() and facts(image)["label"] == "Hi"
+document = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()
+assert '"label"' in json.dumps(document["paths"]["/v1/images/generations"])
+assert "label" in document["components"]["schemas"]["GeneratedImage"]["properties"]
+""",
+)  # fmt: skip
+ADDITIONS = {
+    "a stage of an image job": STAGE,
+    "an API field": FIELD,
+    "a sampler": SAMPLER,
+    "a figure of an image and its caption": FIGURE,
+}
 RUN = """
 import json, sys, traceback
 errors = {}
@@ -143,7 +237,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     packages = {edit.file.partition("/")[0] for edit in edits}
     for path in ROOT.iterdir():
         if path.name in packages:
-            shutil.copytree(path, tree / path.name)
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / path.name)
         elif not path.name.startswith("."):
             (tree / path.name).symlink_to(path)
     for file, before, text in edits:

@@ -89,8 +89,8 @@ LARGE_CLASSES = {
     "pipeline.model_pool.PooledRunner": 17,
     "pipeline.recording.GraphSet": 15,
     "pipeline.runner.ImageRunner": 20,
-    "workers.prefetch.PrefetchLimiter": 14,
-    "workers.text_pool.TextPool": 25,
+    "workers.claims.prefetch.PrefetchLimiter": 14,
+    "workers.text.pool.TextPool": 25,
 }
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "base", "misc"}
 NOT_OURS = {"models", "build", "dist", "out", "data"}

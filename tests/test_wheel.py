@@ -331,7 +331,7 @@ def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
 
 # -- what the build rewrites -------------------------------------------------------------------------------------------
 
-MODULES = {"core", "core.config", "workers.prefetch", "lab", "cli"}
+MODULES = {"core", "core.config", "workers.claims.prefetch", "lab", "cli"}
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,10 @@ MODULES = {"core", "core.config", "workers.prefetch", "lab", "cli"}
         ("if x:\n  from core import (\n    a,\n  )", "if x:\n  from diptych.core import (\n    a,\n  )"),
         ("import core.config as c, os", "import diptych.core.config as c, os"),
         ("from .core import x\nimport corelib\nfrom core_x import y", "same"),
-        ("x = 'workers.prefetch:ReconnectingConsumer'", "x = 'diptych.workers.prefetch:ReconnectingConsumer'"),
+        (
+            "x = 'workers.claims.prefetch:ReconnectingConsumer'",
+            "x = 'diptych.workers.claims.prefetch:ReconnectingConsumer'",
+        ),
         ("x = 'workers.gone:Steady', 'core/config.py', 'core'", "same"),
         ("run([python, '-P', '-m', 'cli', 'api'])", "run([python, '-P', '-m', 'diptych.cli', 'api'])"),
         ("import_module(f'lab.bench.{what}')", "import_module(f'diptych.lab.bench.{what}')"),

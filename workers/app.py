@@ -36,7 +36,7 @@ class WorkerApplication(Celery):  # type: ignore[misc]
         super().__init__("diptych", config_source=celery_settings(settings.redis_url))
         self.conf.update(
             worker_pool="workers.thread_pool:ThreadPool",
-            worker_consumer="workers.prefetch:ReconnectingConsumer",
+            worker_consumer="workers.claims.prefetch:ReconnectingConsumer",
             worker_disable_rate_limits=True,
             worker_enable_prefetch_count_reduction=False,  # the intake limits unacknowledged messages
             result_backend_thread_safe=True,  # there is none; else each thread searches all packages for its class
@@ -66,7 +66,7 @@ class WorkerApplication(Celery):  # type: ignore[misc]
 class CountedTask(Task):  # type: ignore[misc]
     """A task whose messages are counted while unacknowledged."""
 
-    Request = "workers.prefetch:CountedRequest"
+    Request = "workers.claims.prefetch:CountedRequest"
 
 
 def _serve(self: Any, id: str = "", *_: Any) -> None:

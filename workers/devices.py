@@ -7,6 +7,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 
+import psutil
 import torch
 
 from contract.precision import cpu_kernels_lack, is_quantized
@@ -19,6 +20,20 @@ from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel
 
 log = logging.getLogger(__name__)
+
+
+def device_of(settings: Settings) -> str:
+    """Return the device that the settings select."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of this device that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)  # with what caches of files would give back
 
 
 def describe(settings: Settings, device: str) -> DeviceInfo:

@@ -14,13 +14,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.checker import UnsafeImage, check
+from contract.image import ImageJob
+from workers.handlers import Output
+from workers.stages import stage
+from workers.stages.checker import UnsafeImage
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from contract.image import ImageParameters
     from core.batching.engine import Engine
+    from pipeline.pixels.picture import Picture
     from pipeline.text.prompts import PromptRow
     from workers.build import Runtime
 
@@ -115,24 +119,31 @@ def _write(
     """Check a finished image, write it, count it, and print its notes. Raises OSError."""
     at = f"{'row' if row.name else 'PROMPT'} {row.row}"  # of a file, or an argument
     notes: tuple[str, ...]
-    action = "off" if runtime.checker is None else runtime.settings.checker_action
     try:
-        (checked,) = check(runtime.checker, action, [future.result()])
+        job, output = _finished(future.result(), runtime)
     except UnsafeImage:
         notes, style = (f"{at}: the picture was refused by the checker (DIPTYCH_CHECKER), and is not written",), "red"
     except Exception as failure:
         notes, style = (f"{at}: {type(failure).__name__}: {failure}",), "red"
     else:
-        assert checked.picture is not None
-        checked.picture.enlarged().write(path, runtime.provenance)
+        output.value.write(path)
         written.append(path)
-        notes, style = checked.warnings, "yellow"
-        if action == "tag" and checked.content is not None and checked.content["flagged"]:
-            labels = ", ".join(f"{label} {score:g}" for label, score in checked.content["labels"].items())
+        notes, style = output.value.warnings, "yellow"
+        content = output.facts.get("content")
+        if job.checker == "tag" and content is not None and content["flagged"]:
+            labels = ", ".join(f"{label} {score:g}" for label, score in content["labels"].items())
             notes = (*notes, f"the checker flags the picture: {labels}")
     for note in notes:  # may quote the prompt: no markup, and possibly long
         line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def _finished(picture: Picture, runtime: Runtime) -> tuple[ImageJob, Output]:
+    """The job of a picture that the engine has drawn, and what comes of it. Raises as the stages."""
+    job, outputs = stage.check_all(runtime.stages, ImageJob(picture.parameters)), [Output(picture)]
+    for each in stage.requested(runtime.stages, job):
+        outputs = each.after(job, outputs, lambda: False)
+    return job, outputs[0]
 
 
 def _free(name: str, used_names: set[str]) -> str:

@@ -13,21 +13,21 @@ from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from contract import plan
-from contract.cascade import Gates
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
-from workers.handlers import ImageJobHandler, JobHandler
+from workers.handlers import JobHandler
+from workers.images.handler import ImageJobHandler
 from workers.metrics import METER
-from workers.text_handler import TextJobHandler
+from workers.stages import stage
+from workers.stages.stage import JobStage
+from workers.text.handler import TextJobHandler
 
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
     from llm.runner import TextRunner
     from pipeline.model_pool import ModelPool, Pooled
-    from pipeline.plans import TunedGate
     from workers.build import Runtime
-    from workers.gate import Gate
-    from workers.text_pool import TextPool
+    from workers.text.pool import TextPool
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ class ServingRuntime(Protocol):
 
     @property
     def handlers(self) -> Mapping[str, JobHandler]: ...
+
+    @property
+    def stages(self) -> Sequence[JobStage]:
+        """What surrounds the engine, in order."""
+        ...
 
     @property
     def failed(self) -> Collection[str]:
@@ -58,6 +63,10 @@ class ModelRuntime:
     @property
     def engine(self) -> Engine:
         return self.runtime.engine
+
+    @property
+    def stages(self) -> Sequence[JobStage]:
+        return self.runtime.stages
 
     def close(self) -> None:
         self.runtime.close()
@@ -122,24 +131,18 @@ def _image_handler(
     handlers: Mapping[str, JobHandler],
     pool: ModelPool[Pooled] | None,
 ) -> ImageJobHandler:
-    settings, name, gates = runtime.settings, runner.model.name, runner.model.gates
-
-    def cascades() -> Gates:
-        if runtime.gate is None:
-            return {}
-        drafts = [each for each in [*handlers.values()] if isinstance(each, ImageJobHandler) and each.name != name]
-        return {draft.name: _gate_of(gates.get(draft.name), draft, runtime.gate) for draft in drafts}
+    settings, name = runtime.settings, runner.model.name
 
     def fetch(key: str) -> bytes:
         # Opened on first use: most engines serve no edits.
         return Artifacts(settings.artifacts, settings.storage_s).get(key)
 
     return ImageJobHandler(
-        runner, plan.parse(settings.deepcache), fetch, runtime.checker, settings.checker_action, decisions, plan_name,
-        depth=runtime.depth,
-        metadata=settings.image_metadata, provenance=runtime.provenance,
+        runner, plan.parse(settings.deepcache), fetch, decisions, plan_name,
+        depth=runtime.depth, metadata=settings.image_metadata,
         resident=None if pool is None else partial(pool.resident, name),
-        load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name), cascades=cascades, gate=runtime.gate,
+        load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name),
+        card_fields=lambda handler: stage.card_fields(runtime.stages, handler, handlers),
     )  # fmt: skip
 
 
@@ -156,8 +159,3 @@ def _text_handler(runner: TextRunner, pool: TextPool | None) -> TextJobHandler:
 
     METER.show_kv_cache(handler.name, usage)
     return handler
-
-
-def _gate_of(tuned: TunedGate | None, draft: ImageJobHandler, gate: Gate) -> float | None:
-    """The tuned gate, if it is of this draft model and scorer."""
-    return tuned.gate if tuned is not None and (tuned.draft, tuned.scorer) == (draft.digest, gate.digest) else None

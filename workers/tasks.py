@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from contract.content import REFUSED
 from contract.errors import Invalid
 from contract.printable import printable_message
 from core import traces
@@ -26,15 +25,15 @@ from core.jobs.record import Claim
 from core.jobs.store import JobStore
 from core.logs import job_context, request_context
 from workers import genai
-from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
-from workers.checker import CheckFailed, UnsafeImage
+from workers.claims.active_jobs import ActiveJob, ActiveJobs
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.shared_lock import SharedLock
+from workers.claims.store_retry import RetryAbandoned, StoreRetry
+from workers.claims.warm_claims import WarmClaims
 from workers.job_executor import JobExecutor
 from workers.metrics import METER
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
-from workers.store_retry import RetryAbandoned, StoreRetry
-from workers.warm_claims import WarmClaims
+from workers.stages.stage import JobStage, StageFailed
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler
@@ -58,6 +57,7 @@ class WorkerTasks:
         artifacts: Artifacts,
         engine: Engine,
         handlers: Mapping[str, JobHandler],
+        stages: Sequence[JobStage],
         send: Callable[[Envelope], None],
         warm_claims: WarmClaims | None = None,
         storing: Callable[[str], AbstractContextManager[None]] | None = None,
@@ -77,7 +77,9 @@ class WorkerTasks:
         self._send = send
         self._storing = storing or (lambda queue: nullcontext())
         keep = lambda key: store_retry.patiently(lambda: store.upkeep.keep(key))  # noqa: E731
-        self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep), warm_claims)
+        self._executor = JobExecutor(
+            engine, handlers, stages, publisher, lambda: ArtifactWriter(artifacts, keep), warm_claims
+        )
         self._draining = False
 
     def drain(self) -> None:
@@ -253,10 +255,8 @@ class WorkerTasks:
 def _told(error: Exception) -> tuple[str, str]:
     """Error code and message of a failure, for the client. Contains nothing of the request."""
     match error:
-        case UnsafeImage():
-            return REFUSED, "every picture was refused by this service's checker"
-        case CheckFailed():
-            return "content_check_failed", str(error)
+        case StageFailed():
+            return error.code, str(error)
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"
         case NotFinite():

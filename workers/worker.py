@@ -30,17 +30,17 @@ from core.jobs.registry import Registry, log_condition_faults
 from core.jobs.rights import RedisPermissions, describe_missing
 from core.jobs.store import JobStore
 from core.threads import compute_threads
-from workers.active_jobs import ActiveJobs
-from workers.control import ControlListener
-from workers.heartbeat import Heartbeat
+from workers.claims.active_jobs import ActiveJobs
+from workers.claims.control import ControlListener
+from workers.claims.heartbeat import Heartbeat
+from workers.claims.model_router import ModelRouter
+from workers.claims.prefetch import PrefetchLimiter
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.shared_lock import SharedLock
+from workers.claims.store_retry import StoreRetry
+from workers.claims.warm_claims import WarmClaims
 from workers.metrics import METER
-from workers.model_router import ModelRouter
-from workers.prefetch import PrefetchLimiter
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
-from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
-from workers.warm_claims import WarmClaims
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler
@@ -158,7 +158,8 @@ class Worker:
         )  # fmt: skip
         self.tasks = WorkerTasks(
             self.id, self._store, self.store_retry, self.shared_lock, self.active_jobs, self._publisher,
-            self._artifacts, engine, equipment.handlers, self._send, self._warm_claims, self.prefetch.storing,
+            self._artifacts, engine, equipment.handlers, equipment.stages, self._send, self._warm_claims,
+            self.prefetch.storing,
         )  # fmt: skip
         self._publisher.start()
         self._control.start()

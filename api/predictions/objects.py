@@ -52,7 +52,8 @@ def prediction(job: Job, links: ImageLinks, dialect: Dialect = REPLICATE, *, inl
 
     The input and the logs of a job whose parameters this version cannot read are empty.
     """
-    base, path = links.base, f"{links.base}{dialect.path}/{job.id}"
+    id, base = links.job_id(job), links.base
+    path = f"{base}{dialect.path}/{id}"
     request = _request(job)
     output = [
         Inline(image["key"], image.get("size_bytes"), f"data:{image['media_type']};base64,")
@@ -62,7 +63,7 @@ def prediction(job: Job, links: ImageLinks, dialect: Dialect = REPLICATE, *, inl
         if shown(image)
     ]
     return {
-        "id": job.id,
+        "id": id,
         "model": qualified(job.model),
         "version": job.model,
         "status": status(job),
@@ -79,7 +80,7 @@ def prediction(job: Job, links: ImageLinks, dialect: Dialect = REPLICATE, *, inl
         "urls": {
             "get": path,
             "cancel": f"{path}/cancel",
-            "stream": f"{base}{REPLICATE.path}/{job.id}/stream",
+            "stream": f"{base}{REPLICATE.path}/{id}/stream",
         },
     }
 
@@ -136,10 +137,10 @@ def model_fields(card: ImageCard, owner: str, name: str, base: str, started: flo
     return {**_model(owner, name, base), "latest_version": version(card, started)}
 
 
-def listed_model(card: ImageCard, base: str) -> dict[str, Any]:
+def listed_model(name: str, base: str) -> dict[str, Any]:
     """Replicate's object of a model in a list, without its version."""
-    owner, slash, name = card.name.rpartition("/")
-    return {**_model(owner if slash else OWNER, name, base), "latest_version": None}
+    owner, slash, own = name.rpartition("/")
+    return {**_model(owner if slash else OWNER, own, base), "latest_version": None}
 
 
 def _model(owner: str, name: str, base: str) -> dict[str, Any]:

@@ -26,9 +26,11 @@ from api.errors import ApiError, invalid_field
 from api.events import EventStream
 from api.foreign import error_route, errors_at
 from api.inline_images import InlineDocument
+from api.links import ImageLinks
 from api.paging import missing, query
 from api.predictions import inputs, objects
 from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
+from api.presentation import next_page
 from api.rate_limits import charge_refusals, enforce_rate_limit
 from api.references import GivenPictures
 from api.routers import new_router
@@ -154,15 +156,13 @@ async def predict(request: Request, service: Given, caller: By) -> Response:
 @router.put("/predictions/{id}", summary="Make a prediction of a chosen id", responses=_UNFINISHED, **_CREATE)
 async def put(id: str, request: Request, service: Given, caller: By) -> Response:
     """Make a prediction as POST does; may be repeated, and makes one. 422 if the id is that of another request."""
-    if JOB_ID.fullmatch(id) is None:
-        raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
-    return await _create(request, service, caller, COG, id)
+    return await _create(request, service, caller, COG, await submission.chosen_id(service, caller, id))
 
 
 @router.get("/predictions/{id}", summary="Look at a prediction", response_model=Prediction)
 async def look(id: str, request: Request, service: Given, caller: By) -> Response:
     """The prediction, with its pictures as data URLs."""
-    return await _answer(service, request, await _find(service, id, caller), COG)
+    return await _answer(service, service.links(request, caller.id), await _find(service, id, caller), COG)
 
 
 @router.post("/predictions/{id}/cancel", summary="Cancel a prediction", response_model=Prediction)
@@ -211,15 +211,15 @@ async def list_predictions(request: Request, service: Given, caller: By) -> Resp
     if after and JOB_ID.fullmatch(after) is None:
         raise invalid_field("cursor", "must be the id of a prediction")
     await enforce_rate_limit(request, service, caller)
-    links = service.links(request)
+    links = service.links(request, caller.id)
 
     def listed() -> Response:
-        owner = None if caller.may("admin") else caller.id
-        jobs = service.store.lists.page(owner, modality="image", after=after, limit=_PAGE)
-        if jobs is None:
+        owner, record = None if caller.may("admin") else caller.id, jobs.locate(service, after, caller)
+        listing = service.store.lists.page(owner, modality="image", after=record, limit=_PAGE)
+        if listing is None:
             raise missing()
-        following = f"{links.base}{REPLICATE.path}?cursor={jobs.after}" if jobs.more else None
-        results = [prediction(job, links) for job in jobs.jobs]
+        following = f"{links.base}{REPLICATE.path}?cursor={next_page(listing, links)}" if listing.more else None
+        results = [prediction(job, links) for job in listing.jobs]
         return JSONResponse({"previous": None, "next": following, "results": results}, headers=_FRESH)
 
     return await service.call(caller.id, listed)
@@ -228,7 +228,7 @@ async def list_predictions(request: Request, service: Given, caller: By) -> Resp
 @router.get("/v1/predictions/{id}", summary="Look at a prediction, as Replicate does", response_model=Prediction)
 async def retrieve(id: str, request: Request, service: Given, caller: By) -> Response:
     """The prediction, with its pictures as links; as data URLs where links do not begin with https."""
-    return await _answer(service, request, await _find(service, id, caller), REPLICATE)
+    return await _answer(service, service.links(request, caller.id), await _find(service, id, caller), REPLICATE)
 
 
 @router.post("/v1/predictions/{id}/cancel", summary="Cancel a prediction, as Replicate does", response_model=Prediction)
@@ -247,7 +247,7 @@ async def stream(id: str, request: Request, service: Given, caller: By) -> Respo
     """Stream Replicate's events: `logs`, a line of progress; `output`, the link of a picture; `error`; `done`."""
     await enforce_rate_limit(request, service, caller)
     job = await _find(service, id, caller)
-    return EventStream(_stream(service, request, job))
+    return EventStream(_stream(service, job, service.links(request, caller.id)))
 
 
 @router.get("/v1/models/{owner}/{name}", summary="Look at a model, as Replicate does")
@@ -260,7 +260,8 @@ async def model(owner: str, name: str, request: Request, service: Given, caller:
     if not isinstance(named, ImageCard | None):
         return await models.model(id, service, caller)
     card = named or _card(service.cards.seen_by(caller.id), owner, name)
-    fields = objects.model_fields(card, owner, name, service.links(request).base, models.started(card, service))
+    base = service.links(request, caller.id).base
+    fields = objects.model_fields(card, owner, name, base, models.started(card, service))
     listed = models.model_object(card, service, id if named else card.name, caller)
     return JSONResponse({**listed, **fields}, headers=_FRESH)
 
@@ -296,7 +297,12 @@ async def secret(service: Given, caller: By) -> Response:
 
 
 async def _create(
-    request: Request, service: Service, caller: Caller, dialect: Dialect, id: str | None, model: str | None = None
+    request: Request,
+    service: Service,
+    caller: Caller,
+    dialect: Dialect,
+    id: submission.ChosenId | None,
+    model: str | None = None,
 ) -> Response:
     """Make the prediction and answer as the request prefers. Raises `ApiError`, `StoreError` and `ArtifactError`."""
     caller.check("images")
@@ -307,7 +313,7 @@ async def _create(
         if given.id is not None and given.id != request.path_params.get("id", given.id):
             raise invalid_field("id", "must be the id in the address")
         model = model or _version(service.cards.seen_by(caller.id), given.version)
-        base = service.links(request).base
+        base = service.links(request, caller.id).base
         card = service.cards.seen_by(caller.id).model(model, ImageCard)
         fields, places = inputs.job_fields(given.input, base, card)
         if card is None and places["size"] == "input.aspect_ratio":  # the size is one of the card's
@@ -321,7 +327,7 @@ async def _create(
     with errors_at(places):
         job, _ = await submission.submit(service, request, caller, job_request, id, _LUMINANCE, webhook_events=events)
     if wait_s == 0 or job.state.final:
-        return await _answer(service, request, job, dialect, created=True)
+        return await _answer(service, service.links(request, caller.id), job, dialect, created=True)
 
     async def end() -> Job | None:
         with contextlib.suppress(TimeoutError):
@@ -331,14 +337,15 @@ async def _create(
     ended = await images.wait(service, job, request, end(), stays=stays)
     if ended is None:
         raise images.left()
-    return await _answer(service, request, ended, dialect, created=True)
+    return await _answer(service, service.links(request, caller.id), ended, dialect, created=True)
 
 
-async def _answer(service: Service, request: Request, job: Job, dialect: Dialect, *, created: bool = False) -> Response:
+async def _answer(
+    service: Service, links: ImageLinks, job: Job, dialect: Dialect, *, created: bool = False
+) -> Response:
     """The prediction. One that was just made has not left `starting` unless it has ended: Replicate's clients take
     anything else for the end.
     """
-    links = service.links(request)
     status = 200
     if created:
         job = job if job.state.final else replace(job, progress=None)
@@ -350,10 +357,10 @@ async def _answer(service: Service, request: Request, job: Job, dialect: Dialect
 
 async def _cancel(id: str, request: Request, service: Service, caller: Caller, dialect: Dialect) -> Response:
     record = await _find(service, id, caller)
-    job = await service.call(caller.id, service.store.cancel, id, record.incarnation)
+    job = await service.call(caller.id, service.store.cancel, record.id, record.incarnation)
     if job is None:
         raise jobs.no_job()
-    return await _answer(service, request, job, dialect)
+    return await _answer(service, service.links(request, caller.id), job, dialect)
 
 
 async def _find(service: Service, id: str, caller: Caller) -> Job:
@@ -364,7 +371,7 @@ async def _find(service: Service, id: str, caller: Caller) -> Job:
     return job
 
 
-async def _stream(service: Service, request: Request, job: Job) -> AsyncGenerator[bytes]:
+async def _stream(service: Service, job: Job, links: ImageLinks) -> AsyncGenerator[bytes]:
     """The prediction's events, until its end; of one that has ended only what follows its progress."""
     count, last = 0, ""
 
@@ -384,7 +391,7 @@ async def _stream(service: Service, request: Request, job: Job) -> AsyncGenerato
     if ended is None:
         yield event("error", json.dumps({"detail": "The server is stopping, or the prediction is gone."}))
         return
-    outcome = prediction(ended, service.links(request))
+    outcome = prediction(ended, links)
     for url in outcome["output"] or ():
         yield event("output", url)
     if outcome["error"] is not None:

@@ -137,7 +137,7 @@ def celery_settings(url: str) -> dict[str, Any]:
         "broker_transport_options": {
             "priority_steps": list(PRIORITY_STEPS),
             "sep": SEPARATOR,
-            "queue_order_strategy": "priority",  # a worker's own order is that of `workers.prefetch.QueueRotation`
+            "queue_order_strategy": "priority",  # a worker's own: `workers.claims.prefetch.QueueRotation`
             # Kombu's own redelivery (visibility timeout) waits a day: a shorter one would run long jobs twice. The
             # store's sweep finds lost messages.
             "visibility_timeout": 86_400,

@@ -90,7 +90,7 @@ def argument(
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
         "" if draft.followed is None else str(int(draft.followed)), list_key(draft.envelope.kombu_queue, urgency),
         message,
-        str(always), str(milliseconds(draft.keep_s)), "1" if keyless else "", *limits.arguments,
+        str(always), str(milliseconds(draft.keep_s)), "1" if keyless else "", *limits.arguments, draft.name,
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 
@@ -124,5 +124,5 @@ def _queued(draft: JobDraft[Any], created: int, deadline: int, incarnation: str)
         priority=draft.priority, created=created / 1000, deadline=deadline / 1000 if deadline else None, started=None,
         ended=None, attempt=0, lost=0, worker="", progress=None, result=None, error=None, suspect=False,
         work_ms=int(draft.work_ms), owner=draft.owner, digest=draft.digest, webhook=draft.webhook,
-        inputs=tuple(dict.fromkeys(draft.inputs)), incarnation=incarnation, followed=draft.followed,
+        inputs=tuple(dict.fromkeys(draft.inputs)), incarnation=incarnation, followed=draft.followed, name=draft.name,
     )  # fmt: skip

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
+from core.jobs import keys
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.record import Job, JobIds, JobPage, JobState, pairs
+from core.jobs.record import Job, JobIds, JobPage, JobState, pairs, record_id
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
 _LOOKS = 2000  # entries that one page of a list may scan
 _PAGE_BYTES = 2**20  # that one page reads of requests and results
+
+
+class JobQuery(TypedDict, total=False):
+    """Which jobs of an owner are listed: of a modality, state and model, and at most `limit` (20) after a job."""
+
+    modality: str
+    state: JobState | None
+    model: str
+    after: str
+    limit: int
 
 
 class JobLists(RedisStore):
@@ -18,28 +31,33 @@ class JobLists(RedisStore):
         self._list = self._client.script("jobs/list")
         self._summaries = self._client.script("jobs/summaries")
 
+    def locate(self, id: str, owner: str, *, others: bool = False) -> str:
+        """Return the id of the record of the job that an owner calls by this id: of the one that it named so, or else
+        of its own with a record of this id, as all of 0.3.0 have; with `others` also of another owner's.
+        """
+        named = record_id(owner, id)
+        if named == id:
+            return id
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.exists(keys.job(named))
+            pipe.exists(keys.job(id))
+            pipe.hget(keys.job(id), "owner")
+            is_named, is_record, holder = pipe.execute()
+        return id if is_record and not is_named and (others or holder == owner) else named
+
     def summary(self, id: str) -> Job | None:
         """Read a record as `page` does. Raises `UnreadableRecord`."""
         (fields,) = self._summaries(_PAGE_BYTES, id)
         return Job.of(id, pairs(fields)) if fields else None
 
-    def page(
-        self,
-        owner: str | None,
-        *,
-        modality: str = "",
-        state: JobState | None = None,
-        model: str = "",
-        after: str = "",
-        limit: int = 20,
-    ) -> JobPage | None:
+    def page(self, owner: str | None, **query: Unpack[JobQuery]) -> JobPage | None:
         """List an owner's jobs (None: all owners), newest first, after the given one, without the `parameters` and the
         `result` of texts. None: that one does not exist.
 
         A page may be short, or empty, although more follow, if few of very many jobs are of the modality, state and
         model, or if their records are large.
         """
-        listed = self.ids(owner, modality=modality, state=state, model=model, after=after, limit=limit)
+        listed = self.ids(owner, **query)
         if listed is None:
             return None
         records = self._summaries(_PAGE_BYTES, *listed.ids) if listed.ids else []
@@ -54,21 +72,13 @@ class JobLists(RedisStore):
             return JobPage(jobs, listed.ids[len(records) - 1], True)
         return JobPage(jobs, listed.after, listed.more)
 
-    def ids(
-        self,
-        owner: str | None,
-        *,
-        modality: str = "",
-        state: JobState | None = None,
-        model: str = "",
-        after: str = "",
-        limit: int = 20,
-    ) -> JobIds | None:
+    def ids(self, owner: str | None, **query: Unpack[JobQuery]) -> JobIds | None:
         """List the ids of an owner's jobs as `page` does, without reading their records."""
         rank = 0
         index = "*" if owner is None else owner
+        looked_for = query.get("state") or "", query.get("model", ""), query.get("limit", 20), query.get("after", "")
         while True:
-            answer = self._list(index, state or "", model, limit, after, _LOOKS, rank, modality)
+            answer = self._list(index, *looked_for, _LOOKS, rank, query.get("modality", ""))
             if answer == 0:
                 return None
             last, more, rank, *ids = answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in 
 FIELDS = (
     "v", "modality", "model", "state", "parameters", "priority", "created", "deadline", "started", "ended", "attempt",
     "lost", "worker", "progress", "result", "error", "suspect", "work_ms", "owner", "digest", "webhook", "inputs",
-    "incarnation", "followed", "dropped",
+    "incarnation", "followed", "dropped", "name",
 )  # fmt: skip
 """The fields of the hash `job:{id}` that `Job.of` reads."""
 
@@ -43,6 +44,18 @@ class JobState(StrEnum):
 def new_id() -> str:
     """A random, unguessable id: `job_` and 24 hexadecimal digits."""
     return f"job_{secrets.token_hex(12)}"
+
+
+def derived_id(source: str) -> str:
+    """Return the id of the record of a job that its source, such as a client's choice, makes one job however often."""
+    return "job_" + hashlib.sha256(source.encode()).hexdigest()[:24]
+
+
+def record_id(owner: str, name: str) -> str:
+    """Return the id of the record of an owner's job of a chosen name: no two owners share one. Without an owner it is
+    the name.
+    """
+    return derived_id(f"{owner}\0\0{name}") if owner else name  # no Idempotency-Key begins with a NUL
 
 
 def to_json(value: Any) -> str:
@@ -95,7 +108,8 @@ class JobDraft(Generic[R]):
     artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
     without them, and False reports none until `JobStore.follow`. `tokens` are those that it counts as against rate
-    limits, of `text_model` if that is not its own model; neither is stored. Raises ValueError, naming the field.
+    limits, of `text_model` if that is not its own model; neither is stored. `name` is the id that the owner chose, if
+    the record has another one (`record_id`). Raises ValueError, naming the field.
     """
 
     id: str
@@ -115,6 +129,7 @@ class JobDraft(Generic[R]):
     keep_s: float = 0.0
     tokens: int = 0
     text_model: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.id):
@@ -150,7 +165,8 @@ class Job:
     `attempt` counts claims and fences writes: only the holder of the current attempt may write. `lost` counts workers
     lost while running it; above a threshold the job is `suspect` and runs alone. `progress` is the data of the current
     attempt's last progress event, `result` the output of a success, `error` has `code` and `message` if the job failed
-    or expired. `worker` is the worker that runs it, or ran it last. `owner`, `digest` and `inputs` are the draft's.
+    or expired. `worker` is the worker that runs it, or ran it last. `owner`, `digest`, `inputs` and `name` are the
+    draft's.
     `incarnation` distinguishes it from all other jobs with this id; empty in records of versions without incarnations.
     `followed`: whether its progress is reported, as set by the draft or `JobStore.follow`. `dropped`: its parameters
     are gone, as those of a text job that has ended are if they are large; so many bytes.
@@ -181,6 +197,7 @@ class Job:
     incarnation: str = ""
     followed: bool | None = None
     dropped: int = 0
+    name: str = ""
 
     @property
     def fence(self) -> str:
@@ -233,6 +250,7 @@ class Job:
             incarnation=fields.get("incarnation", ""),
             followed=_flag(fields.get("followed")),
             dropped=int(fields.get("dropped", 0)),
+            name=fields.get("name", ""),
         )
 
 
@@ -294,8 +312,8 @@ class ProgressReport:
     """Progress of a held job: `data` becomes the event's data and the record's `progress`.
 
     `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
-    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.stream_buffer`), sent in the event only;
-    with `complete` they are the complete texts, and replace those sent before.
+    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.text.stream_buffer`), sent in the event
+    only; with `complete` they are the complete texts, and replace those sent before.
     """
 
     id: str

@@ -1,5 +1,6 @@
 """Runs the benchmarks that the docs cite, one after the other, and updates the docs (`make results`).
 
+Without `--all` or `--only` it lists them: name, commit and date of the stored file, and the minutes that it took then.
 Each benchmark stores its own JSON file with provenance; this module lists their options, those of a GPU (`--gpu`) too.
 `lab/training/ways.sh` measures `ways`.
 """
@@ -7,13 +8,17 @@ Each benchmark stores its own JSON file with provenance; this module lists their
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from lab.bench.harness import provenance, record
 
 _ROOT = provenance.ROOT
+_RESULTS, _GPU_RESULTS = _ROOT / "lab/bench/results", _ROOT / "lab/bench/results/h200"
 _LADDER = "--pictures 64 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
 _EMOJI_LM = "--text-model models/emoji-lm --text-draft models/emoji-lm-draft"
 _FLEET = "--costs h200 --load 0.8 --pictures 40000 --steps 12,20,30,50 --deepcache off,2"
@@ -60,26 +65,59 @@ GPU_RUNS: dict[str, list[str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.bench.results", description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="those of a GPU, in place of those of a CPU")
-    parser.add_argument("--only", metavar="NAME,…", help="those whose names begin so")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--all", action="store_true", help="run all of them, which takes hours on an idle machine")
+    which.add_argument("--only", metavar="NAME,…", help="run those whose names begin so")
     parser.add_argument("--results", metavar="DIR", help="where the JSON of a GPU's goes")
     options = parser.parse_args(arguments)
     runs = GPU_RUNS if options.gpu else RUNS
+    stored = Path(options.results) if options.gpu and options.results else _GPU_RESULTS if options.gpu else _RESULTS
+    if not options.all and options.only is None:
+        print(*listed(runs, stored), sep="\n")
+        print("\n--all runs all of them, --only NAME,… some", file=sys.stderr)
+        return 0
     begins = tuple((options.only or "").split(","))
     names = [name for name in runs if name.startswith(begins)]
-    if any(not name or not any(choice.startswith(name) for choice in runs) for name in begins if options.only):
+    if any(not name or not any(choice.startswith(name) for choice in runs) for name in begins if not options.all):
         parser.error(f"--only: there is no {options.only}; there are {', '.join(runs)}")
     folder = ["--results", options.results] if options.gpu and options.results else []
-    failed = [name for name in names if not _measured(name, [*runs[name], *folder])]
+    failed = [name for name in names if not _measured(name, [*runs[name], *folder], stored / f"{name}.json")]
     _run("-m", "lab.bench.figures")
     if failed:
         record.progress(f"not measured: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _measured(name: str, words: Sequence[str]) -> bool:
-    """Run one benchmark, which prints its progress and stores its result; returns whether it succeeded."""
+def listed(names: Iterable[str], folder: Path) -> list[str]:
+    """Return a line for each benchmark: its name, the commit and date of its file, and the minutes that it took."""
+    columns = ("commit", "date", "minutes")
+    rows: list[tuple[str, ...]] = [("name", *columns)]
+    for name in names:
+        path = folder / f"{name}.json"
+        about = json.loads(path.read_text("utf-8"))["provenance"] if path.exists() else {}
+        values = (about.get(key) for key in columns)
+        rows.append((name, *("-" if value is None else str(value) for value in values)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _measured(name: str, words: Sequence[str], path: Path) -> bool:
+    """Run one benchmark, which prints its progress and stores its result, to which the minutes that it took are added.
+    Return whether it succeeded.
+    """
     record.progress(f"== {name}")
-    return _run(*words)
+    started = time.monotonic()
+    if not _run(*words):
+        return False
+    note_minutes(path, (time.monotonic() - started) / 60)
+    return True
+
+
+def note_minutes(path: Path, minutes: float) -> None:
+    """Add to a stored result how long it took."""
+    result = json.loads(path.read_text("utf-8"))
+    result["provenance"]["minutes"] = round(minutes, 1)
+    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
 def _run(*arguments: str) -> bool:

@@ -124,7 +124,7 @@ class _Bench:
         from llm.lane import StreamLane
         from llm.load import TextModelError, load
         from llm.load_draft import load as load_draft
-        from workers.build import device_of
+        from workers.devices import device_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._device = device_of(settings)

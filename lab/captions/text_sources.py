@@ -46,7 +46,7 @@ class LocalTextEngine:
     """The engine of this process."""
 
     def __init__(self, engine: Engine, runner: TextRunner, width: int) -> None:
-        from workers.text_handler import TextJobHandler
+        from workers.text.handler import TextJobHandler
 
         self.width = width
         self.name = runner.model.name

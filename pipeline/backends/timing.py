@@ -46,6 +46,10 @@ class PhaseCosts:
             return self.warmed(key)
         self._table[(field, key.phase) if field else key.phase, key.size, compiled].observe(key.rows, seconds)
 
+    def measure(self, key: ExecutableKey, compiled: bool, seconds: float) -> None:
+        """Update a curve with a time that was taken for it, and not of an iteration."""
+        self._table[key.phase, key.size, compiled].measure(key.rows, seconds)
+
     def warmed(self, key: ExecutableKey) -> None:
         """Note that the shape has run once."""
         self._seen.add(key)
@@ -72,7 +76,7 @@ class PhaseTimer:
         runs: int = _RUNS,
         until: float = float("inf"),
     ) -> bool:
-        """Observe the times of all runs but the first, which is warm-up. False if `until` came before the last."""
+        """Measure all runs but the first, which is warm-up. False if `until` came before the last."""
         size: Any = key.size
         example = self.example(key.phase, key.rows, size, chunks=key.chunks)
         for run in range(runs):
@@ -84,7 +88,7 @@ class PhaseTimer:
                 example(function)
                 synchronize(self._model.device)
             if run:  # also the first replay of a graph is slow: it uploads the graph to the device
-                self._costs.observe(key, compiled, time.perf_counter() - started)
+                self._costs.measure(key, compiled, time.perf_counter() - started)
             else:
                 self._costs.warmed(key)
         return True

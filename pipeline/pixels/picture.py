@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Picture:
     """The result of an image request. `warnings` are for people, e.g. of a truncated prompt.
 
-    `sampler` is the name of the one that ran, `schedule_type` as for `infotext`.
+    `sampler` is the name of the one that ran, `schedule_type` as for `infotext`. `provenance` marks its files.
     """
 
     image: Image
@@ -35,6 +35,7 @@ class Picture:
     warnings: tuple[str, ...] = field(default=())
     sampler: str = ""
     schedule_type: str | None = None
+    provenance: Provenance | None = None
 
     def enlarged(self) -> Picture:
         """Return the picture as the filter that it was requested with enlarges it; the same without one."""
@@ -56,9 +57,9 @@ class Picture:
         """IPTC's digital source type."""
         return GENERATED if self.parameters.edit is None else EDITED
 
-    def png(self, *, metadata: bool = True, provenance: Provenance | None = None) -> bytes:
+    def png(self, *, metadata: bool = True) -> bytes:
         """Return the picture as PNG, with text chunks: `parameters` is its `infotext`, `diptych` the parameters as
-        JSON, and `fingerprint` the fingerprint as JSON. Without `metadata` it has none. `provenance` marks it.
+        JSON, and `fingerprint` the fingerprint as JSON. Without `metadata` it has none.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -67,14 +68,15 @@ class Picture:
             chunks.add_text("parameters", self.infotext)  # tEXt where it is Latin-1, as their readers are used to
             chunks.add_itxt("diptych", to_json(self.parameters.to_dict()))
             chunks.add_itxt("fingerprint", to_json(self.fingerprint))
+        provenance = self.provenance
         if provenance is None:
             return files.png(self.image, chunks)
         chunks.add_itxt("XML:com.adobe.xmp", xmp(self.source_type))
         return provenance.signed(files.png(provenance.watermarked(self.image), chunks), "image/png", self.source_type)
 
-    def write(self, path: Path, provenance: Provenance | None = None) -> None:
+    def write(self, path: Path) -> None:
         """Write the PNG fully or not at all. Raises OSError, and then leaves nothing behind."""
-        data = self.png(provenance=provenance)
+        data = self.png()
         # Short, since `path` may have the maximum length; and random, since others may write the same image.
         partial = path.with_name(f".{secrets.token_hex(8)}.part")
         try:

@@ -19,7 +19,7 @@ from api import cards
 from api.links import sign, signed
 from core.config import Settings, SettingsError, read
 from core.jobs.keyring import USUAL_SCOPES, Keyring
-from core.jobs.record import JobDraft
+from core.jobs.record import JobDraft, record_id
 from tests.api.test_webhooks import Receiver
 from tests.api.world import (
     CARD,
@@ -127,7 +127,7 @@ def test_the_first_key_closes_the_service_at_once(settings: Settings, monkeypatc
                 if path == "/v1/jobs/mine":
                     owner = bearer(token)
                     assert api.client.put(path, json=JOB, headers=owner).status_code == 202
-                    assert worker.job("mine").owner == key.id
+                    assert worker.job(record_id(key.id, "mine")).owner == key.id
                     assert api.get(path, headers=owner).status_code == 200
                     check_error(api.get("/v1/jobs/before", headers=owner), 404)
                 else:
@@ -226,14 +226,14 @@ def test_links_end() -> None:
     assert not signed(secret, "job_1", 0, "", "1000", made, 999)
 
 
-def picture_of(client: httpx2.Client, worker: Worker, id: str, prompt: str) -> tuple[str, bytes]:
+def picture_of(client: Client, worker: Worker, id: str, prompt: str) -> tuple[str, bytes]:
     """Have a picture drawn under a chosen id: the path of its link, and its bytes."""
     assert client.put(f"/v1/jobs/{id}", json={**JOB, "prompt": prompt}).status_code == 202
-    claim = worker.take(id)
-    data = f"{id}: {prompt}, for {worker.job(id).owner}".encode()
+    claim = worker.take(record_id(client.key_id, id))
+    data = f"{id}: {prompt}, for {client.key_id}".encode()
     image = {"key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 8, "height": 8,
              "media_type": "image/png", "size_bytes": len(data)}  # fmt: skip
-    assert worker.store.leases.succeed(id, claim.attempt, {"images": [image]}, [image["key"]])
+    assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": [image]}, [image["key"]])
     return path_of(client, id), data
 
 
@@ -253,11 +253,12 @@ def test_a_link_does_not_lead_to_the_picture_of_who_has_the_id_next(doors: Guard
     assert bob.put("/v1/jobs/logo", json=JOB).status_code == 202
     assert stranger.get(link).status_code == 403
     assert bob.post("/v1/jobs/logo/cancel").status_code == 200 and bob.delete("/v1/jobs/logo").status_code == 200
-    other, theirs = picture_of(bob, worker, "logo", "a dog")
-    refused = stranger.get(link)
-    check_error(refused, 403, "signature", "invalid_signature")
-    assert theirs not in refused.content
-    assert stranger.get(other).content == theirs
+    for client in (bob, ann):
+        other, theirs = picture_of(client, worker, "logo", "a dog")
+        refused = stranger.get(link)
+        check_error(refused, 403, "signature", "invalid_signature")
+        assert theirs not in refused.content
+        assert stranger.get(other).content == theirs
 
 
 BEHIND = "import time; real = time.time; time.time = lambda: real() - 7200; " + SERVE

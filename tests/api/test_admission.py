@@ -12,17 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api import admission
+from api.cards import RegistrySnapshot, WorkEstimates
 from api.errors import ApiError
 from api.schemas import read
 from api.uploads import PictureSource, PictureUploads, Upload
 from contract import plan
 from contract.card import ImageCard, ImageCosts, ImageDefaults, ImageLimits
+from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest, Margins
 from contract.plan import AUTO, DEPTHS, DeepCache
 from core.jobs.record import JobDraft, QueueBacklog
-from tests.api.world import CARD
-from workers.handlers import pictures
+from tests.api.world import CARD, TEXT
+from workers.images.handler import pictures
 
 
 def draft_of(card: ImageCard = CARD, **fields: Any) -> JobDraft:
@@ -128,12 +130,49 @@ def test_work_counts_pictures_steps_and_rows() -> None:
 def test_a_card_without_costs_is_no_obstacle() -> None:
     idle = QueueBacklog(0, 0, 0, 0)
     for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
-        card = replace(CARD, costs=costs)
+        card = replace(CARD, costs=costs, least_costs=costs)
         draft = draft_of(card, deadline_s=1)
         admission.check_deadline(draft, card, idle, 1)
         assert draft.deadline_s == 1
         with pytest.raises(ApiError):
             admission.check_deadline(draft, CARD, idle, 1)
+
+
+def test_a_deadline_is_not_refused_by_costs_that_no_iteration_confirmed() -> None:
+    """As after a start under load, which may have slowed each measurement a hundred times."""
+    slow = ImageCosts(30.0, 60.0, {"128x128": 24.0}, {"128x128": 9.0}, {"block": {"128x128": 6.0}})
+    card = replace(CARD, costs=slow, least_costs=ImageCosts(solo_step_s={"128x128": 0.0}, row_step_s={"128x128": 0.0}))
+    queue = QueueBacklog(4, 4_000_000, 0, 0)
+    for fields in ({}, {"n": 4}, {"steps": 50}, {"size": "64x64"}, {"deepcache": "auto"}):
+        admission.check_deadline(draft_of(card, deadline_s=1, **fields), card, queue, 1, reliable=0.0)
+    partly = replace(card, least_costs=ImageCosts(solo_step_s={"128x128": 0.08}, row_step_s={"128x128": 0.03}))
+    admission.check_deadline(draft_of(partly, deadline_s=1.6), partly, queue, 1, reliable=0.0)
+    with pytest.raises(ApiError, match=r"1\.6 s at best"):
+        admission.check_deadline(draft_of(partly, deadline_s=1.59), partly, queue, 1, reliable=0.0)
+
+
+def test_queued_work_counts_by_how_much_costs_have_sunk_since_it_was_estimated() -> None:
+    unconfirmed = replace(CARD, capacity_per_s=0.01, least_costs=ImageCosts())
+    slow, fast = replace(CARD, capacity_per_s=0.01), replace(CARD, capacity_per_s=1.0)
+    queued, empty = {CARD.name: QueueBacklog(2, 200_000, 0, 0)}, {CARD.name: QueueBacklog(0, 0, 1, 100_000)}
+    estimates = WorkEstimates()
+    history = [
+        (unconfirmed, {}, 0.0), (slow, {}, 1.0), (slow, queued, 1.0), (fast, queued, 0.01), (fast, queued, 0.01),
+        (fast, empty, 1.0), (fast, queued, 1.0), (unconfirmed, queued, 0.0), (fast, queued, 0.01),
+    ]  # fmt: skip
+    assert [estimates.shares([card, TEXT], load) for card, load, _ in history] == [
+        {CARD.name: pytest.approx(share)} for *_, share in history
+    ]
+    assert WorkEstimates().shares([fast], queued) == {CARD.name: 0.0}, "queued by estimates that are unknown here"
+
+
+def test_of_several_models_work_the_least_reliable_counts() -> None:
+    other = replace(CARD, name="another")
+    loads = {other.name: QueueBacklog(1, 100_000, 0, 0), TEXT.name: QueueBacklog(1, 100_000, 0, 0)}
+    now = RegistrySnapshot(models=(CARD, other, TEXT), shares={CARD.name: 1.0, other.name: 0.25})
+    assert now.reliable(CARD.name) == 1.0
+    assert replace(now, model_backlogs=loads).reliable(CARD.name) == 0.25
+    assert now.reliable("unknown") == 0.0
 
 
 def hopeless(backlog_ms: int, ready: int, **fields: Any) -> str | None:
@@ -184,13 +223,15 @@ def test_retry_after_is_within_its_bounds(wait_s: float) -> None:
 
 # -- DeepCache -------------------------------------------------------------------------------------------------------
 
+_COSTS = replace(
+    CARD.costs,
+    shallow_solo_step_s={"block": {"128x128": 0.04}, "resnet": {"128x128": 0.02}},
+    shallow_row_step_s={"block": {"128x128": 0.015, "64x64": 0.004}, "resnet": {"128x128": 0.006}},
+)
 CACHED = replace(
     CARD,
-    costs=replace(
-        CARD.costs,
-        shallow_solo_step_s={"block": {"128x128": 0.04}, "resnet": {"128x128": 0.02}},
-        shallow_row_step_s={"block": {"128x128": 0.015, "64x64": 0.004}, "resnet": {"128x128": 0.006}},
-    ),
+    costs=_COSTS,
+    least_costs=_COSTS,
 )
 SCHEDULES = st.sampled_from(["off", "auto"]) | st.fixed_dictionaries(
     {},
@@ -258,7 +299,7 @@ def test_an_edit_is_counted_by_the_steps_it_makes(asked: Any, steps: int, streng
     parameters = {**draft_of(CACHED, steps=steps).parameters, "deepcache": asked}
     whole = ImageJob.read({**parameters, "steps": int(steps * strength)})
     edited = ImageJob.read({**parameters, "edit": {"strength": strength}})
-    for seconds in (admission.work_s, admission.solo_s):
+    for seconds in (work_s, solo_s):
         assert seconds(CACHED, edited) == pytest.approx(seconds(CACHED, whole))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -201,6 +202,26 @@ def test_a_batch_that_is_cancelled_charges_the_lines_that_were_jobs(house: House
         ok(client.post(f"/v1/batches/{id}/cancel"))
         assert house.ended(client, id)["status"] == "cancelled"
     assert paid() == {4}
+
+
+@pytest.mark.parametrize(("age_s", "back"), [(2 * 3600 - 60, 6), (2 * 3600 + 60, 0)])
+def test_images_of_a_window_that_is_over_are_not_given_back(house: House, age_s: int, back: int) -> None:
+    """They are in no counter any more: those of other requests would be given back in their place."""
+    tenant = limited(house)
+    body = {"prompt": "a cat", "steps": 2, "n": 2, "model": OFFERED.name}
+    lines = [{"custom_id": f"{k}", "method": "POST", "url": IMAGES, "body": body} for k in range(5)]
+    file = house.upload(tenant, b"\n".join(json.dumps(line).encode() for line in lines), **BATCH)
+    fields = {"input_file_id": file, "endpoint": IMAGES, "completion_window": "24h"}
+    with house.holding():
+        known = house.worker.ids()
+        id = str(ok(tenant.post("/v1/batches", json=fields)).json()["id"])
+        eventually(lambda: len(house.worker.ids() - known) == 2)
+        paid = {name: house.used(tenant, RATE, "pictures", name) for name in ("", OFFERED.name)}
+        house.worker.redis.hset(f"diptych:batch:{id}", "created", str(int(time.time()) - age_s))
+        ok(tenant.post(f"/v1/batches/{id}/cancel"))
+        assert house.ended(tenant, id)["status"] == "cancelled"
+    after = {name: house.used(tenant, RATE, "pictures", name) for name in paid}
+    assert after == {name: count - back for name, count in paid.items()}
 
 
 # -- bytes of files ----------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_models_in_openais_shape(shared: Api) -> None:
     card = model.pop("diptych")
     assert model == {"id": "emoji-xl", "object": "model", "created": 1_700_000_000, "owned_by": "diptych"}
     expected = json.loads(json.dumps(dataclasses.asdict(CARD))) | {
-        "live": True, "workers": 1, "loaded_workers": 1, "native_size": "128x128",
+        "live": True, "loading": False, "workers": 1, "loaded_workers": 1, "native_size": "128x128",
         "sizes": ["64x64", "96x168", "128x128", "168x96"], "limits": {**dataclasses.asdict(CARD.limits),
         "max_seed": 2**53 - 1},
     }  # fmt: skip

@@ -233,9 +233,28 @@ def test_a_request_waits_for_a_model_that_is_being_loaded(settings: Settings, as
             pool.submit(api.client.post, "/v1/images/generations", json=body, headers=own),
             pool.submit(api.client.post, "/v1/jobs", json={**body, "type": "image"}, headers=own),
         ]
-        for path in (f"/v1/models/{asked}", f"/v2/models/{asked}/ready"):
-            error = check_error(api.client.get(path, headers=own), 503, "model", "model_loading")
-            assert asked in error["message"]
+        error = check_error(api.client.get(f"/v2/models/{asked}/ready", headers=own), 503, "model", "model_loading")
+        assert asked in error["message"]
+        page = api.client.get("/v1/models", headers=own).json()
+        listed = {model["id"]: model for model in page["data"]}
+        assert listed.keys() == {"emoji-xl", "emoji-xl-turbo", "emoji-lm", "fast"}
+        for name, model, kind in (("emoji-xl-turbo", "", "image"), ("fast", "emoji-xl-turbo", "image"),
+                                  ("emoji-lm", "", "text")):  # fmt: skip
+            unknown = {
+                "modality": kind,
+                "live": False,
+                "loaded": False,
+                "loading": True,
+                "workers": 0,
+                "loaded_workers": 0,
+            }
+            assert listed[name]["diptych"] == unknown | ({"alias_of": model} if model else {})
+            assert listed[name] == api.client.get(f"/v1/models/{name}", headers=own).json()
+        assert not listed["emoji-xl"]["diptych"]["loading"] and listed["emoji-xl"]["diptych"]["live"]
+        assert [model["name"] for model in page["results"]] == ["emoji-xl", "emoji-xl-turbo"]
+        narrow = api.client.get("/v1/models", headers=key).json()
+        assert [model["id"] for model in narrow["data"]] == ["emoji-xl"] and len(narrow["results"]) == 1
+        check_error(api.client.get("/v1/models/emoji-lm", headers=key), 404, "model", "model_not_found")
         words = {"model": asked, "messages": [{"role": "user", "content": "a"}]}
         check_error(api.client.post("/v1/chat/completions", json=words, headers=own), 400, "model", "wrong_modality")
         drawn = {**body, "model": "emoji-lm"}

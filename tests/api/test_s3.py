@@ -12,6 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from core.artifacts import ArtifactError, Artifacts, NoArtifact
 from core.config import Settings
+from core.jobs.record import record_id
 from tests.api.world import CARD, PATIENCE_S, bearer, changed, check_error, eventually, opened, token_of, use_s3
 
 BUCKET = "pictures"
@@ -84,7 +85,7 @@ def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(bucket: Bucke
         httpx2.Client(base_url=api.url, timeout=PATIENCE_S, headers=bearer(token)) as mine,
     ):
         id = mine.put("/v1/jobs/cat", json={"type": "image", "prompt": "a cat"}).json()["id"]
-        (picture,) = worker.work(id)
+        (picture,) = worker.work(record_id(token.split("_")[1], id))
         assert len(bucket.keys()) == 1
         link = urlsplit(mine.get(f"/v1/jobs/{id}").json()["images"][0]["url"])
         fetched = api.get(f"{link.path}?{link.query}")

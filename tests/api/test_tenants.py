@@ -26,6 +26,7 @@ from api.webhook_sender import WebhookSender
 from api.webhooks import Unreachable, call
 from core.config import Settings
 from core.jobs.keyring import USUAL_SCOPES
+from core.jobs.record import record_id
 from tests.api import rivals, test_batches
 from tests.api.test_batches import ended, told
 from tests.api.test_text_batches import begin, lines
@@ -66,6 +67,12 @@ def handed_in(client: openai.OpenAI, data: bytes) -> str:
 
 def begun(client: openai.OpenAI, file: str, endpoint: Any = CHAT) -> str:
     return client.batches.create(input_file_id=file, endpoint=endpoint, completion_window="24h").id
+
+
+def put(client: openai.OpenAI, id: str) -> str:
+    """Make a job of a chosen id; returns that of its record."""
+    client.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
+    return record_id(client.api_key.split("_")[1], id)
 
 
 @pytest.fixture
@@ -112,8 +119,7 @@ def test_who_takes_the_id_of_a_line_harms_nobody(settings: Settings, scribe: Scr
         worst = begin(ann, CHAT, *ask(*"abcdef")).id
         for line in range(2, 6):
             id = "job_" + hashlib.sha256(f"{worst}/{line}".encode()).hexdigest()[:24]
-            ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
-            scribe.finish(scribe.take(id))
+            scribe.finish(scribe.take(put(ann, id)))
         done = ended_beside(scribe, ann, bob, worst)
         assert done.request_counts.completed + done.request_counts.failed == 6
 
@@ -128,8 +134,7 @@ def test_a_line_that_goes_wrong_ends_alone(settings: Settings, scribe: Scribe, c
         if code == "job_lost":
             ann.delete(f"/jobs/{id}", cast_to=object)
             with contextlib.suppress(openai.APIStatusError):  # while it is still going
-                ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
-                scribe.finish(scribe.take(id))
+                scribe.finish(scribe.take(put(ann, id)))
         else:
             assert scribe.store.leases.succeed(id, scribe.take(id).attempt, {})
         done = ended_beside(scribe, ann, bob, worst)

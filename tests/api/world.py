@@ -45,6 +45,12 @@ T = TypeVar("T")
 BATCH = {"purpose": "batch"}  # the form of a file for a batch
 PATIENCE_S = 60.0  # for what surely comes, on a machine that may stall
 
+_COSTS = ImageCosts(
+    encode_s=0.1,
+    vae_s=0.2,
+    solo_step_s={"128x128": 0.08, "64x64": 0.02},
+    row_step_s={"128x128": 0.03, "64x64": 0.01},
+)
 CARD = ImageCard(
     name="emoji-xl",
     precision="fp32",
@@ -56,12 +62,8 @@ CARD = ImageCard(
     schedulers=("euler", "dpm++2m"),
     default_scheduler="euler",
     limits=ImageLimits(),
-    costs=ImageCosts(
-        encode_s=0.1,
-        vae_s=0.2,
-        solo_step_s={"128x128": 0.08, "64x64": 0.02},
-        row_step_s={"128x128": 0.03, "64x64": 0.01},
-    ),
+    costs=_COSTS,
+    least_costs=_COSTS,
     capacity_per_s=0.67,
 )
 TEXT = TextCard(

@@ -24,14 +24,14 @@ from llm.load import TextModel
 from llm.runner import TextRunner
 from tests.api.world import Api
 from tests.llm import stage
-from workers.active_jobs import ActiveJobs
-from workers.control import ControlListener
-from workers.publisher import ProgressPublisher
-from workers.shared_lock import SharedLock
-from workers.store_retry import StoreRetry
+from workers.claims.active_jobs import ActiveJobs
+from workers.claims.control import ControlListener
+from workers.claims.publisher import ProgressPublisher
+from workers.claims.shared_lock import SharedLock
+from workers.claims.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
-from workers.text_handler import TextJobHandler
-from workers.text_loras import TextLoraFolder
+from workers.text.handler import TextJobHandler
+from workers.text.loras import TextLoraFolder
 
 NAME = "worker-of-texts"
 
@@ -66,7 +66,7 @@ class TextWorker:
         self._control = ControlListener(self._registry, store_retry, name, active_jobs.abandon)
         self._tasks = WorkerTasks(
             name, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
-            Artifacts(settings.artifacts), self.engine, {self.handler.name: self.handler}, lambda envelope: None,
+            Artifacts(settings.artifacts), self.engine, {self.handler.name: self.handler}, (), lambda envelope: None,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(32)
         self._stopping = threading.Event()

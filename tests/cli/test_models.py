@@ -119,14 +119,16 @@ def test_the_service_of_a_data_folder_is_asked(
             card = {
                 "live": True, "modality": "image", "precision": "int8", "device": "cpu", "native_size": "64x64",
             }  # fmt: skip
-            self.answer(200, json.dumps({"data": [{"id": "cats", "diptych": card}]}).encode())
+            loading = {"live": False, "loading": True, "modality": "text"}
+            models = [{"id": "cats", "diptych": card}, {"id": "dogs", "diptych": loading}]
+            self.answer(200, json.dumps({"data": models}).encode())
 
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setenv("DIPTYCH_DATA_DIR", str(folder))
     with LocalServer(Page) as server:
         write_url(folder, server.url)
-        assert shell("models").out == "cats  image, int8 on cpu, 64x64\n"
+        assert shell("models").out == "cats  image, int8 on cpu, 64x64\ndogs  text  (being loaded)\n"
     assert f"no service answers at {server.url}" in shell("models").out
     forget_url(folder)
     assert "no service answers at http://127.0.0.1:" in shell("models").out

@@ -28,8 +28,8 @@ from pipeline.checkpoints.load import load
 from tests.core.kernels.test_device import H200
 from tests.deployment.served import ROOT, killed_at_last
 from tests.test_floors import Module, read
-from workers.build import device_of, precision
-from workers.devices import fused
+from workers.build_images import precision
+from workers.devices import device_of, fused
 
 SHELL = {"REDIS_PASSWORD": "secret"}  # as `make up` writes into .env
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))

@@ -195,6 +195,7 @@ WRONG: dict[str, list[History]] = {
         job(call("probe", 60, "a", seen("a", "succeeded"), tenant="bert")),
         job(call("upload", 1, "", ids=("file-1",)), call("files", 60, "", ids=("file-1",), tenant="bert")),
         job(call("upload", 1, "", ids=("file-1",)), call("content", 60, "file-1", tenant="bert")),
+        job(refused("submit", 60, "a", 409, "id_taken", tenant="bert")),
     ],
     "once_for_each_key": [
         job(
@@ -204,6 +205,7 @@ WRONG: dict[str, list[History]] = {
     ],
     "ends_are_explained": [
         job(*ended("b", "cancelled")),
+        job(*ended("b", "cancelled"), call("cancel", 40, "b", seen("b", "cancelled", created=2.0), tenant="bert")),
         job(*ended("b", "expired")),
         job(*ended("b", "failed", error="engine_error"), faults=("kill_worker", "disk_full")),
         job(*ended("b", "failed", error="artifact_error"), faults=("kill_worker",)),
@@ -231,6 +233,9 @@ WRONG: dict[str, list[History]] = {
         # That it exists is told by any other answer than that of a thing that does not.
         job(refused("probe job requeue", 60, "a", status, owner="anna", tenant=tenant))
         for tenant, status in (("bert", 400), ("bert", 403), ("bert", 409), ("bert", 401), ("", 404), ("", 403))
+    ] + [
+        job(call("batch", 2, "file-1", ids=("batch_1",), owner="bert", wants=("stolen x",)),
+            call("batch_end", 60, "batch_1", code="completed", got=("stolen x",)))
     ],
     "refusals_are_due": [
         job(full(60, SHARE), limits=SHARED),
@@ -284,6 +289,10 @@ ALLOWED = [
     job(unknown("submit", 3, "a", wants=("second",)), call("erase", 40, "a"), *again()),
     job(*ended("b", "failed", error="artifact_error"), faults=("disk_full",)),
     job(unknown("look", 60, "a")),
+    # Two tenants chose one id, at once.
+    job(*(replace(one, tenant="bert", got=one.got and ("theirs",), wants=one.wants and ("theirs",))
+          for one in job(call("picture", 60, "a", wants=("mine",), got=("mine",), whole=True)).calls),
+        call("picture", 60, "a", wants=("mine",), got=("mine",), whole=True)),
     job(refused("look", 60, "a", 404, tenant="bert")),
     *(job(refused("probe job look", 60, "a", status, owner="anna", tenant=tenant))
       for tenant, status in (("bert", 404), ("bert", 429), ("", 401))),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from core.jobs.record import Job
 from tests.faults.histories import accounts, planted
 from tests.faults.histories.checker import Problem, check
 from tests.faults.histories.clients import Client, Own
@@ -16,7 +17,7 @@ from tests.faults.histories.gallery import wanted
 from tests.faults.histories.history import limits, read_back
 from tests.faults.histories.line import Book, Line
 from tests.faults.histories.quiet import levels, warm_up
-from tests.faults.histories.record import Fault, History
+from tests.faults.histories.record import OK, Fault, History
 from tests.faults.histories.returns import DESCRIPTORS
 from tests.faults.histories.strangers import BATCH, FILE, JOB, PICTURE, ask, ways
 from tests.faults.histories.world import RATES, SHARE, World
@@ -42,12 +43,17 @@ def slow(client: Client, steps: int) -> Own:
     return client.own[-1]
 
 
+def record(world: World, own: Own) -> Job | None:
+    """The record of a job of the tenant anna."""
+    return world.store.get(world.store.lists.locate(own.id, world.owners["anna"]))
+
+
 def runner(world: World, own: Own, attempt: int = 1, steps: int = 0) -> Part:
     """The worker that runs a job's attempt, once it runs and has done so many steps."""
     found: list[Part] = []
 
     def runs() -> bool:
-        job = world.store.get(own.id)
+        job = record(world, own)
         if job is not None and job.state.value == "running" and job.attempt >= attempt:
             pids = {card.id: card.pid for card in world.registry.workers()}
             if (job.progress or {"steps_done": 0})["steps_done"] >= steps:
@@ -107,6 +113,11 @@ def strangers(world: World, client: Client) -> list[Fault]:
             for tenant in ("carl", ""):
                 ask(client.line, tenant, thing, name)
     client.made.clear()  # a stranger may have deleted it
+    owner, client.tenant = client.tenant, "bert"
+    client.long_text()  # lists have large records, too
+    client.edit()
+    client.tenant = owner
+    client.steal()
     file = client.line.upload("bert", bytes(1000))
     client.line.forget("bert", file.ids[0])
     return []
@@ -147,10 +158,15 @@ def large(world: World, client: Client) -> list[Fault]:
 
 
 def twins(world: World, client: Client) -> list[Fault]:
-    """One of two jobs of equal pictures is erased; and an attempt that is over is handed back."""
+    """One of two jobs of equal pictures is erased, whose id another tenant uses too; and an attempt that is over is
+    handed back.
+    """
+    body = {"type": "image", "prompt": "twin STEP=0.01", "seed": 0, "steps": 2, "size": "32x32"}
     for k in range(2):
-        body = {"type": "image", "prompt": "twin STEP=0.01", "seed": 0, "steps": 2, "size": "32x32"}
         client.note(client.line.submit("anna", f"{client.name}-{k}", body, wanted("twin STEP=0.01", 0)))
+    call = client.line.submit("bert", client.own[0].id, body, wanted("twin STEP=0.01", 0))
+    if call.outcome == OK:
+        client.others.append(("bert", Own(call.about, call.wants, call.seen[0].created)))
     _all_end(client)
     own = client.own[0]
     client._erase(own)
@@ -168,11 +184,10 @@ def requeued(world: World, client: Client) -> list[Fault]:
     runner(world, first)
     for part in world.crew:
         part.kill()
-    own = {own.id for own in client.own}
 
     def waits() -> bool:
         world.miscounted.update(accounts.uncounted(world))
-        jobs = [world.store.get(id) for id in own]
+        jobs = [record(world, own) for own in client.own]
         return all(job is not None and (job.state.final or job.state.value == "queued") for job in jobs)
 
     wait_for("they wait again", waits, PATIENCE_S)
@@ -196,7 +211,8 @@ GROUPS: list[tuple[tuple[Callable[[World, Client], list[Fault]], ...], float, di
     ((peaceful, strangers), PATIENCE_S, {
         planted.LINK: ("bytes_of_their_request", "link of"), planted.AFTER: ("events_in_order", "after its end"),
         planted.FILES: (STRANGERS, "probe file content: carl"), planted.JOBS: (STRANGERS, "probe job look: carl"),
-        planted.BATCHES: (STRANGERS, "probe batch look: carl"), planted.OPEN: (STRANGERS, "nobody was let"),
+        planted.BATCHES: (STRANGERS, "probe batch look: carl"), planted.LINES: (STRANGERS, "batch line: anna"),
+        planted.OPEN: (STRANGERS, "nobody was let"),
         planted.QUOTA: (QUIET, "upload of"),
     }),
     ((strangers, stalled, spoiled), PATIENCE_S, {
@@ -212,6 +228,7 @@ GROUPS: list[tuple[tuple[Callable[[World, Client], list[Fault]], ...], float, di
         planted.REQUEST: ("little_is_stored", "a record of"), planted.BYTES: ("little_is_stored", "not counted"),
         planted.LARGER: ("limits_hold", "taken at once"), planted.UNNAMED: ("nothing_is_left", "is named by"),
         planted.LATE: ("tenants_are_counted", "handed back by attempt"),
+        planted.IDS: ("own_things_only", "of bert was taken"),
     }),
     ((requeued,), PATIENCE_S, {planted.FORGETS: ("tenants_are_counted", "do not know it")}),
     ((killed, taken), 3.0, {

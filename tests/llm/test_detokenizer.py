@@ -47,6 +47,22 @@ def test_stops(text: str, stops: list[str]) -> None:
     assert writer.ended == bool(ends)
 
 
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    least=st.integers(0, 31),
+)
+def test_stops_that_are_complete_within_the_least_tokens_are_text(text: str, stops: list[str], least: int) -> None:
+    """As vLLM has it: a stop ends the text at its own last letter, if that comes after the first `min_tokens`."""
+    writer = Detokenizer(BYTES, stops, min_tokens=least)
+    parts = written(writer, BYTES(text, add_special_tokens=False)["input_ids"])
+    lengths = range(least + 1, len(text) + 1)
+    matched = ((end, [stop for stop in stops if text[:end].endswith(stop)]) for end in lengths)
+    end, last = next(((end, last) for end, last in matched if last), (len(text), [""]))
+    assert writer.text == "".join(parts) == text[: end - max(map(len, last))]
+    assert writer.ended == (last != [""])
+
+
 @pytest.mark.parametrize("text", ["A man riding a horse .", "  two  spaces", "naïve café 🍕!"])
 def test_the_embedded_tokenizer(text: str) -> None:
     tokenizer = stage.emoji().tokenizer

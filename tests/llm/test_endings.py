@@ -55,6 +55,19 @@ def test_a_text_without_its_own_end_ends_at_tokens_that_are_named(temperature: f
     assert late.finish == "stop" and len(late.tokens) > 20 and not {*late.tokens[:-1]} & {*stop}
 
 
+def test_a_stop_within_the_least_tokens_does_not_end_an_answer() -> None:
+    model = stage.small()
+    prompt = stage.prompts(model, 1)[0]
+    (free,) = stage.write(model, [TextParameters(prompt, 40, ignore_end=True, seed=3)])
+    stop = next(letter for letter in free.text if letter.isprintable() and letter != "\ufffd")
+    early, late = stage.write(
+        model,
+        [TextParameters(prompt, 40, ignore_end=True, seed=3, stop=(stop,), min_tokens=least) for least in (0, 40)],
+    )
+    assert early.finish == "stop" and stop not in early.text
+    assert (late.finish, late.text, late.tokens) == ("length", free.text, free.tokens)
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [

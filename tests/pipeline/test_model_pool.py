@@ -274,3 +274,20 @@ def wait_for(seen: Callable[[], object]) -> None:
     while not seen():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def test_one_load_on_a_busy_machine_is_not_what_a_model_takes_to_load_from_then_on(stages: Stages) -> None:
+    """Workers that would have to load a model take no job of it for as long as a load takes."""
+    begun: list[Stage] = []
+
+    def slowly(name: str) -> None:
+        for stage in begun:
+            stage.now += 300.0
+
+    stage = stages(2, before=slowly)
+    stage.submit("third", 1).result(60)
+    begun.append(stage)
+    loads, at_first_s = stage.loads["second"], stage.pool.load_s("second")
+    stage.submit("second", 1).result(60)
+    assert stage.loads["second"] == loads + 1
+    assert 0 < stage.pool.load_s("second") <= at_first_s < 300

@@ -24,7 +24,7 @@ from pipeline.pixels.vae import decode
 from pipeline.quantization import variant_cache
 from pipeline.quantization.calibration import settings_of
 from tests.pipeline.worlds import Watching, apart, levels, solo, together
-from workers.cards import image_card
+from workers.images.cards import image_card
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "turbo": (EulerAncestralDiscreteScheduler, {"timestep_spacing": "trailing"}),

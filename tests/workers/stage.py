@@ -70,8 +70,11 @@ from core.failures import NotFinite
 from core.jobs.broker import Envelope
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
-from workers.handlers import ImageJobProgress, JobHandler, pictures
+from workers.handlers import JobHandler, Output
+from workers.images.handler import ImageJobProgress, pictures
 from workers.serving_runtime import ServingRuntime, handlers_of
+from workers.stages.expansion import ExpansionStage
+from workers.stages.stage import JobStage
 from workers.tasks import WorkerTasks
 
 if TYPE_CHECKING:
@@ -271,7 +274,7 @@ class StagePictures(_Panel):
             costs=ImageCosts(encode_s=self._step_s, vae_s=self._step_s, solo_step_s=sizes, row_step_s=sizes),
         )  # fmt: skip
 
-    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> ImageJob:
+    def read(self, parameters: Mapping[str, Any]) -> ImageJob:
         return ImageJob.read(parameters)
 
     def requests(self, job: ImageJob) -> list[Any]:
@@ -287,14 +290,16 @@ class StagePictures(_Panel):
                 kept = [other for other in self._files if other != file]
                 self._files = [*kept, file][-self._most :] if self._most else []
 
-    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter, *_: Any) -> dict[str, Any]:
+    def build_result(self, job: Any, outputs: Sequence[Output], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         images = []
-        for wanted in made:
-            prompt = wanted.prompt if self.name == MODEL else f"{self.name}: {wanted.prompt}"
-            data = picture(prompt, wanted.seed, wanted.width, wanted.height)
+        for output in outputs:
+            request = output.value
+            prompt = request.prompt if self.name == MODEL else f"{self.name}: {request.prompt}"
+            data = picture(prompt, request.seed, request.width, request.height)
             images.append({
-                "key": artifact_writer.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
-                "height": wanted.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
+                "key": artifact_writer.put(data, "image/png"), "seed": request.seed, "width": request.width,
+                "height": request.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
+                **output.facts,
             })  # fmt: skip
         return {"images": images}
 
@@ -303,8 +308,6 @@ class StageTextJob(NamedTuple):
     """What the stand-in is asked for."""
 
     parameters: Mapping[str, Any]
-    expand_prompt: bool = False
-    cascade: None = None
 
 
 class StageText(_Panel):
@@ -321,7 +324,7 @@ class StageText(_Panel):
             capacity_per_s=1 / max(1e-6, 20 * self._step_s),
         )  # fmt: skip
 
-    def read(self, parameters: Mapping[str, Any], key_action: str = "") -> StageTextJob:
+    def read(self, parameters: Mapping[str, Any]) -> StageTextJob:
         return StageTextJob(parameters)
 
     def requests(self, job: StageTextJob | TextJob) -> list[Any]:
@@ -330,8 +333,8 @@ class StageText(_Panel):
             return [TextParameters(parameters["messages"][-1]["content"], 2)]
         return [TextParameters(parameters["prompt"], parameters["steps"])]
 
-    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter, *_: Any) -> dict[str, Any]:
-        return {"text": made[0].prompt}
+    def build_result(self, job: Any, outputs: Sequence[Output], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+        return {"text": outputs[0].value.prompt}
 
 
 def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
@@ -342,6 +345,7 @@ def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
 class Stage:
     engine: Engine
     handlers: dict[str, JobHandler]
+    stages: tuple[JobStage, ...]
     failed: tuple[str, ...] = ()
     closers: list[Callable[[], None]] = field(default_factory=list)
 
@@ -371,6 +375,7 @@ def build(
         time.sleep(load_s)
     runners: list[Any] = []
     handlers: dict[str, JobHandler] = {}
+    stages: tuple[JobStage, ...] = (ExpansionStage(),)
     closers: list[Callable[[], None]] = []
     if real:
         from workers.build import build as build_real
@@ -379,10 +384,11 @@ def build(
         works.engine.close()
         runners.append(works.images)
         handlers |= handlers_of(works)
+        stages = works.stages
         closers += [works.images.close, works.lane.close]
     if llm:
-        from workers.build import text_runner
-        from workers.text_handler import TextJobHandler
+        from workers.build_text import text_runner
+        from workers.text.handler import TextJobHandler
 
         own_lane = Lane("text")
         texts = text_runner(settings, own_lane, say)
@@ -401,7 +407,7 @@ def build(
                 panels = [StagePictures(step_s, own, files, told, cold_s if at else 0) for at, own in enumerate(names)]
             handlers |= {panel.name: panel for panel in panels}
             closers.append(lane.close)
-    return Stage(Engine(runners, starvation_s=settings.starvation_s), handlers, closers)
+    return Stage(Engine(runners, starvation_s=settings.starvation_s), handlers, stages, closers=closers)
 
 
 def _writer(path: Path | None) -> Note:

@@ -26,7 +26,8 @@ from tests.cli.conftest import shell
 from tests.cli.shell import Said, Shell
 from tests.core.quant import stage
 from workers import backends
-from workers.build import build, precision
+from workers.build import build
+from workers.build_images import precision
 
 __all__ = ["shell"]
 

@@ -38,11 +38,12 @@ from tests.core.quant.stage import CACHE
 from tests.workers.crew import eventually
 from tests.workers.desk import JOB, torch_settings
 from tests.workers.stage import handler_of
-from workers import app, backends, variants
-from workers import build as build_module
-from workers.build import build, memory_bytes, precision, text_runner
+from workers import app, backends, build_images, variants
+from workers.build import build
+from workers.build_images import memory_bytes, precision
+from workers.build_text import text_runner
 from workers.serving_runtime import ModelRuntime, build_serving_runtime
-from workers.text_pool import later_bytes
+from workers.text.pool import later_bytes
 
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
@@ -209,7 +210,7 @@ def test_forwards_buffers_and_loras_get_what_requests_may_not_hold(
 ) -> None:
     """Seven tenths are for requests, after what was set aside for LoRAs; never less than nothing."""
     loaded = load(str(model))
-    monkeypatch.setattr("workers.build._free_bytes", lambda device: free)
+    monkeypatch.setattr("workers.build_images.free_bytes", lambda device: free)
     assert memory_bytes(settings(model, cache), loaded) == pytest.approx(0.7 * free, abs=1)
     with_loras = settings(model, cache, lora_dir=str(cache), lora_mib=1024)
     extensions = [LoraExtension.open(with_loras, loaded, TorchBackend(loaded))]
@@ -277,7 +278,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_kept_in", driver._kept_in)  # which is put back
     monkeypatch.setenv("TRITON_CACHE_DIR", "/users/own")
     say.cache_clear()
-    monkeypatch.setattr(build_module, "load", load_on)
+    monkeypatch.setattr(build_images, "load", load_on)
     monkeypatch.setattr(backends, "TorchBackend", maker("torch"))
     monkeypatch.setattr(backends, "GraphBackend", maker("graphs"))
 
@@ -330,14 +331,14 @@ def test_widths_on_a_gpu_are_close_and_end_where_tiles_do(
 def test_requests_get_the_memory_that_the_depth_model_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     order: list[str] = []
     monkeypatch.setattr("workers.build.DepthEstimator", lambda path: order.append("depth model"))
-    monkeypatch.setattr("workers.build.memory_bytes", lambda *given: order.append("memory") or 2**30)
+    monkeypatch.setattr("workers.build_images.memory_bytes", lambda *given: order.append("memory") or 2**30)
     with build(torch_settings(cache_dir=tmp_path, depth_model="depth")):
         assert order == ["depth model", "memory"]
 
 
 def test_requests_get_the_memory_that_text_may_take_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Adapters, and counts for penalties; a text model that fails before it serves takes none."""
-    monkeypatch.setattr("workers.build.memory_bytes", lambda *given: 2**30)
+    monkeypatch.setattr("workers.build_images.memory_bytes", lambda *given: 2**30)
     settings = torch_settings(
         cache_dir=tmp_path, text_requests=8, text_models=f"{texts.TINY},{texts.QWEN3_TINY}", text_loras=str(tmp_path),
         text_loras_mib=64,

@@ -20,7 +20,9 @@ from pipeline.checkpoints.folder import ModelError
 from tests.core.kernels.test_device import A100, L4, NO_TRITON, V100
 from tests.core.quant import stage
 from tests.workers.stage import handler_of
-from workers.build import build, precision, text_runner
+from workers.build import build
+from workers.build_images import precision
+from workers.build_text import text_runner
 from workers.devices import keep_compiled
 
 DEVICES = {"V100": V100, "A100": A100, "L4": L4, "H200 without Triton": NO_TRITON}

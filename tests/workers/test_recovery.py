@@ -32,7 +32,7 @@ from tests.forks import REAL
 from tests.workers.crew import Crew, eventually
 from tests.workers.test_worker import most_at_once
 from workers.app import create
-from workers.heartbeat import STUCK
+from workers.claims.heartbeat import STUCK
 
 LONG = 1000
 

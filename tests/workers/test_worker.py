@@ -265,7 +265,7 @@ def test_what_redis_hands_out_to_a_worker_that_ends_goes_back(crew: Crew) -> Non
 BROKEN = """
 import sys
 from tests.workers import stage
-from workers import prefetch
+from workers.claims import prefetch
 
 def append(self, message, delivery_tag, usual=prefetch.BoundedQoS.append):
     usual(self, message, delivery_tag)

@@ -259,7 +259,7 @@ class DiffusersRunner:
         for _ in range(2):  # of a first call nothing is counted
             loop, phase, position = self._loop(parameters), ENCODE, Position(0, 0)
             while position.image is None:
-                position = self._advance(loop, BatchGroup(phase, (side, side)))
+                position = self._advance(loop, BatchGroup(phase, (side, side)), warming=True)
                 phase = DEEP if position.done < position.total else VAE
 
     @property
@@ -303,11 +303,15 @@ class DiffusersRunner:
         name = f"{self.model.name} in {self.model.precision}"
         return PipelineLoop(_copied(pipeline), arguments, calls_back=_CALLBACK in signature, name=name)
 
-    def _advance(self, loop: PipelineLoop, group: BatchGroup) -> Position:
-        """Run one iteration of a call, on the lane's thread, and observe its cost."""
+    def _advance(self, loop: PipelineLoop, group: BatchGroup, *, warming: bool = False) -> Position:
+        """Run one iteration of a call, on the lane's thread, and observe its cost; `warming`: before any request."""
 
         def observe(seconds: float) -> None:
-            self.costs.observe(ExecutableKey(group.phase, 1, group.size), False, seconds)
+            key = ExecutableKey(group.phase, 1, group.size)
+            if warming:
+                self.costs.measure(key, False, seconds)
+            else:
+                self.costs.observe(key, False, seconds)
 
         expected_s = math.inf if group.phase == VAE else self.cost(group, 1)
         with self._run_ahead.iteration(expected_s, observe):

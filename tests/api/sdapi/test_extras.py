@@ -22,7 +22,7 @@ from pipeline.pixels.picture import Picture
 from tests.api.sdapi.studio import Studio
 from tests.api.sdapi.test_generation import draw, info, opened, picture, sdapi_error
 from tests.api.world import PATIENCE_S, Api, eventually, ok
-from workers.formats import ImageFormat, encode
+from workers.images.formats import ImageFormat, encode
 
 
 def test_a_drawn_picture_says_how(shared: Api, studio: Studio) -> None:

@@ -110,6 +110,95 @@ def test_a_width_that_looked_dear_once_is_tried_again_some_day() -> None:
     assert made(16) == 6.0
 
 
+WIDTHS = (1, 2, 4, 8, 16, 32)
+DISTORTED = st.lists(st.floats(1, 300), min_size=len(WIDTHS), max_size=len(WIDTHS))
+
+
+def true_s(rows: int) -> float:
+    return 0.004 + 0.001 * rows
+
+
+def started(distortions: list[float]) -> CostCurve:
+    """A curve measured at a start at which something else slowed each measurement by its factor."""
+    curve = CostCurve()
+    for rows, factor in zip(WIDTHS, distortions, strict=True):
+        for noise in (1.1, 1.0):
+            curve.measure(rows, noise * factor * true_s(rows))
+    return curve
+
+
+@FIXED
+@given(st.floats(1, 1000), st.sampled_from(WIDTHS), st.floats(0, 0.2))
+def test_one_iteration_corrects_all_that_an_evenly_loaded_start_measured(factor: float, ran: int, noise: float) -> None:
+    curve = started([factor] * len(WIDTHS))
+    curve.observe(ran, (1 + noise) * true_s(ran))
+    for rows in range(1, 65):
+        assert true_s(rows) / 1.5 <= curve(rows) <= 1.5 * true_s(rows)
+
+
+@FIXED
+@given(DISTORTED, st.sampled_from(WIDTHS))
+def test_of_an_unevenly_loaded_start_nothing_stays_that_iterations_disprove(factors: list[float], ran: int) -> None:
+    curve = started(factors)
+    curve.observe(ran, true_s(ran))
+    for rows in WIDTHS:
+        if rows < ran:
+            assert curve(rows) <= true_s(ran)
+        elif rows > ran:
+            assert true_s(ran) <= curve(rows) <= -(-rows // ran) * true_s(ran)
+    for rows in WIDTHS:
+        curve.observe(rows, true_s(rows))
+    for rows in range(1, 33):
+        assert true_s(rows) / 1.5 <= curve(rows) <= 1.5 * true_s(rows)
+
+
+@FIXED
+@given(st.floats(1.5, 1000), st.lists(st.floats(1, 1.2), min_size=3, max_size=3))
+def test_a_load_that_lasts_into_the_first_requests_is_forgotten_after_three_more(
+    factor: float, noise: list[float]
+) -> None:
+    curve = started([factor] * len(WIDTHS))
+    for _ in range(50):
+        curve.observe(2, factor * true_s(2))
+    for each in noise:
+        curve.observe(2, each * true_s(2))
+    for rows in WIDTHS:
+        assert true_s(rows) / 1.5 <= curve(rows) <= 1.5 * true_s(rows)
+
+
+@pytest.mark.parametrize("factor", [0.001, 1000])
+def test_one_odd_iteration_moves_what_is_confirmed_by_little(factor: float) -> None:
+    curve = started([1.0] * len(WIDTHS))
+    for rows in (2, 4, 2):
+        curve.observe(rows, true_s(rows))
+    before = [curve(rows) for rows in WIDTHS]
+    curve.observe(2, factor * true_s(2))
+    assert all(b / 2.1 < curve(rows) < 2.1 * b for rows, b in zip(WIDTHS, before, strict=True))
+
+
+def test_a_start_counts_as_it_is_until_an_iteration_ran_and_never_corrects_what_did() -> None:
+    curve = started([1.0] * len(WIDTHS))
+    assert [curve(rows) for rows in WIDTHS] == pytest.approx([true_s(rows) for rows in WIDTHS])
+    assert curve.unconfirmed == [*WIDTHS]
+    curve.observe(4, 0.9 * true_s(4))
+    assert curve.unconfirmed == [1, 2, 8, 16, 32]
+    curve.measure(4, 99.0)
+    curve.measure(4, 1e-6)
+    assert curve(4) == 0.9 * true_s(4)
+
+
+@FIXED
+@given(DISTORTED, st.lists(st.sampled_from(WIDTHS), max_size=4), st.integers(1, 64))
+def test_the_least_is_what_iterations_showed(factors: list[float], ran: list[int], rows: int) -> None:
+    curve = started(factors)
+    assert curve.least(rows) == 0.0
+    for width in ran:
+        curve.observe(width, true_s(width))
+    assert curve.least(rows) <= true_s(rows) * (1 + 1e-9)
+    if rows in ran:
+        assert curve.least(rows) == pytest.approx(true_s(rows))
+
+
 def test_forget_starts_anew() -> None:
     made = curve({1: 5.0, 2: 6.0})
     made.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,42 @@ def test_a_batch_that_is_to_end_begins_no_line(batches: BatchStore, status: str)
     assert not batches.begin(batch.id, 1, "job", 20) and not batches.refuse(batch.id, 1, {}, 20)
     after = present(batches.batch(batch.id))
     assert (after.next, after.failed) == (1, 1)
+
+
+@pytest.mark.parametrize("errors", [[], [{"line": 1, "message": "no JSON"}]], ids=["in progress", "failed"])
+def test_a_batch_whose_reply_was_lost_is_created_once(
+    jobs: JobStore, batches: BatchStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, errors: list[Any]
+) -> None:
+    """The call is repeated, perhaps after the batch has gone on, or when its owner's share is full."""
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 2 * count)
+    file = File("file-" + 24 * "0", "ann", "x.jsonl", "batch", 2, "sha256/00/" + 62 * "0" + ".jsonl", 1)
+
+    def add(metadata: dict[str, str], stored: int | None = None) -> BatchRecord:
+        return batches.add("ann", "/v1/chat/completions", file, 9, "http://x/", metadata, errors, stored=stored)
+
+    first = add({"a": "b"})
+    if not errors:
+        assert batches.refuse(first.id, 0, {}, 10)
+    key = f"diptych:batch:{first.id}"
+    client.hset(key, "created", "1700000000")
+    state = lambda: (client.hgetall(key), _books(client, key))  # noqa: E731
+    before = state()
+    again = add({"other": "x" * 1000}, stored=1)
+    assert again.id == first.id and again.created == 1_700_000_000 and state() == before
+    assert [batch.id for batch in present(batches.batches("ann")).items] == [first.id]
+    Books.of(client).check()
+
+
+def _books(client: redis.Redis, key: str) -> dict[str, Any]:
+    """Everything that is counted and listed beside a record."""
+    books: dict[str, Any] = {}
+    for name in sorted(map(str, client.keys("diptych:*"))):
+        if name != key:
+            kind: Any = client.type(name)
+            read = {"hash": client.hgetall, "zset": lambda n: client.zrange(n, 0, -1, withscores=True),
+                    "set": client.smembers, "string": client.get}  # fmt: skip
+            books[name] = read[str(kind)](name) if str(kind) in read else str(kind)
+    return books
 
 
 def test_a_record_of_the_version_before_is_kept_for_its_batch(

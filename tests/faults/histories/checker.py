@@ -6,6 +6,7 @@ Each rule is one function; it reports nothing if a call's outcome is unknown.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +26,7 @@ _EXPLAINED = {
         "storage", "disk", "no_memory",
     ),
 }  # fmt: skip
+TAKEN = "id_taken"  # the code of a refusal of an id that is not free
 _FEW = frozenset({502, 504})  # what no part of the service answers with
 
 
@@ -124,7 +126,7 @@ def events_are_of_their_job(index: Index) -> Iterator[str]:
     for call in index.calls:
         if call.op != "events" or not call.created:
             continue
-        made = index.accepted.get((call.about, call.created))
+        made = index.accepted.get((call.about, call.created, call.tenant))
         since = 0.0 if made is None else made.begin
         if any(e.end >= since and e.begin <= call.end for e in index.erases[call.tenant, call.about]):
             continue  # it may have become another meanwhile
@@ -172,12 +174,17 @@ def pictures_are_there(index: Index) -> Iterator[str]:
 
 
 def own_things_only(index: Index) -> Iterator[str]:
-    """No tenant is shown, or may touch, another's job, file or batch."""
-    owners = {job: call.tenant for job, call in index.accepted.items()}
-    for job, found in index.seen.items():
-        for call, _ in found:
-            if call.tenant and owners.get(job, call.tenant) != call.tenant:
-                yield f"{call.op}: {call.tenant} was shown {job[0]}, which is {owners[job]}'s"
+    """No tenant is shown, or may touch, another's job, file or batch; nor do ids that others chose stand in its way."""
+    owners: dict[tuple[str, float], set[str]] = defaultdict(set)
+    for id, created, tenant in index.accepted:
+        owners[id, created].add(tenant)
+    for (id, created, tenant), shown in index.seen.items():
+        if tenant and (holders := owners[id, created]) and tenant not in holders:
+            for call, _ in shown:
+                yield f"{call.op}: {tenant} was shown {id}, which is {' and '.join(sorted(holders))}'s"
+    for call in index.submits:
+        if call.code == TAKEN:
+            yield f"{call.op}: {call.about} of {call.tenant} was taken"
     things = {id: c.tenant for c in index.calls if c.op in ("upload", "batch") and c.outcome == OK for id in c.ids}
     for call in index.calls:
         if call.outcome == OK and call.tenant and call.op in ("files", "content", "forget", "batches", "batch_look"):
@@ -187,12 +194,19 @@ def own_things_only(index: Index) -> Iterator[str]:
 
 
 def strangers_get_nothing(index: Index) -> Iterator[str]:
-    """A thing that is another's is answered as one that does not exist; without a key, every thing as needing one."""
+    """A thing that is another's is answered as one that does not exist; without a key, every thing as needing one. A
+    batch may name it in its lines, and nothing comes of these.
+    """
+    drawn = {call.about for call in index.calls if call.op == "batch_end" and call.got}
     for call in index.calls:
         if not call.owner or call.owner == call.tenant:
             continue
         early = 400 if call.op in EARLY else 0
         who, whose = call.tenant or "nobody", f"{call.about}, which is {call.owner}'s"
+        if call.op == "batch":
+            if not drawn.isdisjoint(call.ids):
+                yield f"{call.op} line: {who} was let at {whose}"
+            continue
         if call.outcome == OK:
             yield f"{call.op}: {who} was let at {whose}"
         elif call.outcome == REFUSED and call.status not in (404 if call.tenant else 401, 429, early):
@@ -204,7 +218,7 @@ def once_for_each_key(index: Index) -> Iterator[str]:
     made: dict[tuple[str, str], Job] = {}
     for call in index.submits:
         if call.key and call.outcome == OK:
-            job = job_of(call.seen[0])
+            job = job_of(call, call.seen[0])
             first = made.setdefault((call.tenant, call.key), job)
             if first != job and not index.erases.get((call.tenant, first[0])):
                 yield f"{call.key} of {call.tenant} made {first[0]} and {job[0]}"
@@ -213,15 +227,16 @@ def once_for_each_key(index: Index) -> Iterator[str]:
 def ends_are_explained(index: Index) -> Iterator[str]:
     """A job is cancelled only on request, and fails only because of an injected fault."""
     kinds = [fault.kind for fault in index.history.faults]
-    asked = {call.about for call in index.calls if call.op in (CANCEL, ERASE) and call.outcome != REFUSED}
+    asked = {(c.about, c.tenant) for c in index.calls if c.op in (CANCEL, ERASE) and c.outcome != REFUSED}
     losses = {
-        call.about: sum(one.type == "queued" for one in call.told[1:])
+        (call.about, call.tenant): sum(one.type == "queued" for one in call.told[1:])
         for call in index.calls
         if call.op in ("events", "stream") and call.whole
     }
     for job in index.accepted:
+        named = job[0], job[2]
         for seen in {seen for _, seen in index.seen[job] if seen.final}:
-            if seen.status == "cancelled" and job[0] not in asked:
+            if seen.status == "cancelled" and named not in asked:
                 yield f"{job[0]} was cancelled, and nobody asked for it"
             if seen.status == "expired":
                 yield f"{job[0]} expired, and had no deadline"
@@ -230,8 +245,8 @@ def ends_are_explained(index: Index) -> Iterator[str]:
                 if not any(kind.startswith(may) for kind in kinds if may):
                     yield f"{job[0]} failed with {seen.error or 'no code'}, and nothing was broken that explains it"
                 needed = index.history.limits.max_attempts - 1
-                if seen.error == "crashed" and losses.get(job[0], needed) < needed:
-                    yield f"{job[0]} was given up after {losses[job[0]] + 1} attempts"
+                if seen.error == "crashed" and losses.get(named, needed) < needed:
+                    yield f"{job[0]} was given up after {losses[named] + 1} attempts"
 
 
 def limits_hold(index: Index) -> Iterator[str]:

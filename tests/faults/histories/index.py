@@ -7,7 +7,7 @@ from collections import defaultdict
 from tests.faults.histories.record import OK, REFUSED, Call, History, Seen
 
 SUBMIT, ERASE, CANCEL, FINALLY = "submit", "erase", "cancel", "finally"
-Job = tuple[str, float]  # id, and when it was made
+Job = tuple[str, float, str]  # id, when it was made, and the tenant to whom it was shown: tenants may choose equal ids
 
 
 class Index:
@@ -22,12 +22,12 @@ class Index:
         self.erases: dict[tuple[str, str], list[Call]] = defaultdict(list)  # by tenant and id
         for call in self.calls:
             if call.op == SUBMIT and call.outcome == OK:
-                self.accepted.setdefault(job_of(call.seen[0]), call)
+                self.accepted.setdefault(job_of(call, call.seen[0]), call)
             if call.op == ERASE and call.outcome != REFUSED:
                 self.erases[call.tenant, call.about].append(call)
             shown = [*call.seen, *(told.job for told in call.told if told.job is not None)]
             for seen in shown:
-                self.seen[job_of(seen)].append((call, seen))
+                self.seen[job_of(call, seen)].append((call, seen))
         self.finally_ = {(call.tenant, call.about): call for call in self.calls if call.op == FINALLY}
 
     def erased(self, call: Call, job: Job) -> bool:
@@ -35,5 +35,5 @@ class Index:
         return any(erase.end >= call.begin for erase in self.erases[call.tenant, job[0]])
 
 
-def job_of(seen: Seen) -> Job:
-    return seen.id, seen.created
+def job_of(call: Call, seen: Seen) -> Job:
+    return seen.id, seen.created, call.tenant

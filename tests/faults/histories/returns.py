@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.faults.histories.index import SUBMIT, Index
+from tests.faults.histories.index import SUBMIT, Index, job_of
 from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call
 
 # What a process may hold more than after warm-up: connections that stay open, and what an allocator keeps.
@@ -62,7 +62,7 @@ def _most_waiting(index: Index, refusal: Call) -> int:
 
 def _over(index: Index, submit: Call, at: float) -> bool:
     """Whether the job that this call made is known to have ended, or to be erased, before `at`."""
-    job = submit.seen[0].id, submit.seen[0].created
+    job = job_of(submit, submit.seen[0])
     if any(seen.final and call.end < at for call, seen in index.seen[job]):
         return True
     erases = index.erases[submit.tenant, job[0]]

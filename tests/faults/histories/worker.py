@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from core import config
 from core.artifacts import Artifacts
 from tests.workers import stage
 from workers.artifact_writer import ArtifactWriter
-from workers.handlers import pictures
+from workers.handlers import Output
+from workers.images.handler import pictures
 
 LORAS = ("brush", "ink", "chalk", "wash", "coal", "pastel")  # that requests may name; the stand-in does not draw them
 
@@ -38,11 +39,12 @@ def main() -> int:
         ]
 
     def answers(
-        handler: stage.StageText, job: Any, made: Sequence[Any], shelf: ArtifactWriter,
-        stopped: Callable[[], bool] = lambda: False,
+        handler: stage.StageText, job: Any, outputs: Sequence[Output], artifact_writer: ArtifactWriter
     ) -> dict[str, Any]:  # fmt: skip
-        choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
-        return {"choices": choices, "prompt_tokens": [1] * len(made)}
+        choices = [
+            {"text": output.value.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for output in outputs
+        ]
+        return {"choices": choices, "prompt_tokens": [1] * len(outputs)}
 
     plain = stage.StagePictures.card
     stage.StagePictures.card = lambda handler: replace(plain(handler), loras=LORAS)  # type: ignore[method-assign]

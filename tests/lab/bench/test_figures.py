@@ -127,6 +127,53 @@ def test_every_command_can_be_given(command: list[str], monkeypatch: pytest.Monk
             main()
 
 
+def test_without_being_told_what_to_run_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(results, "_run", lambda *words: pytest.fail(f"ran {words}"))
+    for options, runs, prefix in (([], results.RUNS, ""), (["--gpu"], results.GPU_RUNS, "h200/")):
+        assert results.main(options) == 0
+        header, *lines = capsys.readouterr().out.splitlines()
+        assert header.split() == ["name", "commit", "date", "minutes"]
+        rows = {name: fields for name, *fields in map(str.split, lines)}
+        assert rows.keys() == runs.keys()
+        for name, (commit, date, _) in rows.items():
+            assert (commit, date) == tuple(about(prefix + name)[key] for key in ("commit", "date"))
+    assert results.main(["--gpu", "--results", str(tmp_path)]) == 0
+    assert all(line.split()[1:] == ["-", "-", "-"] for line in capsys.readouterr().out.splitlines()[1:])
+
+
+@pytest.mark.parametrize(("words", "count"), [(["--all"], 2), (["--only", "first"], 1)])
+def test_what_is_told_to_run_runs_and_its_minutes_are_noted(
+    words: list[str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[str] = []
+
+    def run(*arguments: str) -> bool:
+        if arguments[0] == "-m":
+            return True  # the figures
+        runs.append(arguments[0])
+        (tmp_path / f"{arguments[0]}.json").write_text('{"provenance": {"commit": "abc", "date": "2026-01-02"}}')
+        return True
+
+    monkeypatch.setattr(results, "_run", run)
+    monkeypatch.setattr(results, "_RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RUNS", {"first": ["first"], "second": ["second"]})
+    assert results.main(words) == 0 and len(runs) == count
+    assert results.main([]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    noted = [["first", "abc", "2026-01-02", "0.0"], ["second", "abc", "2026-01-02", "0.0"]]
+    assert rows == noted[:count] + [["second", "-", "-", "-"]] * (2 - count)
+
+
+@pytest.mark.parametrize("words", [["--only", ""], ["--only", "attic"], ["--only", "ladder", "--all"]])
+def test_what_there_is_not_to_run_is_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_run", lambda *words: pytest.fail(f"ran {words}"))
+    with pytest.raises(SystemExit) as exit_info:
+        results.main(words)
+    assert exit_info.value.code == 2
+
+
 def test_cost_tables_that_are_cited_are_shipped() -> None:
     rooms = {provenance.moved(room) for name in stored() for room in about(name)["rooms"]}
     tables = {Path(room).stem for room in rooms if room.startswith("lab/simulation/tables/")}

@@ -18,7 +18,7 @@ from lab.training.captions import COLOURS
 from llm import tiny
 from tests.cli.shell import Shell
 from tests.deployment.served import ready
-from workers import expand
+from workers.stages import expansion
 
 WORDS = ("a", "red", "green", "small", "old", "fox", "tree", "house", "boat", "in", "near", "snow", "water", "light")
 
@@ -128,7 +128,7 @@ def test_each_kind_of_model_is_asked_in_its_own_way() -> None:
     embedded = caption_client.CaptionClient(phrases.SYSTEM, chat=True, seed=0, subjects=["a cat"])
     (question,) = {embedded.first(row, 0).messages for row in range(3)}
     assert question == (("system", phrases.SYSTEM), ("user", "a cat"))
-    assert embedded.temperature == expand.TEMPERATURE
+    assert embedded.temperature == expansion.TEMPERATURE
     free = caption_client.CaptionClient(phrases.SYSTEM, chat=True, seed=0)
     idea = free.first(0, 0)
     caption = free.then(idea, "a cat")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from contract.image import ImageParameters
+from contract.upscale import LANCZOS, Upscale
 from pipeline.pixels.picture import Picture, file_name
 from tests.pipeline.pixels.test_png import chunks
 
@@ -145,3 +146,20 @@ def test_a_picture_cannot_be_altered_and_nan_is_never_written_as_json() -> None:
         made().warnings = ("x",)  # type: ignore[misc]
     with pytest.raises(ValueError, match="JSON"):
         made(guidance_scale=float("nan")).png()
+
+
+@pytest.mark.parametrize(("scale", "size"), [(1.0, (32, 32)), (1.5, (48, 48)), (3.0, (96, 96))])
+def test_a_filter_enlarges_a_finished_picture_and_leaves_what_it_says(scale: float, size: tuple[int, int]) -> None:
+    picture = dataclasses.replace(made(upscale=Upscale(model=LANCZOS, scale=scale)), warnings=("w",), sampler="euler")
+    enlarged = picture.enlarged()
+    assert enlarged.image.size == size and picture.image.size == (32, 32)
+    assert enlarged.image.tobytes() == picture.image.resize(size, Image.Resampling.LANCZOS).tobytes()
+    for name in ("parameters", "fingerprint", "warnings", "sampler", "schedule_type"):
+        assert getattr(enlarged, name) == getattr(picture, name)
+
+
+@pytest.mark.parametrize("upscale", [None, Upscale(model="x4", scale=2.0)], ids=["none", "a network"])
+def test_without_a_filter_a_picture_is_as_it_was_drawn(upscale: Upscale | None) -> None:
+    """A network's picture came enlarged from the engine."""
+    picture = made(upscale=upscale)
+    assert picture.enlarged() is picture

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def marks(tmp_path_factory: pytest.TempPathFactory) -> Provenance:
 
 def test_a_signed_file_holds_the_same_image_and_says_that_it_is_generated(marks: Provenance) -> None:
     picture = made()
-    data = picture.png(provenance=marks)
+    data = replace(picture, provenance=marks).png()
     with Image.open(io.BytesIO(data)) as image, Image.open(io.BytesIO(picture.png())) as plain:
         assert image.tobytes() == plain.tobytes()
         assert GENERATED in image.info["XML:com.adobe.xmp"]
@@ -60,7 +61,7 @@ def test_a_signed_file_holds_the_same_image_and_says_that_it_is_generated(marks:
 
 
 def test_a_changed_file_is_not_valid(marks: Provenance) -> None:
-    data = bytearray(made().png(provenance=marks))
+    data = bytearray(replace(made(), provenance=marks).png())
     at = data.index(b"IDAT") + 100
     data[at] ^= 1
     assert report(bytes(data))["validation_state"] == "Invalid"
@@ -101,7 +102,7 @@ def test_the_settings_key_signs_and_who_trusts_its_root_trusts_the_file(tmp_path
     assert marks is not None
     assert not (tmp_path / "data").exists()
     root = certificates[certificates.rindex("-----BEGIN") :]
-    assert report(made().png(provenance=marks), root)["validation_state"] == "Trusted"
+    assert report(replace(made(), provenance=marks).png(), root)["validation_state"] == "Trusted"
 
 
 def test_a_key_that_cannot_sign_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -117,4 +118,4 @@ def test_a_key_that_cannot_sign_is_an_error_at_the_start(tmp_path: Path) -> None
 
 def test_without_the_setting_nothing_is_imported(tmp_path: Path) -> None:
     assert provenance.of(Settings(data_dir=tmp_path)) is None
-    assert not imports("workers.formats", "c2pa", "cryptography")
+    assert not imports("workers.images.formats", "c2pa", "cryptography")

@@ -11,7 +11,7 @@
 --   ('1', '0', or '': unspecified), kombu's list, message or '', how many of the charges below count even if no job is
 --   created, minimum retention of the ended record in ms, whether the request came without a key ('1' or ''), limits of the
 --   owner's jobs, each '' or: waiting in that queue, live of that model, live in that queue, of that model at workers (see may_send),
---   and bytes that its records may take; charges of five arguments each
+--   and bytes that its records may take; the id that the owner chose or ''; charges of five arguments each
 -- Answer: numbers separated by spaces: the outcome, how many charges were evaluated, the state of each (5 numbers), and
 --   1, created: created, deadline or 0, sequence, jobs ahead of it, queued, their ms, running, their ms
 --   0, it existed: nothing more, but the record's summary as a second value
@@ -60,7 +60,7 @@ if code == 1 and owner ~= '' then
 end
 -- The first key was added since the request was admitted.
 if A[21] == '1' and redis.call('GET', P .. 'access') == 'keys' then code = -4 end
-local within, told = charge(A, 27, tonumber(A[19]), code < 1)
+local within, told = charge(A, 28, tonumber(A[19]), code < 1)
 if not within then code = -2 end
 local answer = code .. ' ' .. #told .. ' ' .. table.concat(told, ' ')
 if code < 0 then return answer end
@@ -80,6 +80,7 @@ if queue ~= 'text' or A[11] == '' then redis.call('HSET', key, 'lays', 1) end
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
 if A[16] ~= '' then redis.call('HSET', key, 'followed', A[16]) end
 if A[25] ~= '' then redis.call('HSET', key, 'most_running', A[25]) end
+if A[27] ~= '' then redis.call('HSET', key, 'name', A[27]) end
 if A[13] ~= '' then
   redis.call('HSET', key, 'inputs', A[13])
   for artifact in string.gmatch(A[13], '%S+') do

@@ -8,6 +8,7 @@
 --
 --   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed list message
 --                          offered claim by graced most_running dropped event_bytes lays`
+--                          Where the owner chose the id of the job, that is `name`, and {id} is derived from both
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces

@@ -26,7 +26,7 @@ from tests.pipeline.families.diffusers.conftest import Folders
 from tests.pipeline.families.diffusers.pipelines import cached
 from tests.pipeline.families.diffusers.test_runner import called, picture
 from workers.build import build
-from workers.cards import image_card
+from workers.images.cards import image_card
 
 
 def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_path: Path) -> None:
@@ -94,7 +94,8 @@ def service(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )  # fmt: skip
     try:
         service.ready()
-        wait_until(lambda: len(service.json("/v1/models")["data"]) == 2, f"both models of {service!r}")
+        live = lambda: [model["diptych"]["live"] for model in service.json("/v1/models")["data"]]  # noqa: E731
+        wait_until(lambda: live() == [True, True], f"both models of {service!r}")
         yield service
     finally:
         service.close()

@@ -1,0 +1,1 @@
+"""Images: the handler of their jobs, their sources, files and cards."""

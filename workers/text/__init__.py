@@ -1,0 +1,1 @@
+"""Text: the handler of its jobs, the pool of its models, and what streams."""
