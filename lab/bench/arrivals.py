@@ -34,6 +34,7 @@ from lab.bench.harness.traces import (
     step_level,
 )
 from lab.bench.harness.turns import alternate
+from lab.bench.tables import TABLES
 from workers.build import build
 
 LOAD = 0.7  # of what request-level batching can do on the same kernels
@@ -78,18 +79,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "steps": steps, "model": Path(settings.model_name).name, "precision": precision,
         "deepcache": settings.deepcache, "kernels": runner.backend.kernels.name != TORCH,
     }  # fmt: skip
-    engine = measured["engine"]
-    rows = [
-        (_NAMES[name], *(f"{m[key]:.2f} s" for key in ("p50_s", "p99_s")),
-         *(f"{engine[key] / m[key]:.2f}×" for key in ("p50_s", "p99_s")))
-        for name, m in measured.items()
-    ]  # fmt: skip
-    record.table(
-        f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "
-        f"(the engine's with a full queue: {saturated:.2f}/s)",
-        ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"), rows,
-    )  # fmt: skip
-    return record.publish("arrivals", result, results, artifacts=provenance.EMOJI_XL)
+    return record.publish("arrivals", result, results, artifacts=provenance.EMOJI_XL, table=TABLES["arrivals"])
 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:

@@ -22,6 +22,7 @@ from core.batching.request import Request
 from lab.bench.harness import provenance, record
 from lab.bench.harness.loop import Loop, Make, together
 from lab.bench.harness.turns import alternate
+from lab.bench.tables import TABLES
 from llm.parameters import TextParameters
 from llm.runner import GROUP
 from pipeline.backends.backend import BatchGroup
@@ -69,8 +70,9 @@ def run(
     result = _figures(turned, steps, turns * seconds) | {
         "objectives": objectives, "in_flight": in_flight, "steps": steps, "model": model, "text_model": text_model,
     }  # fmt: skip
-    _print(result)
-    return record.publish("cohost", result, results, artifacts=(*provenance.EMOJI_XL, *provenance.EMOJI_LM))
+    return record.publish(
+        "cohost", result, results, artifacts=(*provenance.EMOJI_XL, *provenance.EMOJI_LM), table=TABLES["cohost"]
+    )
 
 
 def _turns(runtime: Runtime, makes: Mapping[str, Make], turns: int, seconds: float) -> dict[str, list[dict[str, Loop]]]:
@@ -100,19 +102,6 @@ def _figures(turned: Mapping[str, Sequence[Mapping[str, Loop]]], steps: int, tot
         "tokens_per_s": {"alone": round(tokens_s[0], 1), "together": round(tokens_s[1], 1)},
         "tpot_alone_p99_s": _p99(gaps["text"]),
     }  # fmt: skip
-
-
-def _print(result: Mapping[str, Any]) -> None:
-    rows = [
-        (columns, *(f"{rate:{form}}" for rate in result[rates].values()), f"{result[share]:.2f}",
-         *(_seconds(value) for value in (result[p99], result["objectives"][objective])))
-        for columns, form, rates, share, p99, objective in (
-            ("pictures/s", ".2f", "images_per_s", "image_share", "image_p99_s", "image_s"),
-            ("tokens/s", ".0f", "tokens_per_s", "text_share", "tpot_p99_s", "tpot_s"),
-        )
-    ]  # fmt: skip
-    title = f"{result['model']}, {result['steps']} steps, and {result['text_model']}, on one engine"
-    record.table(title, ("panel", "alone", "together", "share", "p99 together", "objective"), rows)
 
 
 def free_pace_s(runtime: Runtime) -> float:

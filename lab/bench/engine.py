@@ -35,6 +35,7 @@ from lab.bench.harness import command, models, record
 from lab.bench.harness.loop import Loop, Make, whole_rounds
 from lab.bench.harness.timing import Clocks
 from lab.bench.harness.turns import alternate
+from lab.bench.tables import TABLES
 from pipeline.backends.backend import BatchGroup, Widths
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.phases import STEPS, VAE
@@ -171,7 +172,9 @@ class EngineLadder:
         self.results: dict[str, Any] = {"model": options.model, "rows": options.rows, "rungs": {}}
 
     def save(self, *, verbose: bool = False) -> None:
-        record.publish(self._options.name, self.results, self._options.results, verbose=verbose)
+        record.publish(
+            self._options.name, self.results, self._options.results, verbose=verbose, table=TABLES["h200-engine"]
+        )
 
     def run(self) -> None:
         options = self._options
@@ -187,7 +190,6 @@ class EngineLadder:
                 gc.collect()
                 torch.cuda.empty_cache()
         self.save(verbose=True)
-        self.show()
 
     def _stock(self, source: ImageModel) -> None:
         """Measure diffusers' pipeline, in batches."""
@@ -245,12 +247,6 @@ class EngineLadder:
             record.progress(f"window {turn + 1} of {options.windows}: {name} {json.dumps(window)}")
 
         alternate(makes, options.windows, measure)
-
-    def show(self) -> None:
-        rungs = self.results["rungs"].items()
-        keys = ("in_flight", "images_s", "single_s", "p50_s", "peak_gib", "sm_mhz", "power_w")
-        header = ("rung", "in flight", "images/s", "single s", "p50 s", "peak GiB", "SM MHz", "W")
-        record.table(self.results["model"], header, [(name, *(rung.get(key) for key in keys)) for name, rung in rungs])
 
 
 def _in_flight(text: str) -> tuple[str, int]:

@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab.bench import gpu_tables, quality_tables, tables
 from lab.bench.harness import provenance
+from lab.bench.tables import TABLES
 from lab.simulation import simulate
 
-TABLES = {**tables.TABLES, **quality_tables.TABLES, **gpu_tables.TABLES}
 PAGES = (
     "README.md",
     *sorted(str(path.relative_to(provenance.ROOT)) for path in (provenance.ROOT / "docs").rglob("*.md")),

@@ -37,6 +37,7 @@ from deployment.serve import REDIS_OPTIONS, apis_and_workers
 from lab.bench.harness import command, record
 from lab.bench.harness.record import BenchError
 from lab.bench.harness.service import cpu_s, percentile, until
+from lab.bench.tables import TABLES
 from pipeline.checkpoints import sdxl, tiny
 
 _HALF = {"deepcache": {"interval": 2, "depth": RESNET}}
@@ -252,7 +253,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 record.publish(options.name, results, options.results, verbose=False)
         if engine is not None:
             engine.wait()
-    return record.publish(options.name, results, options.results)
+    return record.publish(options.name, results, options.results, table=TABLES["h200-fleet"])
 
 
 def _engine(device: str, plans: Sequence[str], options: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -261,16 +262,6 @@ def _engine(device: str, plans: Sequence[str], options: argparse.Namespace) -> s
     words = [sys.executable, "-m", "lab.bench.engine", "--rungs", rungs, "--windows", "1", "--window", "20"]
     words += ["--name", f"{options.name}-engine", "--results", str(options.results)]
     return subprocess.Popen(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": device}, stdin=subprocess.DEVNULL)
-
-
-def show(results: Mapping[str, Any]) -> None:
-    rows = [
-        (count, plan, *(figures.get(key) for key in ("images_s", "p50_s", "p99_s", "single_s")),
-         *figures["cpu_s_an_image"].values())
-        for count, plans in results["gpus"].items() for plan, figures in plans.items()
-    ]  # fmt: skip
-    header = ("GPUs", "plan", "images/s", "p50 s", "p99 s", "single s", "CPU s: workers", "APIs", "Redis")
-    record.table(f"{results['model']} over HTTP", header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.counts = sorted({int(count) for count in options.gpus.split(",")}, reverse=True)
     if options.tiny:
         options.model, options.precision = tiny.TINY, "fp32"
-    show(run(options))
+    run(options)
     return 0
 
 

@@ -20,7 +20,7 @@ from lab.bench.harness.processes import ProcessGroup
 from lab.bench.harness.turns import Contender, LeftOut, alternate
 from lab.bench.launcher import COMPILE_S, NATIVE, Launcher, best_stock, environment_of
 from lab.bench.rungs import IN_FLIGHT, RUNGS, STOCK
-from pipeline.checkpoints.load import defaults_of
+from lab.bench.tables import TABLES
 
 _ROUND = 32  # images of each rung at least before it is the next one's turn: drift of the machine meets all alike
 _TURN_S, _MOST_ROUNDS = 4.0, 16  # a fast rung's turn has more: its first and last images are in few's company
@@ -86,7 +86,7 @@ def run(
         contenders, stock, left_out = _prepared(launcher, rungs, turns, stack)
         measured = turns.run()
     result = {
-        "rungs": _rows(settings, steps, measured, contenders),
+        "rungs": _rows(measured, contenders),
         "left_out": left_out,
         "stock": stock,
         "capability": next(iter(contenders.values())).description["capability"],
@@ -98,7 +98,7 @@ def run(
     imported = set[str]().union(*(contender.imported for contender in contenders.values()))
     file = "ladder" if instructions == NATIVE else f"ladder-{instructions}"
     artifacts = (*provenance.EMOJI_XL, "models/emoji-xl-turbo")
-    return record.publish(file, result, results, artifacts=artifacts, imported=imported)
+    return record.publish(file, result, results, artifacts=artifacts, imported=imported, table=TABLES["ladder"])
 
 
 def _prepared(
@@ -132,13 +132,11 @@ def _prepared(
 
 
 def _rows(
-    settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]],
-    contenders: Mapping[str, Contender],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The rungs as recorded and printed."""
-    first, defaults = next(iter(measured.values())), defaults_of(settings.model_name, settings.variant)
-    guided = defaults.rows(defaults.guidance_scale) > 1
-    rows: list[dict[str, Any]] = [
+    measured: Mapping[str, tuple[float, float, float]], contenders: Mapping[str, Contender]
+) -> list[dict[str, Any]]:
+    """The rungs as recorded."""
+    first, *_ = measured.values()
+    return [
         {
             "name": name,
             "images_per_s": round(rate, 4),
@@ -148,10 +146,3 @@ def _rows(
         }
         for name, (rate, low, high) in measured.items()
     ]
-    lines = [
-        (row["name"], f"{row['images_per_s']:.3f}", f"{row['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*row["spread"]))
-        for row in rows
-    ]
-    title = f"{Path(settings.model_name).name}, {steps} steps, {'with' if guided else 'without'} guidance"
-    record.table(title, ("rung", "pictures/s", "speedup", "lowest to highest"), lines)
-    return rows

@@ -34,6 +34,7 @@ from lab.bench.harness.turns import Contender, LeftOut, alternate
 from lab.bench.harness.variants import BATCHES, BestVariant, Variant
 from lab.bench.launcher import COMPILE_S, Launcher, best_stock, environment_of
 from lab.bench.rungs import ENGINE, IN_FLIGHT, PROMPT, STOCK
+from lab.bench.tables import TABLES
 from pipeline.checkpoints.load import defaults_of
 from pipeline.quantization.calibration import default_prompts
 
@@ -136,7 +137,9 @@ def run(
         "in_flight": IN_FLIGHT, "turns": turns, "images": _TOGETHER, "alone": _ALONE,
     }  # fmt: skip
     imported = set[str]().union(*(each.imported for rival in rivals.values() for each in (rival.alone, rival.together)))
-    return record.publish("rivals", result, results, artifacts=provenance.EMOJI_XL, imported=imported)
+    return record.publish(
+        "rivals", result, results, artifacts=provenance.EMOJI_XL, imported=imported, table=TABLES["rivals-short"]
+    )
 
 
 def rows(rivals: Mapping[str, Rival]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from contract.plan import AUTO, BLOCK, RESNET, DeepCache
 from core.batching.request import Request, State
 from core.batching.scheduler import Scheduler
 from lab.bench.harness import record
+from lab.bench.tables import TABLES
 from lab.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, VAE, Costs, Size
 from lab.simulation.runner import Device, SimulatedRunner
 from lab.simulation.traffic import Guidance, picture
@@ -90,7 +91,7 @@ def measure(waiting: int, iterations: int = _ITERATIONS) -> dict[str, float]:
 def main() -> None:
     with record.alone():
         measured = {str(waiting): measure(waiting) for waiting in (0, 1_000, 10_000)}
-    record.publish("scheduling", {"waiting": measured})
+    record.publish("scheduling", {"waiting": measured}, table=TABLES["scheduling"])
 
 
 if __name__ == "__main__":

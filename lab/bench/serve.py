@@ -21,6 +21,7 @@ from lab.bench import flood
 from lab.bench.flood import Probes, get
 from lab.bench.harness import provenance, record, service
 from lab.bench.harness.service import percentile
+from lab.bench.tables import TABLES
 
 if TYPE_CHECKING:
     import httpx2
@@ -75,18 +76,9 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "model": Path(settings.model_name).name,
         "compiled": settings.compile,
     }
-    rows = [
-        ("picture", f"{result['p50_s']:.2f} s", f"{result['p99_s']:.2f} s"),
-        ("of it outside the engine", _ms(result["overhead_s"]), _ms(result["overhead_p99_s"])),
-        ("/healthz", _ms(result["healthz_p50_s"]), _ms(result["healthz_p99_s"])),
-        ("a refused request", _ms(result["rejected_p50_s"]), _ms(result["rejected_p99_s"])),
-        (f"a submission, {result['submitted_per_s']:.0f}/s", _ms(result["submit_p50_s"]), _ms(result["submit_p99_s"])),
-        ("/healthz meanwhile", "", _ms(result["flood_healthz_p99_s"])),
-        ("/metrics meanwhile", "", _ms(result["flood_metrics_p99_s"])),
-    ]
-    title = f"{pictures} Poisson arrivals at {result['rate_per_s']:.2f}/s through HTTP, "
-    record.table(f"{title}{LOAD:.0%} of {result['capacity_per_s']:.2f}/s", ("", "median", "p99"), rows)
-    return record.publish("serve", result, results, artifacts=(*provenance.SERVICE, *provenance.EMOJI_XL))
+    return record.publish(
+        "serve", result, results, artifacts=(*provenance.SERVICE, *provenance.EMOJI_XL), table=TABLES["serve"]
+    )
 
 
 def _flooded(url: str, store: JobStore, keyring: Keyring, serve: ChildProcess, steps: int) -> dict[str, Any]:

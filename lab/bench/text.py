@@ -21,6 +21,7 @@ from core.batching.runner import Lane
 from core.config import Settings
 from lab.bench.harness import provenance, record
 from lab.bench.harness.turns import LeftOut, alternate
+from lab.bench.tables import TABLES
 from llm.attention import cacheless
 from llm.pages import PAGE
 
@@ -78,25 +79,16 @@ def run(
         measured, left_out = _take_turns(bench, jobs, rungs, turns)
         acceptance = bench.acceptance()
     medians = {name: round(statistics.median(rates), 1) for name, rates in measured.items()}
-    first = next(iter(medians.values()), 1.0)
-    prompts, answers = [len(job.prompt) for job in jobs], [job.tokens for job in jobs]
-    record.table(
-        f"{bench.model.name}: {len(jobs)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, answers of "
-        f"{min(answers)} to {max(answers)}",
-        ("rung", "tokens/s", "speedup", "lowest to highest turn"),
-        [(name, f"{medians[name]:.0f}", f"{medians[name] / first:.2f}×", f"{min(rates):.0f} to {max(rates):.0f}")
-         for name, rates in measured.items()],
-    )  # fmt: skip
     result = {
         "tokens_per_s": medians, "acceptance": acceptance,
         "spread": {name: [round(min(rates), 1), round(max(rates), 1)] for name, rates in measured.items()},
         "left_out": left_out, "model": bench.model.name,
         "parameters": sum(weight.numel() for weight in bench.model.network.parameters()), "draft": bench.draft,
-        "requests": requests, "tokens": sum(answers), "static_batch": STATIC_BATCH,
+        "requests": requests, "tokens": sum(job.tokens for job in jobs), "static_batch": STATIC_BATCH,
         "resident_mib": record.resident_mib(),
     }  # fmt: skip
     name = f"text-{bench.model.name.removeprefix('random:')}"
-    return record.publish(name, result, results, artifacts=provenance.EMOJI_LM)
+    return record.publish(name, result, results, artifacts=provenance.EMOJI_LM, table=TABLES["text"])
 
 
 def _take_turns(

@@ -29,6 +29,7 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane
 from lab.bench.harness import command, record
 from lab.bench.harness.service import percentile
+from lab.bench.tables import TABLES
 from llm import tiny
 from llm.pages import PAGE
 from llm.parameters import TextParameters
@@ -201,7 +202,8 @@ def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
         lane.close()
     figures = {"loads": results, "model": model.name, "precision": model.precision, "kv": options.kv,
                "temperature": options.temperature}  # fmt: skip
-    return record.publish(options.name, figures, options.results)
+    table = "h200-text-load-server" if any("@" in name for name in results) else "h200-text-load"
+    return record.publish(options.name, figures, options.results, table=TABLES[table])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,17 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="text-load", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     with record.alone():
-        result = run(options, [Load.read(text) for text in options.loads.split(",")])
-    rows = [
-        (name, f"{load['tokens_s']:,.0f}", f"{load['step_ms']:.2f}", f"{load['step_cpu_ms']:.2f}",
-         f"{load['first_p50_s']:.3f}", f"{load['first_p99_s']:.3f}", load["token_p99_ms"])
-        for name, load in result["loads"].items()
-    ]  # fmt: skip
-    header = (
-        "in flight × prompt/answer", "tokens/s", "ms a step", "CPU ms a step", "first token p50 s", "p99 s",
-        "later tokens p99 ms",
-    )  # fmt: skip
-    record.table(f"{result['model']} in {result['precision']}: whole requests through the engine", header, rows)
+        run(options, [Load.read(text) for text in options.loads.split(",")])
     return 0
 
 

@@ -49,6 +49,7 @@ class Table(NamedTuple):
     """A table of one or several results, named by their files under lab/bench/.
 
     `columns` may depend on the results, `rows` are mappings; `note` is a format of the first result, or made of all.
+    Those of a benchmark are printed when it ends, of its own result alone: all others are empty then.
     """
 
     files: tuple[str, ...]
@@ -56,13 +57,38 @@ class Table(NamedTuple):
     rows: Callable[..., Iterable[Mapping[str, Any]]]
     note: str | Callable[..., str] = ""
 
-    def lines(self, *results: Result) -> list[str]:
+    def cells(self, *results: Result) -> tuple[list[str], list[list[str]], str]:
+        """Return the header, the rows and the note."""
         columns = self.columns(*results) if callable(self.columns) else self.columns
         header = [_CELLS.vformat(title, (), results[0]) for title, _ in columns]
         rows = [[cell(form, row) for _, form in columns] for row in self.rows(*results)]
+        return header, rows, self.note(*results) if callable(self.note) else _CELLS.vformat(self.note, (), results[0])
+
+    def lines(self, *results: Result) -> list[str]:
+        """Return the lines of the table in a page, and its note."""
+        header, rows, note = self.cells(*results)
         table = [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
-        note = self.note(*results) if callable(self.note) else _CELLS.vformat(self.note, (), results[0])
         return [*table, "", note] if note else table
+
+    def show(self, result: Result) -> None:
+        """Print the table of the first of its results alone, without columns that have no value in it."""
+        from rich.console import Console
+        from rich.table import Table as Rendered
+
+        header, rows, note = self.cells(result, *({} for _ in self.files[1:]))
+        shown = [number for number in range(len(header)) if any(row[number] not in (NONE, "") for row in rows)]
+        rendered = Rendered()
+        for number in shown:
+            rendered.add_column(_plain(header[number]), justify="right" if number else "left", overflow="fold")
+        for row in rows:
+            rendered.add_row(*(_plain(row[number]) for number in shown))
+        Console(markup=False).print(rendered)
+        print(_plain(note), end="\n" * bool(note))
+
+
+def _plain(text: str) -> str:
+    """A text of a page as a terminal shows it."""
+    return text.replace("`", "").replace("**", "")
 
 
 class Text(NamedTuple):
@@ -70,6 +96,10 @@ class Text(NamedTuple):
 
     files: tuple[str, ...]
     lines: Callable[..., list[str]]
+
+    def show(self, result: Result) -> None:
+        """Print the lines."""
+        print(*map(_plain, self.lines(result)), sep="\n")
 
 
 def interval(key: str, form: str, scale: str = "") -> str:

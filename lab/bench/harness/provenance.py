@@ -39,7 +39,7 @@ _SOURCE = {
     ".txt", ".yml",
 }  # fmt: skip
 _NOT_MEASURED = (
-    "docs", "tests", "lab/bench/results", "lab/bench/history", "lab/simulation/tables",
+    "docs", "tests", "lab/bench/results", "lab/bench/history", "lab/bench/tables", "lab/simulation/tables",
     "benchmarks/results", "benchmarks/history", "benchmarks/h200/results", "benchmarks/costs",  # until 0.3
 )  # fmt: skip
 # Where folders lay when figures were measured, and where they are now; the longest first.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.harness import provenance
+from lab.bench.harness.markdown import Table, Text
 
 RESULTS = provenance.ROOT / "lab" / "bench" / "results"
 GPU_RESULTS = RESULTS / "h200"
@@ -66,11 +67,12 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 def publish(
     name: str, result: dict[str, Any], folder: Path | None = None, *, artifacts: Iterable[str] = (),
-    imported: Iterable[str] = (), verbose: bool = True,
+    imported: Iterable[str] = (), verbose: bool = True, table: Table | Text | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Store the result with its provenance as `name`.json, return both, and print them as the last line of stdout.
 
-    `artifacts` and `imported` are as in `provenance.provenance`. Not `verbose`: a result so far; the last is printed.
+    `artifacts` and `imported` are as in `provenance.provenance`. Not `verbose`: a result so far; the last is printed,
+    and before it its `table`.
     Where the tree has uncommitted changes the file says so, and stderr too: docs cannot cite it.
     """
     measured = provenance.provenance(artifacts, imported)
@@ -78,6 +80,8 @@ def publish(
     (writable(folder or RESULTS) / f"{name}.json").write_text(json.dumps(complete, indent=1) + "\n")
     if not verbose:
         return complete
+    if table is not None:
+        table.show(complete)
     commit = measured["commit"]
     if commit is None:
         progress(f"{name}: the commit is not known; set {provenance.COMMIT_VARIABLE} where there is no git")

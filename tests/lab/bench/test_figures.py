@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from lab.bench import figures, results, tables
+from lab.bench import figures, results
 from lab.bench.harness import provenance
+from lab.bench.tables import TABLES
 from lab.simulation.costs import SHIPPED
 
 ROOT = provenance.ROOT
@@ -291,7 +292,7 @@ def test_the_ladder_has_its_baseline_and_gates_beside_its_speeds() -> None:
     scored = {"ways": {"int8-auto": {"gates": [{"verdict": "holds"}, {"verdict": "open"}]},
                        "turbo": {"gates": [{"verdict": "fails"}, {"verdict": "fails"}]}}}  # fmt: skip
     native, avx2 = run("AVX512", 2, 1.5), run("AVX2", 1, 1.0)
-    lines = tables.TABLES["ladder"].lines(native, avx2, scored)
+    lines = TABLES["ladder"].lines(native, avx2, scored)
     assert lines[0] == "| configuration | images/s, AVX512 | speedup | images/s, AVX2 | speedup | gates: FID, score |"
     assert lines[2] == "| `diffusers` | 1.50 (1.50 to 1.50) | 1.00× | 1.00 (1.00 to 1.00) | 1.00× | – |"
     assert lines[4].endswith("| 4.00× | 4.00 (4.00 to 4.00) | 4.00× | holds, open |")
@@ -319,10 +320,10 @@ def test_the_rivals_are_beside_what_was_fastest_of_each() -> None:
         "model": "m",
     }
     scored = {"ways": {"int8": {"gates": [{"verdict": "open"}, {"verdict": "holds"}]}}}
-    lines = tables.TABLES["rivals"].lines(result, scored)
+    lines = TABLES["rivals"].lines(result, scored)
     assert lines[2].startswith("| diffusers | 4.00 (3.00 to 5.00) | 1.00×") and lines[3].endswith("| open, holds |")
     assert (
         "2 processes, 1 thread each, batches of 8, bf16, torch.compile; alone one process, 2 threads, single"
         in lines[-1]
     )
-    assert tables.TABLES["rivals-short"].lines(result)[3].startswith("| **Diptych**, INT8 | 4.00 | 1.50× | 0.50 s")
+    assert TABLES["rivals-short"].lines(result)[3].startswith("| **Diptych**, INT8 | 4.00 | 1.50× | 0.50 s")

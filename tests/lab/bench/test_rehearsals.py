@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lab.bench import engine, gpu_tables, kernel_shapes, kernels, phases, stock
+from lab.bench import engine, kernel_shapes, kernels, phases, stock
 from lab.bench.harness import models
+from lab.bench.tables import TABLES
 
 WORDS = ["--device", "cpu", "--tiny", "--results"]
 
@@ -51,7 +52,7 @@ def test_rungs_take_turns_and_are_counted_in_whole_rounds(
     assert ran["4-steps"] == {"encode", "deep", "vae"} and "costs_ms int8" in result
     scored = {"lens": {"score": "clip"}, "ways": {}}
     eager = {"name": "eager", "batch": 8, "images_s": 2.0}
-    rows = gpu_tables.TABLES["h200-engine"].lines(result, {"rows": [eager]}, scored)
+    rows = TABLES["h200-engine"].lines(result, {"rows": [eager]}, scored)
     assert rows[2].startswith("| diffusers, bf16, eager, batches of 8 | 2.00 | 1.00× |")
     assert len(rows) == 2 + 3 and rows[3].startswith('| "half", guidance until half of the steps |')
 

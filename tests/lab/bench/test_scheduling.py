@@ -33,7 +33,7 @@ def test_an_iteration_is_timed_with_so_many_waiting(
     monkeypatch.setattr(scheduling, "measure", lambda waiting: few(waiting, 200))
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     scheduling.main()
-    found = json.loads(capsys.readouterr().out)["waiting"]
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["waiting"]
     assert set(found) == {"0", "1000", "10000"}
     for waiting, one in found.items():
         assert one["waiting"] == int(waiting) and one["iterations"] == 200

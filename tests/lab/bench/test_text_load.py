@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench import gpu_tables, text_load
+from lab.bench import text_load
+from lab.bench.tables import TABLES
 
 
 def test_loads_are_measured_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +22,7 @@ def test_loads_are_measured_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
     timed = results["loads"]["4 × 4/7 @ 40/s"]
     assert timed["requests"] == 8 and timed["token_p99_ms"] > 0 and timed["seconds"] > 0.04  # 8 arrivals
     assert "3 × 9/5" in capsys.readouterr().out
-    assert len(gpu_tables.TABLES["h200-text-load"].lines(results)) == 2 + 3 + 2
+    assert len(TABLES["h200-text-load"].lines(results)) == 2 + 3 + 2
 
 
 @pytest.mark.parametrize("text", ["256", "2:3", "0:3/4", "a:1/1", "1:2/3@0"])

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from lab.bench import figures, quality_tables, ways
+from lab.bench import figures, ways
 from lab.bench.harness import provenance, record
+from lab.bench.tables import quality
 from lab.bench.ways import CONFIGURATIONS, GROUPS
 
 FID, SCORE = "emoji-clip-fid", "emoji-clip-score"
 
 
 def lines(name: str, result: dict[str, Any]) -> list[str]:
-    return quality_tables.TABLES[name].lines(result)
+    return quality.TABLES[name].lines(result)
 
 
 def estimate(value: float) -> dict[str, float]:
@@ -113,5 +114,5 @@ def test_its_script_names_options_that_exist() -> None:
 
 def test_the_page_has_all_tables_of_the_ways() -> None:
     page = (provenance.ROOT / "docs" / "quality.md").read_text("utf-8")
-    wanted = {name for name, table in quality_tables.TABLES.items() if table.files == ("ways",)}
+    wanted = {name for name, table in quality.TABLES.items() if table.files == ("ways",)}
     assert {mark[2] for mark in figures.BLOCK.finditer(page)} == wanted

@@ -27,6 +27,7 @@ import httpx2
 from core.jobs.keyring import Keyring
 from deployment.redis import address_in
 from lab.bench.harness import record
+from lab.bench.tables import TABLES
 from tests.deployment.served import ROOT, Served
 from tests.faults import worst
 
@@ -159,7 +160,7 @@ def main() -> int:
         print(json.dumps(result))
     else:
         whole = ("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py")
-        record.publish("neighbours", result, artifacts=whole)
+        record.publish("neighbours", result, artifacts=whole, table=TABLES["neighbours"])
     failed = [failure for name in ("alone", "burner", "peer", "beside") for failure in felt[name].failed]
     for failure in failed:
         print(failure, file=sys.stderr)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lab.bench.harness.markdown import NONE, Table, cell
+import pytest
+
+from lab.bench.harness.markdown import NONE, Result, Table, Text, cell
 
 
 def test_a_cell_is_a_format_whose_missing_values_are_a_dash() -> None:
@@ -18,3 +20,21 @@ def test_a_table_has_a_header_of_the_result_and_a_note() -> None:
     assert table.lines({"steps": 4, "rungs": [{"name": "a", "rate": 1.25}, {"name": "b"}]}) == [
         "| of 4 | rate |", "| --- | --- |", "| `a` | 1.2 |", f"| `b` | {NONE} |", "", "4 steps.",
     ]  # fmt: skip
+
+
+def test_a_benchmark_prints_its_table_of_its_own_result(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns of what other results have are left out, and so are the marks of pages."""
+    columns = (("", "`{name}`"), ("rate", "{rate:.1f} **/s**"), ("gates", "{gates}"))
+
+    def rows(result: Result, scored: Result) -> list[Result]:
+        return [{**row, "gates": scored.get(row["name"])} for row in result["rungs"]]
+
+    table = Table(("any", "scored"), columns, rows, lambda result, scored: f"`{len(result)}` results, {len(scored)}.")
+    result = {"rungs": [{"name": "a", "rate": 1.25}, {"name": "b"}]}
+    assert "gates" in table.lines(result, {"a": "holds"})[0]
+    table.show(result)
+    shown = capsys.readouterr().out
+    assert "1.2 /s" in shown and NONE in shown and "gates" not in shown and shown.endswith("\n1 results, 0.\n")
+    assert "`" not in shown and "*" not in shown
+    Text(("any",), lambda result: [f"`{result['count']}` bodies"]).show({"count": 3})
+    assert capsys.readouterr().out == "3 bodies\n"

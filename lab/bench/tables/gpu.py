@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lab.bench.harness.markdown import Result, Table, Text, cell
-from lab.bench.quality_tables import verdicts
+from lab.bench.tables.quality import verdicts
 
 Rows = Iterable[Mapping[str, Any]]
 _RUNGS = {  # label, and the run of `lab.bench.ways` that draws so
@@ -38,19 +38,20 @@ _PLANS = {  # label, and the rung of `lab.bench.engine`, by plan of `lab.bench.f
 
 def _engine(result: Result, stock: Result, scored: Result) -> Rows:
     """diffusers, then the rungs, with the score and the gates of the embedded model drawn so."""
-    best = max(row["images_s"] for row in stock["rows"])
-    single = {row["name"]: 1 / row["images_s"] for row in stock["rows"] if row["batch"] == 1}
-    for row in stock["rows"]:
+    rows = stock.get("rows", [])
+    best = max((row["images_s"] for row in rows), default=None)
+    single = {row["name"]: 1 / row["images_s"] for row in rows if row["batch"] == 1}
+    for row in rows:
         if row["batch"] > 1:
             label = f"diffusers, bf16, {_COMPILED[row['name']]}, batches of {row['batch']}"
             yield {**row, "label": label, "ratio": row["images_s"] / best, "single_s": single.get(row["name"])}
     for name, (label, run) in _RUNGS.items():
         if rung := result["rungs"].get(name):
             quality = {}
-            if run:
+            if run and scored:
                 ratio = scored["ways"][run]["ratios"][scored["lens"]["score"]]["value"]
                 quality = {"score": ratio, "gates": verdicts(scored, run)}
-            ratio = None if name.startswith("4-steps") else rung["images_s"] / best  # others draw 20
+            ratio = None if best is None or name.startswith("4-steps") else rung["images_s"] / best  # others draw 20
             yield {**rung, "label": label, "ratio": ratio, **quality}
 
 
@@ -64,13 +65,17 @@ def _fleet(result: Result, beside: Result, engine: Result) -> Rows:
 
     Raises `ValueError` for a service that is faster than its engines: the baseline is wrong then.
     """
-    for plan, (label, rung) in _PLANS.items():
-        alone = max((run["rungs"][rung] for run in (beside, engine)), key=lambda run: run["images_s"])
-        for count, plans in sorted(result["gpus"].items(), key=lambda item: int(item[0])):
-            figures = plans[plan]
-            single = {"one": figures.get("single_s"), "engine": alone["single_s"]}
-            share = figures["images_s"] / int(count) / alone["images_s"]
-            if share > _FASTEST_SHARE:
+    measured = sorted(result["gpus"].items(), key=lambda item: int(item[0]))
+    for plan in dict.fromkeys((*_PLANS, *(plan for _, plans in measured for plan in plans))):
+        label, rung = _PLANS.get(plan, (plan, plan))
+        runs: list[Result] = [run["rungs"][rung] for run in (beside, engine) if rung in run.get("rungs", {})]
+        alone: Result = max(runs, key=lambda run: float(run["images_s"]), default={})
+        for count, plans in measured:
+            if (figures := plans.get(plan)) is None:
+                continue
+            single = {"one": figures.get("single_s"), "engine": alone.get("single_s")}
+            share = figures["images_s"] / int(count) / alone["images_s"] if alone else None
+            if share is not None and share > _FASTEST_SHARE:
                 raise ValueError(f"{label}: {count} GPUs reach {share:.1%} of so many engines; measure it again")
             yield {
                 **figures, **figures["cpu_s_an_image"], "plan": label, "gpus": int(count), "share": share,

@@ -50,7 +50,7 @@ _SERVE = (  # first column, and the keys of median and p99, in seconds or millis
 def _ladder_columns(native: Result, avx2: Result, _: Result) -> Columns:
     speeds = [
         pair
-        for runs, result in (("native", native), ("avx2", avx2))
+        for runs, result in (("native", native), ("avx2", avx2)) if result
         for pair in (
             (f"images/s, {result['capability']}",
              f"{{{runs}[images_per_s]:.2f}} ({{{runs}[spread][0]:.2f}} to {{{runs}[spread][1]:.2f}})"),
@@ -61,7 +61,7 @@ def _ladder_columns(native: Result, avx2: Result, _: Result) -> Columns:
 
 
 def _ladder_rows(native: Result, avx2: Result, scored: Result) -> Rows:
-    slower = {rung["name"]: rung for rung in avx2["rungs"]}
+    slower = {rung["name"]: rung for rung in avx2.get("rungs", [])}
     for rung in native["rungs"]:
         name = rung["name"]
         yield {"name": name, "native": rung, "avx2": slower.get(name), "gates": _gates(name, scored)}
@@ -70,13 +70,15 @@ def _ladder_rows(native: Result, avx2: Result, scored: Result) -> Rows:
 def _gates(rung: str, scored: Result) -> str | None:
     """The verdicts of a rung's run; fp32 is what the gates compare with."""
     run, prefix = _GATES_OF.get(rung, ("", ""))
-    if not run:
-        return "not measured" if rung in ("+gate", "fast+tiny") else None
+    if not run or not scored:
+        return "not measured" if rung in ("+gate", "fast+tiny") and scored else None
     return prefix + ", ".join(gate["verdict"] for gate in scored["ways"][run]["gates"])
 
 
 def _ladder_note(native: Result, avx2: Result, _: Result) -> str:
-    best = " ".join(f"{result['capability']}: {_stock(result['stock'])}." for result in (native, avx2))
+    best = " ".join(
+        f"{result['capability']}: {_stock(result['stock'])}." for result in (native, avx2) if result.get("stock")
+    )
     return f"Median turn (slowest to fastest). `diffusers` is the stock pipeline at its best. {best}"
 
 
@@ -105,7 +107,7 @@ def _variant(variant: Mapping[str, Any], processes: int) -> str:
 
 
 def _rival_rows(result: Result) -> Rows:
-    return ({**row, "label": _RIVALS[row["name"]]} for row in result["rivals"])
+    return ({**row, "label": _RIVALS.get(row["name"], row["name"])} for row in result["rivals"])
 
 
 def _rivals(result: Result, scored: Result) -> Rows:
@@ -170,11 +172,13 @@ def _text_columns(*results: Result) -> Columns:
         return "one user" if "diptych-user" in result["tokens_per_s"] else f"{result['requests']} requests"
 
     return [("tokens/s", "{label}"), *(
-        (f"`{result['model']}`, {load(result)}", f"{{cells[{number}]}}") for number, result in enumerate(results)
+        (f"`{result['model']}`, {load(result)}", f"{{cells[{number}]}}")
+        for number, result in enumerate(filter(None, results))
     )]  # fmt: skip
 
 
 def _text_rows(*results: Result) -> Rows:
+    results = tuple(filter(None, results))
     rates = [result["tokens_per_s"] for result in results]
     for name, label in _TEXT.items():
         if any(name in each for each in rates):
