@@ -41,6 +41,17 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
+class Moment(StrEnum):
+    """The moments of a job at which a webhook may be called: the first attempt's start, progress, at most twice a
+    second, success, and any end.
+    """
+
+    STARTED = "started"
+    PROGRESSED = "progressed"
+    SUCCEEDED = "succeeded"
+    ENDED = "ended"
+
+
 def new_id() -> str:
     """A random, unguessable id: `job_` and 24 hexadecimal digits."""
     return f"job_{secrets.token_hex(12)}"
@@ -103,8 +114,8 @@ class JobDraft(Generic[R]):
     deadline. `work_ms` estimates how long the job occupies one worker. `owner` is the id of a key; empty without keys.
     `digest` identifies the request's content where the client chose the id: two jobs with equal ids and different
     digests are different requests. `keep_s` is the minimum retention of the ended job's record, in seconds. `webhook`
-    holds the `url` that is notified of the end, and the `base` of links; with `events`, it is notified of those of
-    start, logs, output and completed instead, and `form` is that of the messages. `inputs` are the keys of source
+    holds the `url` that is called at the end, and what its API needs for the message; with `moments`, it is called at
+    these instead. `inputs` are the keys of source
     artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
     without them, and False reports none until `JobStore.follow`. `tokens` are those that it counts as against rate
