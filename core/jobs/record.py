@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from contract.bounds import PRIORITY
 from core.jobs.broker import JOB_ID, PRIORITY_STEPS, QUEUES, Envelope
@@ -39,6 +39,36 @@ class JobState(StrEnum):
     @property
     def final(self) -> bool:
         return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+class Arrow(NamedTuple):
+    """A change of a job's state from `before` to `after`; None: there is no record. `script` of `lua/` makes it."""
+
+    before: JobState | None
+    after: JobState | None
+    cause: str
+    script: str
+
+
+ARROWS = (
+    Arrow(None, JobState.QUEUED, "it is created", "jobs/create"),
+    Arrow(JobState.QUEUED, JobState.RUNNING, "a worker claims it", "jobs/claim"),
+    Arrow(JobState.QUEUED, JobState.EXPIRED, "a worker claims it after its deadline", "jobs/claim"),
+    Arrow(JobState.QUEUED, JobState.EXPIRED, "a sweep finds that its deadline has passed", "jobs/sweep"),
+    Arrow(JobState.QUEUED, JobState.CANCELLED, "it is cancelled", "jobs/cancel"),
+    Arrow(JobState.QUEUED, JobState.CANCELLED, "its queue is emptied", "jobs/empty"),
+    Arrow(JobState.RUNNING, JobState.SUCCEEDED, "its worker reports success", "jobs/finish"),
+    Arrow(JobState.RUNNING, JobState.FAILED, "its worker reports a failure", "jobs/finish"),
+    Arrow(JobState.RUNNING, JobState.EXPIRED, "its worker reports that the deadline has passed", "jobs/finish"),
+    Arrow(JobState.RUNNING, JobState.EXPIRED, "a sweep finds that its deadline has passed", "jobs/sweep"),
+    Arrow(JobState.RUNNING, JobState.CANCELLED, "it is cancelled", "jobs/cancel"),
+    Arrow(JobState.RUNNING, JobState.QUEUED, "its worker hands it back", "jobs/hand_back"),
+    Arrow(JobState.RUNNING, JobState.QUEUED, "its lease ends", "jobs/sweep"),
+    Arrow(JobState.RUNNING, JobState.FAILED, "its lease ends at the last attempt", "jobs/sweep"),
+    *(Arrow(state, None, "it is erased", "jobs/erase") for state in JobState),
+    *(Arrow(state, None, "its retention ends", "jobs/sweep") for state in JobState if state.final),
+)
+"""All changes of a job's state. A live job that is erased is cancelled first, which those who follow it are told."""
 
 
 class Moment(StrEnum):
