@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from api.access import Caller, key_required, unknown_key
 from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
-from api.predictions.objects import FORM
 from api.rate_limits import apply_rate_limits, charge, enforce_rate_limit, refund, store_share_full, stored_limit
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
@@ -83,23 +82,23 @@ async def submit(
     given_pictures: GivenPictures = NONE_GIVEN,
     *,
     charged: bool = False,
-    webhook_events: Sequence[str] | None = None,
+    receiver: Mapping[str, Any] | None = None,
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
     With an id `chosen` by the client the job may exist already: it is returned unchanged. `given_pictures` are pictures
     that are not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate
     limit (unless it is `charged` already) and the check against the card, and decoded last, after the quota; those with
-    a URL are fetched after the quota. With `webhook_events` the webhook is told of these, as predictions. Also returns
-    the queue position of a job created now.
+    a URL are fetched after the quota. `receiver` is what the webhook has beside its address: `events` and `moments`
+    that it is told of, and `form`. Also returns the queue position of a job created now.
     """
     pictured = references.any_named(fields, given_pictures)
     if pictured and not charged:
         await enforce_rate_limit(request, service, caller)
         charged = True
     pictures = await references.resolve(service, caller, fields, given_pictures)
-    digest = "" if chosen is None else await _digest(service, caller, fields, pictures, webhook_events)
-    webhook = _webhook(service, request, caller, fields, webhook_events)
+    digest = "" if chosen is None else await _digest(service, caller, fields, pictures, receiver)
+    webhook = _webhook(service, request, caller, fields, receiver)
     draft_for = partial(_draft, service, caller, fields, chosen, digest, webhook)
     card = service.cards.seen_by(caller.id).model(fields.model, ImageCard)
     draft, refusal = _attempt(draft_for, pictures, card)
@@ -324,19 +323,18 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
 
 
 def _webhook(
-    service: Service, request: Request, caller: Caller, fields: ImageRequest, events: Sequence[str] | None
+    service: Service, request: Request, caller: Caller, fields: ImageRequest, receiver: Mapping[str, Any] | None
 ) -> Webhook | None:
     """The webhook receiver. Raises `ApiError` (400) for an address that may not be called."""
     url = getattr(fields, "webhook_url", None)
     if url is None:
         return None
     webhooks.check(url, private=service.settings.webhook_private)
-    receiver = {"url": url, "base": service.links(request, caller.id).base}
-    return receiver if events is None else {**receiver, "form": FORM, "events": [*events]}
+    return {"url": url, "base": service.links(request, caller.id).base, **(receiver or {})}
 
 
 async def _digest(
-    service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads, events: Sequence[str] | None
+    service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads, receiver: Mapping[str, Any] | None
 ) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
     digests = {source.identity: await service.pictures.digested(caller.id, source) for source in pictures.sources}
@@ -348,8 +346,8 @@ async def _digest(
         if uploads := pictures.inputs.get(field):
             name = "controls" if field == Control.FIELD else f"uploads of {field}"
             document[name] = [upload.digest for upload in uploads]
-    if events is not None:
-        document["webhook events"] = sorted({*events})
+    if receiver is not None:
+        document["webhook events"] = sorted({*receiver["events"]})
     if pictures.further:
         document["further images"] = [upload.digest for upload in pictures.further]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]

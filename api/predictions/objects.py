@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -15,10 +16,14 @@ from contract.errors import Invalid
 from contract.image import ImageJob
 from core.artifacts import digest_of
 from core.jobs.files import KEPT_S, File
-from core.jobs.record import Job, JobState
+from core.jobs.record import Job, JobState, Moment
 
 FORM = "prediction"
 """The `form` of a webhook whose messages are predictions."""
+EVENTS = {
+    "start": Moment.STARTED, "output": Moment.SUCCEEDED, "logs": Moment.PROGRESSED, "completed": Moment.ENDED,
+}  # fmt: skip
+"""The events that a webhook may be told of."""
 OWNER = "diptych"
 _COG = "0.17.0"  # the version of Cog's HTTP API that is followed
 _BAR = 10  # characters
@@ -29,6 +34,12 @@ _STATUS = {
     JobState.CANCELLED: "canceled",
     JobState.EXPIRED: "failed",
 }
+
+
+def receiver(events: Iterable[str]) -> dict[str, Any]:
+    """What a webhook has that is told of these events, besides its address."""
+    names = [*events]  # workers of 0.3.0 read them
+    return {"form": FORM, "events": names, "moments": [EVENTS[name].value for name in names]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,6 @@ from core.jobs.broker import JOB_ID
 from core.jobs.keyring import webhook_secret
 from core.jobs.record import Job
 
-EVENTS = ("start", "output", "logs", "completed")
-
 _LONGEST_WAIT_S = 60
 _ANSWER_S = 0.25  # before `Prefer: wait=n` has passed the answer begins: clients give up half a second after it
 _WAIT = re.compile(r"wait(?:=([0-9]{1,4}))?")
@@ -325,7 +323,8 @@ async def _create(
             fields |= {"model": model, "webhook_url": url}
             job_request = references.read_job(fields, ignore_unknown=False)
     with errors_at(places):
-        job, _ = await submission.submit(service, request, caller, job_request, id, _LUMINANCE, webhook_events=events)
+        receiver = objects.receiver(events)
+        job, _ = await submission.submit(service, request, caller, job_request, id, _LUMINANCE, receiver=receiver)
     if wait_s == 0 or job.state.final:
         return await _answer(service, service.links(request, caller.id), job, dialect, created=True)
 
@@ -413,7 +412,7 @@ def _webhook(given: PredictionBody) -> tuple[str | None, tuple[str, ...]]:
     """The receiver, and the events that it is told of."""
     if given.webhook is None and given.webhook_completed is not None:
         return given.webhook_completed, ("completed",)
-    return given.webhook, EVENTS if given.webhook_events_filter is None else tuple(given.webhook_events_filter)
+    return given.webhook, tuple(objects.EVENTS if given.webhook_events_filter is None else given.webhook_events_filter)
 
 
 def _version(seen: RegistrySnapshot, version: str | None) -> str | None:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from contract.bounds import PRIORITY
 from core.jobs.broker import JOB_ID, PRIORITY_STEPS, QUEUES, Envelope
@@ -39,6 +39,47 @@ class JobState(StrEnum):
     @property
     def final(self) -> bool:
         return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+class Arrow(NamedTuple):
+    """A change of a job's state from `before` to `after`; None: there is no record. `script` of `lua/` makes it."""
+
+    before: JobState | None
+    after: JobState | None
+    cause: str
+    script: str
+
+
+ARROWS = (
+    Arrow(None, JobState.QUEUED, "it is created", "jobs/create"),
+    Arrow(JobState.QUEUED, JobState.RUNNING, "a worker claims it", "jobs/claim"),
+    Arrow(JobState.QUEUED, JobState.EXPIRED, "a worker claims it after its deadline", "jobs/claim"),
+    Arrow(JobState.QUEUED, JobState.EXPIRED, "a sweep finds that its deadline has passed", "jobs/sweep"),
+    Arrow(JobState.QUEUED, JobState.CANCELLED, "it is cancelled", "jobs/cancel"),
+    Arrow(JobState.QUEUED, JobState.CANCELLED, "its queue is emptied", "jobs/empty"),
+    Arrow(JobState.RUNNING, JobState.SUCCEEDED, "its worker reports success", "jobs/finish"),
+    Arrow(JobState.RUNNING, JobState.FAILED, "its worker reports a failure", "jobs/finish"),
+    Arrow(JobState.RUNNING, JobState.EXPIRED, "its worker reports that the deadline has passed", "jobs/finish"),
+    Arrow(JobState.RUNNING, JobState.EXPIRED, "a sweep finds that its deadline has passed", "jobs/sweep"),
+    Arrow(JobState.RUNNING, JobState.CANCELLED, "it is cancelled", "jobs/cancel"),
+    Arrow(JobState.RUNNING, JobState.QUEUED, "its worker hands it back", "jobs/hand_back"),
+    Arrow(JobState.RUNNING, JobState.QUEUED, "its lease ends", "jobs/sweep"),
+    Arrow(JobState.RUNNING, JobState.FAILED, "its lease ends at the last attempt", "jobs/sweep"),
+    *(Arrow(state, None, "it is erased", "jobs/erase") for state in JobState),
+    *(Arrow(state, None, "its retention ends", "jobs/sweep") for state in JobState if state.final),
+)
+"""All changes of a job's state. A live job that is erased is cancelled first, which those who follow it are told."""
+
+
+class Moment(StrEnum):
+    """The moments of a job at which a webhook may be called: the first attempt's start, progress, at most twice a
+    second, success, and any end.
+    """
+
+    STARTED = "started"
+    PROGRESSED = "progressed"
+    SUCCEEDED = "succeeded"
+    ENDED = "ended"
 
 
 def new_id() -> str:
@@ -103,8 +144,8 @@ class JobDraft(Generic[R]):
     deadline. `work_ms` estimates how long the job occupies one worker. `owner` is the id of a key; empty without keys.
     `digest` identifies the request's content where the client chose the id: two jobs with equal ids and different
     digests are different requests. `keep_s` is the minimum retention of the ended job's record, in seconds. `webhook`
-    holds the `url` that is notified of the end, and the `base` of links; with `events`, it is notified of those of
-    start, logs, output and completed instead, and `form` is that of the messages. `inputs` are the keys of source
+    holds the `url` that is called at the end, and what its API needs for the message; with `moments`, it is called at
+    these instead. `inputs` are the keys of source
     artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
     without them, and False reports none until `JobStore.follow`. `tokens` are those that it counts as against rate

@@ -16,7 +16,7 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.limits import JobLimits
-from core.jobs.record import JobDraft, JobState, ProgressReport
+from core.jobs.record import ARROWS, JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore, QueueFull
 from tests.core.jobs import books
 
@@ -27,7 +27,7 @@ MAX_ATTEMPTS, MAX_QUEUED = 2, 6
 WORKERS = ("ada", "bob", "eve")
 NAMES = ("model", "50%:other")
 KOMBU = [books.kombu(queue, name) for queue in books.QUEUES for name in NAMES]
-FINAL = ("succeeded", "failed", "cancelled", "expired")
+FINAL = tuple(state.value for state in JobState if state.final)
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Model:
         return Envelope(self.id, self.queue, level, model=self.name)
 
     def to(self, state: str, by: str = "") -> None:
+        assert (self.state, state) in {(arrow.before, arrow.after) for arrow in ARROWS}
         self.state, self.by = state, by
         self.states.append(state)
 

@@ -12,7 +12,7 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from core.jobs.record import Claim, Job, ProgressReport, new_id
+from core.jobs.record import Claim, Job, Moment, ProgressReport, new_id
 from core.jobs.store import JobStore
 from core.jobs.webhooks import DueWebhook, WebhookQueue
 from tests.core.jobs.drafts import draft
@@ -71,45 +71,46 @@ def test_a_try_counts_if_it_failed(jobs: JobStore, webhooks: WebhookQueue) -> No
     assert not webhooks.due(60)
 
 
-# -- events of jobs that run -------------------------------------------------------------------------------------------
+# -- moments of jobs that run ------------------------------------------------------------------------------------------
 
-EVENTS = ("start", "logs", "output", "completed")
-SETS = [frozenset(events) for n in range(5) for events in combinations(EVENTS, n)]
-
-
-def with_events(jobs: JobStore, events: Collection[str], id: str = "") -> Claim:
-    """A running job whose webhook names these events, claimed for the first time."""
-    claim = present(jobs.leases.claim(made(jobs, "", "a", id, events=[*events]).id, "worker"))
-    return claim
+FORMER = {"started": "start", "progressed": "logs", "succeeded": "output", "ended": "completed"}  # names of 0.3.0
+SETS = [frozenset(moments) for n in range(5) for moments in combinations(Moment, n)]
 
 
+def with_moments(jobs: JobStore, moments: Collection[str], id: str = "", *, former: bool = False) -> Claim:
+    """A running job whose webhook names these moments, claimed for the first time; `former`: as 0.3.0 wrote them."""
+    names = {"events": [FORMER[moment] for moment in moments]} if former else {"moments": [*moments]}
+    return present(jobs.leases.claim(made(jobs, "", "a", id, **names).id, "worker"))
+
+
+@pytest.mark.parametrize("former", [False, True])
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_a_webhook_is_due_at_the_events_that_it_names(
-    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis, succeeds: bool
+def test_a_webhook_is_due_at_the_moments_that_it_names(
+    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis, succeeds: bool, former: bool
 ) -> None:
-    claims = [(with_events(jobs, events), events) for events in SETS]
+    claims = [(with_moments(jobs, moments, former=former), moments) for moments in SETS]
 
     def due(*names: str) -> None:
         """At just the jobs that name one of these."""
-        expected = {claim.id for claim, events in claims if events & set(names)}
+        expected = {claim.id for claim, moments in claims if moments & set(names)}
         taken = webhooks.due(60, limit=100)
         assert {item.id for item in taken} == expected and len(taken) == len(expected)
         assert all(item.live is (client.hget(f"diptych:job:{item.id}", "state") == "running") for item in taken)
         for item in taken:
             webhooks.settle(item)
 
-    due("start")
+    due("started")
     for claim, _ in claims * 2:
         assert not jobs.leases.report([ProgressReport(claim.id, claim.fence, {"steps_done": 1, "steps": 2})]).stale
     for id, _ in client.zscan_iter("diptych:webhooks"):
         client.zadd("diptych:webhooks", {id: 0})  # half a second passes
-    due("logs")
+    due("progressed")
     for claim, _ in claims:
         if succeeds:
             assert jobs.leases.succeed(claim.id, claim.fence, {})
         else:
             assert jobs.leases.fail(claim.id, claim.fence, "a", "b")
-    due("completed", *(["output"] if succeeds else []))
+    due("ended", *(["succeeded"] if succeeds else []))
     assert not webhooks.due(60) and not client.keys("diptych:webhook*")
 
 
@@ -118,7 +119,7 @@ def test_an_outcome_that_comes_after_the_end_leaves_the_end_due(
     jobs: JobStore, webhooks: WebhookQueue, retried: bool
 ) -> None:
     """Whether the end's webhook was taken meanwhile or not."""
-    claim = with_events(jobs, ["start", "completed"])
+    claim = with_moments(jobs, ["started", "ended"])
     (start,) = webhooks.due(60)
     jobs.leases.succeed(claim.id, claim.fence, {})
     (end,) = webhooks.due(0) if retried else (None,)
@@ -131,7 +132,7 @@ def test_an_outcome_that_comes_after_the_end_leaves_the_end_due(
 
 def test_reports_that_go_on_do_not_put_off_the_news_of_them(jobs: JobStore, client: redis.Redis) -> None:
     """It is due half a second after the first, however often more come."""
-    id = jobs.create(draft(id=new_id(), webhook={"url": "https://a/", "events": ["logs"]})).id
+    id = jobs.create(draft(id=new_id(), webhook={"url": "https://a/", "moments": ["progressed"]})).id
     claim = present(jobs.leases.claim(id, "worker"))
     for done in range(3):
         jobs.leases.report([ProgressReport(id, claim.fence, {"steps_done": done})])
@@ -141,13 +142,13 @@ def test_reports_that_go_on_do_not_put_off_the_news_of_them(jobs: JobStore, clie
     assert client.zscore("diptych:webhooks", id) == due
 
 
-@pytest.mark.parametrize("events", [["start"], ["start", "logs"], ["start", "output"]])
+@pytest.mark.parametrize("moments", [["started"], ["started", "progressed"], ["started", "succeeded"]])
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_start_is_told_once_where_the_end_is_not(
-    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis, events: list[str], taken: bool
+    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis, moments: list[str], taken: bool
 ) -> None:
     """Also of a job that ends before it is told, or while it is."""
-    claim = with_events(jobs, events)
+    claim = with_moments(jobs, moments)
     due = webhooks.due(60) if taken else []
     assert jobs.leases.fail(claim.id, claim.fence, "a", "b")
     (start,) = due or webhooks.due(60)
@@ -157,12 +158,12 @@ def test_a_start_is_told_once_where_the_end_is_not(
 
 
 def test_a_start_is_not_told_of_a_job_that_never_ran(jobs: JobStore, webhooks: WebhookQueue) -> None:
-    job = made(jobs, "", "a", events=["start"])
+    job = made(jobs, "", "a", moments=["started"])
     assert jobs.cancel(job.id) is not None and not webhooks.due(0)
 
 
 def test_a_second_attempt_is_no_second_start(jobs: JobStore, webhooks: WebhookQueue) -> None:
-    claim = with_events(jobs, ["start"])
+    claim = with_moments(jobs, ["started"])
     webhooks.settle(*webhooks.due(60))
     assert jobs.leases.hand_back(claim.id, claim.fence) is not None
     assert jobs.leases.claim(claim.id, "another") is not None
@@ -170,10 +171,10 @@ def test_a_second_attempt_is_no_second_start(jobs: JobStore, webhooks: WebhookQu
 
 
 def test_an_id_that_is_used_again_is_told_of_nothing_of_its_predecessor(jobs: JobStore, webhooks: WebhookQueue) -> None:
-    with_events(jobs, EVENTS, "x")
+    with_moments(jobs, [*Moment], "x")
     (start,) = webhooks.due(0)
     jobs.erase("x")
-    with_events(jobs, ["completed"], "x")
+    with_moments(jobs, ["ended"], "x")
     webhooks.settle(start)
     assert not webhooks.due(60)
     assert jobs.cancel("x") is not None

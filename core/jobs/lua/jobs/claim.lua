@@ -28,7 +28,7 @@ if job.state == 'queued' then
   set_out(job, 0)
   if job.owner ~= '' then feed(job, at) end
   emit(job, 'running', '{"attempt":' .. attempt .. '}')
-  if attempt == 1 and asks(job.webhook, 'start') then redis.call('ZADD', P .. 'webhooks', at, job.id) end
+  if attempt == 1 and calls(job.webhook, 'started') then redis.call('ZADD', P .. 'webhooks', at, job.id) end
 elseif job.state ~= 'running' or job.claim ~= token then  -- otherwise this is a retry of a call whose reply was lost
   return false
 end

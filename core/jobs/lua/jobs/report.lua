@@ -44,7 +44,7 @@ while i <= #ARGV do
     end
     if follows == '1' then followed[#followed + 1] = job.id end
     redis.call('HSET', job.key, 'progress', ARGV[i + 2])
-    if asks(job.webhook, 'logs') then redis.call('ZADD', P .. 'webhooks', 'NX', now() + 500, job.id) end
+    if calls(job.webhook, 'progressed') then redis.call('ZADD', P .. 'webhooks', 'NX', now() + 500, job.id) end
   else
     stale[#stale + 1] = ARGV[i]
   end

@@ -112,23 +112,28 @@ local function holds(job, fence)
   return job.attempt == attempt and (incarnation == '' or incarnation == job.incarnation)
 end
 
--- Whether a webhook asks to be told of an event: start, logs, output, completed.
-local function asks(webhook, event)
-  for _, name in ipairs(webhook and cjson.decode(webhook).events or {}) do
-    if name == event then return true end
+-- The moments in `events` of webhooks that 0.3.0 wrote.
+local former = {start = 'started', logs = 'progressed', output = 'succeeded', completed = 'ended'}
+
+-- Whether a webhook is called at a moment of its job (record.Moment); without moments at every end.
+local function calls(webhook, moment)
+  if not webhook then return false end
+  local receiver = cjson.decode(webhook)
+  for _, name in ipairs(receiver.moments or receiver.events or {'ended'}) do
+    if (former[name] or name) == moment then return true end
   end
   return false
 end
 
--- Whether a webhook is told of a job in this state: of every end, unless it names events.
+-- Whether a webhook is called for a job in this state.
 local function tells(webhook, state)
   if state == 'queued' then return false end
-  if state == 'running' then return asks(webhook, 'start') or asks(webhook, 'logs') end
-  return not cjson.decode(webhook).events or asks(webhook, 'completed') or state == 'succeeded' and asks(webhook, 'output')
+  if state == 'running' then return calls(webhook, 'started') or calls(webhook, 'progressed') end
+  return calls(webhook, 'ended') or state == 'succeeded' and calls(webhook, 'succeeded')
 end
 
 -- Whether a webhook is told of the start of a job in this state: also of an ended one, if it was not told before.
-local function starts(webhook, state) return state ~= 'queued' and asks(webhook, 'start') end
+local function starts(webhook, state) return state ~= 'queued' and calls(webhook, 'started') end
 
 -- Returns how long an ended job is kept: at least as long as it was created with, and at least until its webhook is
 -- delivered or given up.
