@@ -33,11 +33,11 @@ from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from llm import tiny as tiny_llama
-from llm.execution import TextExecution
-from llm.load import load as load_text
-from llm.pages import PAGE
-from llm.quantized import quantize as quantize_text
+from llm.backends.execution import TextExecution
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import load as load_text
+from llm.checkpoints.quantized import quantize as quantize_text
+from llm.families import tiny as tiny_llama
 from pipeline.backends.phases import on_gpu
 from pipeline.checkpoints import sdxl, tiny, tiny_zimage
 from pipeline.families.sdxl.conditioning import embed

@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.harness import provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
-from llm.attention import cacheless
-from llm.pages import PAGE
+from llm.backends.attention import cacheless
+from llm.cache.pages import PAGE
 
 RUNGS = (
     "transformers-generate", "transformers-static-batch", "transformers-generate_batch", "diptych", "diptych-int8",
@@ -129,9 +129,9 @@ class _Bench:
     def __init__(self, settings: Settings, name: str, draft: str, stack: ExitStack) -> None:
         import torch
 
+        from llm.checkpoints.load import TextModelError, load
+        from llm.drafts.load_draft import load as load_draft
         from llm.lane import StreamLane
-        from llm.load import TextModelError, load
-        from llm.load_draft import load as load_draft
         from workers.build import device_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -269,7 +269,7 @@ class _Bench:
     # -- ours ------------------------------------------------------------------------------------------------------
 
     def _quantized(self) -> Any:
-        from llm.quantized import quantize
+        from llm.checkpoints.quantized import quantize
 
         if self._kernels is None and not self._cuda:
             raise record.BenchError("INT8 does not run here without our kernels")
@@ -315,6 +315,6 @@ class _Bench:
 
 def embedded() -> list[tuple[str, str]]:
     """(model, draft) pairs that are measured by default: the embedded model, and a seeded Llama of 100 million."""
-    from llm.tiny import LLAMA_100M
+    from llm.families.tiny import LLAMA_100M
 
     return [(str(_MODELS / "emoji-lm"), str(_MODELS / "emoji-lm-draft")), (LLAMA_100M, "")]

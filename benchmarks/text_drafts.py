@@ -30,17 +30,19 @@ from benchmarks.text_load import Load, LoadGenerator
 from core.batching.engine import Engine
 from core.batching.runner import Lane
 from core.kernels.kv_cache import TokenBatch
-from llm import choose, dflash, draft_graphs, eagle, tiny
-from llm.block_drafter import BlockDraft
-from llm.draft_graphs import Verified
-from llm.drafts import DrafterFactory
-from llm.eagle_drafter import EagleDraft
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import TextModel, load
+from llm.checkpoints.quantized import quantize
+from llm.drafts import dflash, draft_graphs, eagle
+from llm.drafts.block_drafter import BlockDraft
+from llm.drafts.draft_graphs import Verified
+from llm.drafts.drafter import DrafterFactory
+from llm.drafts.eagle_drafter import EagleDraft
+from llm.drafts.speculate import NO_TOKEN, DraftLengths
+from llm.families import tiny
 from llm.lane import StreamLane
-from llm.load import TextModel, load
-from llm.pages import PAGE
-from llm.quantized import quantize
 from llm.runner import TextRunner
-from llm.speculate import NO_TOKEN, DraftLengths
+from llm.sampling import choose
 
 NONE, DFLASH, EAGLE = "none", "DFlash", "EAGLE-3"
 _LOAD, _TINY_LOAD = Load(1, 128, 512, waves=3), Load(1, 16, 24, waves=1)
@@ -51,7 +53,7 @@ _FIRST_TOKEN = 3  # before it are control tokens
 
 
 class AssumedAcceptance:
-    """Takes the place of `agreed` and `agreeing` of `llm.speculate`: so many guesses are right, whatever they are."""
+    """Stands in for `agreed` and `agreeing` of `llm.drafts.speculate`: so many guesses are right, whatever they are."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts: Iterator[int] = cycle([0])

@@ -29,8 +29,8 @@ from benchmarks.harness.service import percentile
 from core.batching.engine import Engine, Tick
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane
-from llm import tiny
-from llm.pages import PAGE
+from llm.cache.pages import PAGE
+from llm.families import tiny
 from llm.parameters import TextParameters
 from llm.runner import TextRunner
 
@@ -134,7 +134,7 @@ def leave_out_forwards(runner: TextRunner, sequences: int) -> None:
     """Replace the runner's forwards by those of CUDA graphs that do nothing: their inputs are prepared as on a GPU."""
     import torch
 
-    from llm.execution import FusedTextExecution
+    from llm.backends.execution import FusedTextExecution
 
     execution = runner.execution
     decoder: Any = SimpleNamespace(vocabulary=execution.model.vocabulary, group=1, states=torch.zeros(0))
@@ -148,9 +148,9 @@ def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
     """Measure all loads, one after another, on one runner."""
     import torch
 
+    from llm.checkpoints.load import load as load_model
+    from llm.checkpoints.quantized import quantize
     from llm.lane import StreamLane
-    from llm.load import load as load_model
-    from llm.quantized import quantize
 
     cuda = options.device == "cuda"
     lane = StreamLane("text", torch.device("cuda")) if cuda else Lane("text")

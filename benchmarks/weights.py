@@ -239,10 +239,10 @@ def steps(
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds of one decoding step of so many sequences, and the bytes of weights that it reads, by precision."""
     from core.ops.cuda_tokens import FusedBatch
-    from llm import tiny
-    from llm.cuda import CudaDecoder
-    from llm.load import load
-    from llm.quantized import quantize
+    from llm.backends.cuda import CudaDecoder
+    from llm.checkpoints.load import load
+    from llm.checkpoints.quantized import quantize
+    from llm.families import tiny
 
     name = tiny.TINY if small else tiny.LLAMA_8B
     context = 32 if small else _CONTEXT
@@ -278,9 +278,9 @@ def steps(
 
 def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) -> Iterator[dict[str, Any]]:
     """The perplexity of all texts but the first `calibrated`, which calibration reads, by way of quantization."""
-    from llm.load import load
-    from llm.quantized import Layerwise, quantize
-    from llm.recipe import ALPHA, llama
+    from llm.checkpoints.load import load
+    from llm.checkpoints.quantized import Layerwise, quantize
+    from llm.families.recipe import ALPHA, llama
 
     with torch.inference_mode(False):  # weights that are read in inference mode cannot be embedded with
         model = load(name, precision="bf16" if device == "cuda" else "fp32", device=device)
@@ -311,7 +311,7 @@ def qualities(name: str, texts: Sequence[str], device: str, *, calibrated: int) 
 
 def perplexity(model: Any, texts: Sequence[Sequence[int]]) -> float:
     """The perplexity of a token of these texts, but for each one's first."""
-    from llm.attention import cacheless
+    from llm.backends.attention import cacheless
 
     total, count = 0.0, 0
     model.network.set_attn_implementation(cacheless(model.network))  # a whole text at once needs no cache

@@ -15,14 +15,14 @@ from torch import Tensor
 from contract.errors import Invalid
 from core.failures import NotFinite
 from core.kernels.kv_cache import PAGE, TokenBatch
-from llm.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
-from llm.constrain import GrammarMatcher
-from llm.execution import TextExecution
+from llm.backends.execution import TextExecution
+from llm.drafts.speculator import Speculator
+from llm.grammars.constrain import GrammarMatcher
 from llm.parts import ScheduledTokens, Step, gather_step
-from llm.pending import PendingTokens
-from llm.sample import likeliest
-from llm.speculator import Speculator
-from llm.token_counts import TokenCounts
+from llm.sampling.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
+from llm.sampling.pending import PendingTokens
+from llm.sampling.sample import likeliest
+from llm.sampling.token_counts import TokenCounts
 
 
 class Timing(NamedTuple):

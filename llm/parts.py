@@ -9,11 +9,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from core.kernels.kv_cache import TokenBatch
+from llm.drafts.speculate import NO_GUESS, DraftTokens
+from llm.features.pooling import PooledStates
 from llm.parameters import Logprob
-from llm.pending import PendingTokens
-from llm.pooling import PooledStates
+from llm.sampling.pending import PendingTokens
 from llm.sequence import SequenceState
-from llm.speculate import NO_GUESS, DraftTokens
 
 
 @dataclass(slots=True, eq=False)

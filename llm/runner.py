@@ -19,27 +19,27 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind
 from llm import parameters
-from llm.adapters import AdapterSource
-from llm.beam_search import BeamSearch
-from llm.constrain import GrammarCompiler
-from llm.detokenizer import Detokenizer
-from llm.drafts import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
-from llm.execution import FUSED, TextExecution
-from llm.followers import Followers
-from llm.kv_allocator import KVAllocator
+from llm.backends.execution import FUSED, TextExecution
+from llm.backends.leading import LeadingExecution
+from llm.cache.kv_allocator import KVAllocator
+from llm.cache.pages import PAGE, PageAllocator
+from llm.checkpoints.load import TextModel, TextModelError
+from llm.drafts.drafter import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
+from llm.drafts.speculate import MOST_AT_ONCE
+from llm.drafts.speculator import Speculator
+from llm.features.adapters import AdapterSource
+from llm.features.beam_search import BeamSearch
+from llm.grammars.constrain import GrammarCompiler
+from llm.grammars.mask_turns import MaskTurns
 from llm.lane import StreamLane, high_priority
-from llm.leading import LeadingExecution
-from llm.load import TextModel, TextModelError
-from llm.mask_turns import MaskTurns
-from llm.micro_batches import MicroBatches
 from llm.model_runner import ModelRunner, Timing
-from llm.pages import PAGE, PageAllocator
+from llm.parallel.followers import Followers
+from llm.parallel.micro_batches import MicroBatches
 from llm.parameters import Logprob, TextDelta
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST_AT_ONCE
-from llm.speculator import Speculator
 from llm.step_planner import DECODE, PREFILL, StepPlanner
+from llm.text.detokenizer import Detokenizer
 
 GROUP = "text"
 _ADAPTERS = "text adapters"  # a resource

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from contract.text import MAX_BIAS
-from llm import sample
-from llm.adapters import TextAdapter
-from llm.beam_search import BeamSearch
-from llm.constrain import GrammarMatcher
-from llm.detokenizer import Detokenizer
-from llm.pages import SequencePages
+from llm.cache.pages import SequencePages
+from llm.drafts.speculate import AcceptanceRate
+from llm.features.adapters import TextAdapter
+from llm.features.beam_search import BeamSearch
+from llm.features.pooling import PooledStates, Pooling
+from llm.grammars.constrain import GrammarMatcher
 from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
-from llm.pending import PendingTokens
-from llm.pooling import PooledStates, Pooling
-from llm.speculate import AcceptanceRate
+from llm.sampling import sample
+from llm.sampling.pending import PendingTokens
+from llm.text.detokenizer import Detokenizer
 
 
 class SequenceState:

@@ -1,4 +1,4 @@
-"""Stage `draft`: trains the drafter of the language model's blocks (see `llm.dflash`) on what the model itself writes.
+"""Stage `draft`: trains the drafter of the language model's blocks (`llm.drafts.dflash`) on what the model writes.
 
 As published: random tokens of answers are anchors, behind each of which masks stand for the block's other tokens; all
 blocks of a row are one forward, and tokens far behind their anchor weigh less.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from llm.dflash import DFlashNetwork
+from llm.drafts.dflash import DFlashNetwork
 from training import checkpoint, lm, loop, tokens
 from training.run import TrainingRun, command
 

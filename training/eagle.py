@@ -1,4 +1,4 @@
-"""Stage `eagle`: trains an EAGLE-3 head for the language model (see `llm.eagle`) on what the model itself writes.
+"""Stage `eagle`: trains an EAGLE-3 head for the language model (`llm.drafts.eagle`) on what the model writes.
 
 As published, with training-time test: the head is unrolled over several steps, each of which reads what the step before
 returned in place of the target's states, and sees these at its own positions alone.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from llm.eagle import ARCHITECTURES, LAYER_IDS, EagleNetwork
+from llm.drafts.eagle import ARCHITECTURES, LAYER_IDS, EagleNetwork
 from training import loop
 from training.draft import answers, target
 from training.run import TrainingRun, command

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llm import dflash
+from llm.drafts import dflash
 from pipeline import sizes
 from training import (
     cards,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from evaluation.scenes import emoji
 from evaluation.scenes.grammar import CaptionParser
-from llm.dflash import DFlashNetwork
+from llm.drafts.dflash import DFlashNetwork
 from training import draft, phrases
 from training.phrases import Chat
 from training.run import TrainingRun

@@ -22,7 +22,7 @@ from core.batching.runner import Lane, Runner
 from core.config import AUTO, STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
 from core.transfers import beside
-from llm.pages import PAGE
+from llm.cache.pages import PAGE
 from pipeline import plans
 from pipeline.backends.backend import ImageBackend
 from pipeline.backends.swapped import SharedBackends
@@ -52,9 +52,9 @@ from workers.variants import Count, Say
 if TYPE_CHECKING:
     import torch
 
-    from llm.adapters import AdapterSource
-    from llm.followers import Followers
-    from llm.load import TextModel
+    from llm.checkpoints.load import TextModel
+    from llm.features.adapters import AdapterSource
+    from llm.parallel.followers import Followers
     from llm.runner import TextRunner
     from workers.text_pool import TextPool
 
@@ -273,8 +273,8 @@ def text_runner(
     `pages`; 0: as the settings say. It is loaded on the lane, or with `beside_lane` on this thread.
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
-    from llm.load import TextModelError
-    from llm.load_draft import load as load_draft
+    from llm.checkpoints.load import TextModelError
+    from llm.drafts.load_draft import load as load_draft
     from llm.runner import TextRunner
 
     name = settings.text_model_name
@@ -346,9 +346,9 @@ def _load_text(
     """
     import torch
 
-    from llm.followers import Followers
-    from llm.precision import load as load_text
-    from llm.shards import Rank
+    from llm.checkpoints.precision import load as load_text
+    from llm.parallel.followers import Followers
+    from llm.parallel.shards import Rank
 
     split, rank = parse(settings.text_parallel), None
     if split.ranks > 1:
@@ -553,7 +553,7 @@ def _others_bytes(settings: Settings, first: Pooled) -> int:
 
 def _text_others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
     """The memory that all may take later, and others than the first, with their caches, as `_others_bytes`."""
-    from llm.load import TextModelError, file_bytes
+    from llm.checkpoints.load import TextModelError, file_bytes
     from workers.text_pool import later_bytes, size_bytes
 
     files, own = [0] * len(text_settings), size_bytes(first)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from contract.errors import Invalid
 from contract.loras import is_name, normal
-from llm import adapters
-from llm.adapters import CONFIG, WEIGHTS, TextAdapter
-from llm.execution import TextExecution
+from llm.backends.execution import TextExecution
+from llm.features import adapters
+from llm.features.adapters import CONFIG, WEIGHTS, TextAdapter
 from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.extensions import weight_files
 from pipeline.extensions.asset_cache import ReadFile
@@ -22,7 +22,7 @@ _FIELD = "model"  # of requests, which names them
 
 
 class TextLoraFolder(AssetFolder[TextAdapter]):
-    """The adapters of one folder that requests of one model may name: an `llm.adapters.AdapterSource`."""
+    """The adapters of one folder that requests of one model may name: an `llm.features.adapters.AdapterSource`."""
 
     kind, setting = "lora", "DIPTYCH_TEXT_LORAS_MIB"
     missing = "there is no {} in the folder of text LoRAs"

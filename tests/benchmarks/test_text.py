@@ -13,7 +13,7 @@ import pytest
 from benchmarks import cohost, text
 from benchmarks.harness import record
 from core.config import Settings
-from llm import tiny
+from llm.families import tiny
 from pipeline.checkpoints.tiny import TINY
 from workers import build
 from workers.build import Runtime

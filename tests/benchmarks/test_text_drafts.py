@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.llm.test_draft_graphs import Rule, RuleDrafter, model
+from tests.llm.drafts.test_draft_graphs import Rule, RuleDrafter, model
 
 # isort: split
 from benchmarks import gpu_tables, text_drafts
 from benchmarks.text_load import Load
 from core.batching.runner import Lane
-from llm import choose, draft_graphs, speculate
-from llm.draft_graphs import Unread
-from llm.drafts import DraftRequest
-from llm.execution import FusedTextExecution, TextExecution
+from llm.backends.execution import FusedTextExecution, TextExecution
+from llm.drafts import draft_graphs, speculate
+from llm.drafts.draft_graphs import Unread
+from llm.drafts.drafter import DraftRequest
+from llm.drafts.speculate import NO_TOKEN
 from llm.runner import TextRunner
-from llm.speculate import NO_TOKEN
+from llm.sampling import choose
 
 
 def test_rounds_have_the_tokens_that_are_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

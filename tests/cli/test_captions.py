@@ -13,7 +13,7 @@ from core.config import EMBEDDED_MODEL
 from evaluation import captions
 from evaluation.captioning import caption_client, caption_filter
 from evaluation.captioning.caption_file import CaptionFile, CaptionRow
-from llm import tiny
+from llm.families import tiny
 from tests.cli.shell import Shell
 from training import phrases
 from training.captions import COLOURS

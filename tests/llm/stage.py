@@ -22,17 +22,17 @@ from torch import Tensor
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
 from core.kernels.kv_cache import TokenBatch
-from llm import tiny
-from llm.adapters import CONFIG, WEIGHTS
-from llm.attention import cacheless
-from llm.block_drafter import BlockDraft
-from llm.load import TextModel, load
+from llm.backends.attention import cacheless
+from llm.backends.step_graphs import StepGraphs
+from llm.checkpoints.load import TextModel, load
+from llm.drafts.block_drafter import BlockDraft
+from llm.drafts.speculate import NO_GUESS, DraftTokens
+from llm.families import tiny
+from llm.features.adapters import CONFIG, WEIGHTS
 from llm.parameters import GeneratedText, TextParameters
 from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
-from llm.speculate import NO_GUESS, DraftTokens
-from llm.step_graphs import StepGraphs
 from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 

@@ -20,15 +20,15 @@ from contract.errors import Invalid
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
-from llm.drafts import DraftRequest, LookupDrafter
-from llm.load import TextModel, TextModelError
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import TextModel, TextModelError
+from llm.drafts.drafter import DraftRequest, LookupDrafter
+from llm.drafts.speculate import DraftTokens
+from llm.drafts.speculator import Speculator
 from llm.model_runner import ModelRunner
-from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
-from llm.pending import PendingTokens
 from llm.runner import TextRunner
-from llm.speculate import DraftTokens
-from llm.speculator import Speculator
+from llm.sampling.pending import PendingTokens
 from tests.llm import stage
 from tests.llm.test_exact import watch
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from llm.block_drafter import BlockDraft
-from llm.load import load
+from llm.checkpoints.load import load
+from llm.drafts.block_drafter import BlockDraft
 from training.shapes import SMOKE
 
 ROOT = Path(__file__).resolve().parents[2]
