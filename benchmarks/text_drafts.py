@@ -126,7 +126,7 @@ def graphs_ms(runner: TextRunner, guesses: int, position: int) -> tuple[float | 
     rows = [*range(guesses + 1)]
     step = TokenBatch.of([_FIRST_TOKEN] * len(rows), [position + row for row in rows], [0] * len(rows), rows)
     with torch.inference_mode():
-        verify_ms = sustained(partial(execution, step), _REPEATS)
+        verify_ms = sustained(partial(execution.forward, step), _REPEATS)
         if not guesses or drafter is None or drafter.graphs is None:
             return None, verify_ms
         begun = drafter.graphs.begin([Verified(0, 0, 0, position, guesses, guesses)])

@@ -134,14 +134,19 @@ def leave_out_forwards(runner: TextRunner, sequences: int) -> None:
     """Replace the runner's forwards by those of CUDA graphs that do nothing: their inputs are prepared as on a GPU."""
     import torch
 
-    from llm.backends.execution import FusedTextExecution
+    from llm.backends.fused import FusedBackend
 
-    execution = runner.execution
-    decoder: Any = SimpleNamespace(vocabulary=execution.model.vocabulary, group=1, states=torch.zeros(0))
-    fused = FusedTextExecution(decoder, execution.cache, sequences, runner.context, runner.limit(None))
+    model, cache = runner.model, runner.execution.cache
+    decoder: Any = SimpleNamespace(
+        vocabulary=model.vocabulary, group=1, feature_width=0, dtype=torch.float32, ranks=None,
+        ops=SimpleNamespace(branches=None), whole=lambda logits: logits,
+    )  # fmt: skip
+    fused = FusedBackend(model, cache, decoder, sequences=sequences, context=runner.context, rows=runner.limit(None))
     fused.graphs.best.fill_(_FIRST_TOKEN)
     fused.graphs._graph = lambda shape: lambda: None  # type: ignore[method-assign]
-    execution._fused = fused
+    runner.execution = fused
+    for _, model_runner in runner._lanes.values():
+        model_runner.backend = fused
 
 
 def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:

@@ -181,8 +181,8 @@ def _one_user(runner: TextRunner) -> float:
 
     def step(position: int, token: int) -> Tensor:
         batch = TokenBatch.of([token], [position], [0], [0])
-        logits = execution(replace(batch, logits=execution.best is None and not cuda))
-        return logits.argmax(-1) if execution.best is None else execution.best
+        forward = execution.forward(replace(batch, logits=not cuda))
+        return forward.logits.argmax(-1) if forward.best is None else forward.best
 
     token = 5
     for position in range(_CONTEXT):

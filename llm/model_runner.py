@@ -15,7 +15,8 @@ from torch import Tensor
 from contract.errors import Invalid
 from core.failures import NotFinite
 from core.kernels.kv_cache import PAGE, TokenBatch
-from llm.backends.execution import TextExecution
+from llm.backends.backend import TextBackend
+from llm.backends.forward import Forward
 from llm.drafts.speculator import Speculator
 from llm.grammars.constrain import GrammarMatcher
 from llm.parts import ScheduledTokens, Step, gather_step
@@ -81,18 +82,18 @@ class ModelRunner:
     several forwards, so that logits take bounded memory.
     """
 
-    def __init__(self, execution: TextExecution, guessing: Speculator, *, ahead: bool = False) -> None:
+    def __init__(self, backend: TextBackend, guessing: Speculator, *, ahead: bool = False) -> None:
         """`ahead`: an iteration is submitted to the device before the tokens of the one before are known here, where
         the device itself can draw all of its tokens.
         """
-        self.execution = execution
+        self.backend = backend
         self._guessing = guessing
         self._ahead = ahead
-        model, rows = execution.model, len(execution.cache.table)
+        model, rows = backend.model, len(backend.cache.table)
         self._counts = TokenCounts(model.vocabulary, model.device, rows=rows)
         self._submitted: list[tuple[PendingTokens, _Timer]] = []  # forwards whose tokens are to be collected
         least, most = _SCORE_ROWS
-        self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
+        self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
         # Starts its thread now, not when memory may be short.
         self._masks.submit(_compute, (), threading.Event()).result()
@@ -140,33 +141,33 @@ class ModelRunner:
         step = gather_step(parts)
         if not (rows := len(step.tokens.tokens)):  # last tokens alone are waited for
             return []
-        timer = _Timer(self.execution.model.device, rows)
-        logits = self._logits(step, timer)
+        timer = _Timer(self.backend.model.device, rows)
+        forward = self._submit(step, timer)
         verified = None
         if ahead := self._runs_ahead(step):
-            self._submitted.append((self._draw(step, logits), timer))
-        elif (verified := self._guessing.verify(step, self.execution)) is None:
-            self._guessing.fetch(step, self.execution)
-            self._choose(step, logits)
+            self._submitted.append((self._draw(step, forward), timer))
+        elif (verified := self._guessing.verify(step, forward)) is None:
+            self._guessing.fetch(step, forward)
+            self._choose(step, forward)
         timer.stop()
         if verified is not None:
             tokens, guess = verified
             guess()  # from what the device knows, while the host takes in the tokens
             self._accept(step, tokens.wait())
-        self._guessing.read(parts, self.execution.features)
-        if step.pooled:
-            self._pool(step)
+        self._guessing.read(parts, forward)
+        if forward.states is not None:
+            self._pool(step, forward.states)
         return [] if ahead else [timer.timing()]
 
-    def _logits(self, step: Step, timer: _Timer) -> Tensor:
-        """The forward's logits [L, V]; the masks of its grammars are computed beside it, as far as time allows."""
+    def _submit(self, step: Step, timer: _Timer) -> Forward:
+        """Submit the forward; the masks of its grammars are computed beside it, as far as time allows."""
         matchers = [matcher for part in step.sampled if (matcher := part.work.matcher) is not None]
         if not matchers:
-            return self.execution(step.tokens)
+            return self.backend.forward(step.tokens)
         enough = threading.Event()
         masks = self._masks.submit(_compute, matchers, enough)
         try:
-            return self.execution(step.tokens)
+            return self.backend.forward(step.tokens)
         finally:
             computed = timer.now()
             wait([masks], _MASKS_S)
@@ -180,12 +181,12 @@ class ModelRunner:
             return False
         return all(part.work.drawn_on_device and not part.work.guessable for part in step.sampled)
 
-    def _draw(self, step: Step, logits: Tensor) -> PendingTokens:
+    def _draw(self, step: Step, forward: Forward) -> PendingTokens:
         """Draw the step's tokens on the device, for the next iteration to collect."""
-        best = self.execution.best
-        pending = draw_on_device(logits, step.sampled, likeliest(logits) if best is None else best, self._counts)
-        if pending.on_device is not best:
-            self.execution.keep(step.tokens, pending.on_device)
+        best = likeliest(forward.logits) if forward.best is None else forward.best
+        pending = draw_on_device(forward.logits, step.sampled, best, self._counts)
+        if forward.best is None or not all(part.work.plain for part in step.sampled):  # else these are the latest
+            self.backend.keep(step.tokens, pending.on_device)
         for part in step.sampled:
             part.pending = pending
         return pending
@@ -207,13 +208,14 @@ class ModelRunner:
         if logprobs := pending.logprobs(row):
             part.logprobs = (*logprobs, *part.logprobs)
 
-    def _choose(self, step: Step, logits: Tensor) -> None:
+    def _choose(self, step: Step, forward: Forward) -> None:
         """Wait for the logits, and choose the tokens after them; prompts are scored."""
+        logits = forward.logits
         for part in step.sampled:
             if part.work.matcher is not None and not part.work.matcher.ready:
                 part.tokens = ()
         sampled = [part for part in step.sampled if part.tokens is None]
-        best = greedy_tokens(logits, sampled, self.execution.best)
+        best = greedy_tokens(logits, sampled, forward.best)
         nan = {row for row, token in enumerate(best) if token < 0}
         for part, where in step.scored:  # before `choose`, which overwrites logits
             if nan.isdisjoint(range(*where.indices(len(best)))):
@@ -245,10 +247,9 @@ class ModelRunner:
             if min(part.tokens) < 0:
                 part.error = self._nan()
 
-    def _pool(self, step: Step) -> None:
+    def _pool(self, step: Step, states: Tensor) -> None:
         """Pool the forward's hidden states; prompts whose states are not finite get an error."""
-        assert self.execution.states is not None
-        states = self.execution.states.float().cpu()
+        states = states.float().cpu()
         finite = states.isfinite().all(-1)
         for part, rows in step.pooled:
             if bool(finite[rows].all()):
@@ -257,7 +258,7 @@ class ModelRunner:
                 part.error = self._nan()
 
     def _nan(self) -> NotFinite:
-        model = self.execution.model
+        model = self.backend.model
         return NotFinite(f"{model.name} in {model.precision}")
 
     # -- before it serves ------------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ class ModelRunner:
 
         Each has a row of as many sequences as there may be; beyond these the first ones read prompts.
         """
-        longest = min(_PROMPT, self.execution.cache.table.shape[1] * PAGE)
+        longest = min(_PROMPT, self.backend.cache.table.shape[1] * PAGE)
         for width in widths:
             counts = [1] * min(width, sequences)
             for i in range(len(counts)):
@@ -281,7 +282,8 @@ class ModelRunner:
                 if time.monotonic() >= until:
                     return
                 started = time.perf_counter()
-                greedy_tokens(self.execution(step), [], self.execution.best)  # waits for the device
+                forward = self.backend.forward(step)
+                greedy_tokens(forward.logits, [], forward.best)  # waits for the device
                 if run:  # the first run is warm-up
                     yield width, time.perf_counter() - started
 

@@ -19,8 +19,8 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind
 from llm import parameters
-from llm.backends.execution import FUSED, TextExecution
-from llm.backends.leading import LeadingExecution
+from llm.backends.backend import FUSED, TextBackend
+from llm.backends.select import select, select_ranked
 from llm.cache.kv_allocator import KVAllocator
 from llm.cache.pages import PAGE, PageAllocator
 from llm.checkpoints.load import TextModel, TextModelError
@@ -100,9 +100,9 @@ class TextRunner:
         if followers is not None and (names := getattr(draft, "features", ())):
             raise TextModelError(f"text_draft: reads layers {names}, which are spread over GPUs; take lookup or none")
         self.execution = (
-            TextExecution(model, **size, kernels=kernels, features=getattr(draft, "features", ()))
+            select(model, **size, kernels=kernels, features=getattr(draft, "features", ()))
             if followers is None
-            else LeadingExecution(model, followers, **size)
+            else select_ranked(model, followers, **size)
         )
         self.guessing = Speculator(_drafter(draft, self.execution, **size, kernels=kernels))
         self.pipeline = stages = 1 if followers is None else followers.parallel.pipeline
@@ -152,7 +152,7 @@ class TextRunner:
 
     def _check_beams(self, search: parameters.TextParameters) -> None:
         """Reject a search whose beams cannot all be in the cache, or in one forward."""
-        if isinstance(self.execution, LeadingExecution):  # pages are copied in this rank's cache only
+        if self.execution.spread:  # pages are copied in this rank's cache only
             raise Invalid("use_beam_search", "is not supported where the model is spread over GPUs", UNSUPPORTED)
         if search.beams > (most := min(self._sequences, self._max_rows)):
             raise Invalid("n", f"{search.beams} beams are more than the {most} sequences that run at once here")
@@ -377,7 +377,7 @@ class TextRunner:
         )  # fmt: skip
 
     @property
-    def _executions(self) -> list[TextExecution | Drafter]:
+    def _executions(self) -> list[TextBackend | Drafter]:
         return [self.execution, *([] if self.guessing.drafter is None else [self.guessing.drafter])]
 
     # -- before and after --------------------------------------------------------------------------------------------
@@ -426,22 +426,21 @@ class TextRunner:
             if lane is not self._lane or self._own_lane:
                 lane.close()
             model_runner.close()
-        if isinstance(self.execution, LeadingExecution):
-            self.execution.close()
+        self.execution.close()
 
 
 def _drafter(
-    draft: TextModel | Literal["lookup"] | DrafterFactory | None, execution: TextExecution, **size: Any
+    draft: TextModel | Literal["lookup"] | DrafterFactory | None, backend: TextBackend, **size: Any
 ) -> Drafter | None:
     """Raises `TextModelError` for a draft that does not fit the model."""
     if draft is None or draft == "lookup":
         return None if draft is None else LookupDrafter()
     if not isinstance(draft, TextModel):
-        return draft(execution, **size)
-    model = execution.model
+        return draft(backend, **size)
+    model = backend.model
     if draft.vocabulary != model.vocabulary or draft.context < size["context"]:
         raise TextModelError(
             f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
             f"{model.name} has {model.vocabulary} and {size['context']}"
         )
-    return ModelDrafter(TextExecution(draft, **size, companion=execution.cache))
+    return ModelDrafter(select(draft, **size, companion=backend.cache))

@@ -43,7 +43,6 @@ class CudaDecoder:
             raise ValueError(f"heads wider than {_WIDE} want the shared memory of compute capability 9.0")
         decoder = Decoder.of(network, features)
         self._trunk, self._logits, self._states = (bind(walk, decoder) for walk in (trunk, logits, states))
-        self.states: Tensor | None = None  # [S, C] of the last forward's `state_rows`
         embeddings = network.model.embed_tokens.weight
         self.cache, self.dtype, self._cap = cache, embeddings.dtype, decoder.cap
         self.group = int(network.config.num_attention_heads) // cache.kv_heads
@@ -73,16 +72,21 @@ class CudaDecoder:
         return x.settle(None if self.ranks is None else self.ranks.peers)
 
     @torch.inference_mode()
-    def __call__(self, rows: FusedBatch, out: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-        """Logits [L, V] in fp32 of the picked rows. `out` may receive them. `before` as for `stage`."""
+    def __call__(
+        self, rows: FusedBatch, out: Tensor | None = None, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute logits [L, V] in fp32 of the picked rows, and the states [S, C] of `state_rows`.
+
+        `out` may receive the logits. `before` as for `stage`.
+        """
         x: Residual = self._trunk(self.ops, rows.tokens, rows, None if before is None else Residual(before))
-        self.states = None
+        states: Tensor | None = None
         if rows.state_rows is not None:
             x.output_rows = rows.state_rows
-            self.states = self._states(self.ops, x)
+            states = self._states(self.ops, x)
         x.output_rows = rows.output_rows
         logits: Tensor = self._logits(self.ops, x, out)
-        return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
+        return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits, states
 
     def likeliest(self, logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor) -> None:
         """Write `sample.likeliest` of the whole vocabulary's logits, of which a rank has a part, to `out`, and to the

@@ -27,6 +27,7 @@ from core.kernels.cuda.token_kernels import known
 from core.ops.cuda_branches import BranchShape
 from core.ops.cuda_tokens import FusedBatch
 from llm.backends.cuda import CudaDecoder
+from llm.backends.forward import Forward
 from llm.drafts.speculate import MOST_OF_A_BLOCK, NO_TOKEN
 from llm.parallel.ranks import StageLink
 
@@ -103,17 +104,16 @@ class StepGraphs:
         self._unknown = torch.zeros(1 + guesses, sequences + 1, dtype=torch.int32, device=device)
         self.latest, self.guesses = self._unknown[0], self._unknown[1:]
         most = max(self._mixed[-1], self.most)
-        # The tokens of the last step's rows, all of them known, where guesses are made; the last one is nobody's.
+        # The tokens of a step's rows, all of them known, where guesses are made; the last one is nobody's.
         self.tokens = torch.full((most + 1 if guesses else 0,), NO_TOKEN, dtype=torch.int32, device=device)
         shapes = Shape(self._mixed[-1], True, 1), Shape(self.most, False, 1)
         self._inputs = torch.zeros(max(_size(self._layout(s)) for s in shapes), dtype=torch.int32, device=device)
         self._logits = torch.zeros(self._outputs, model.vocabulary, device=device)
         self._link = None if model.ranks is None else StageLink(model.ranks, self._mixed[-1], model.width, model.dtype)
-        # `likeliest` of the last step, also of one without a graph.
+        # `likeliest` of steps, also of those without a graph.
         self.best = torch.zeros(max(self._outputs, sequences), dtype=torch.int64, device=device)
-        # Of the last step; those of a larger step without a graph have memory of their own.
+        # The features of graphs' steps; those of a step without a graph have memory of their own.
         self.captured = torch.zeros(most, model.feature_width, dtype=model.dtype, device=device)
-        self.features: Tensor | None = None
         self._graphs: dict[Shape, Callable[[], object]] = {}
 
     @property
@@ -140,8 +140,8 @@ class StepGraphs:
             self._recorder.settle()
         self._graphs.clear()
 
-    def __call__(self, step: StepInputs) -> Tensor | None:
-        """Logits [L, V] in fp32, overwritten by the next call. None: no graph fits the step."""
+    def __call__(self, step: StepInputs) -> Forward | None:
+        """Compute a step by a graph. None: no graph fits it."""
         shape = self._shape(step)
         if shape is None:
             return None
@@ -152,33 +152,38 @@ class StepGraphs:
         graph()
         if self._link is not None:
             self._link.send(shape.rows)
-        self.features = self.captured if self._model.feature_width else None
-        return self._logits[: len(step.output_rows)]
+        forward = self._results(step.columns.shape[1], self._logits[: len(step.output_rows)])
+        return forward._replace(features=self.captured, recorded=True) if self._model.feature_width else forward
 
-    def run(self, batch: FusedBatch, owners: Tensor) -> Tensor:
-        """Compute a step without a graph, of any shape: logits [L, V]. `owners` [L] are the output rows' sequences."""
+    def run(self, batch: FusedBatch, owners: Tensor) -> Forward:
+        """Compute a step without a graph, of any shape. `owners` [L] are the output rows' sequences."""
         rows = len(batch.tokens)
         if self._link is not None:
             self._link.receive(rows)
         if self._model.feature_width:
-            self.features = self.captured.new_empty(len(batch.tokens), self._model.feature_width)
-            batch = replace(batch, features=self.features)
-        logits = self._step(batch, owners, None)
+            batch = replace(batch, features=self.captured.new_empty(rows, self._model.feature_width))
+        logits, states = self._step(batch, owners, None)
         if self._link is not None:
             self._link.send(rows)
-        return logits
+        return self._results(rows, logits)._replace(states=states, features=batch.features)
 
-    def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> Tensor:
+    def _results(self, rows: int, logits: Tensor) -> Forward:
+        """The results of a step that has been submitted; none but logits before the last stage of a pipeline."""
+        count = len(logits)
+        best = self.best[:count] if count <= len(self.best) else None
+        return Forward(logits, best, tokens=self.tokens[:rows] if len(self.tokens) else None)
+
+    def _step(self, batch: FusedBatch, owners: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
         kept = self.tokens[: len(batch.tokens)] if len(self.tokens) else torch.empty_like(batch.tokens)
         rows = batch.of(known(batch.tokens, batch.sequences, self._unknown, kept, early=self._model.ops.early))
         before, after = (None, None) if self._link is None else self._link.of(len(rows.tokens))
         if after is not None:
             after.copy_(self._model.stage(rows, before))
-            return self._logits[:0]
-        logits = self._model(rows, out=out, before=before)
+            return self._logits[:0], None
+        logits, states = self._model(rows, out=out, before=before)
         best = self.best if len(logits) <= len(self.best) else self.best.new_empty(len(logits))
         self._model.likeliest(logits, owners, self.latest, best[: len(logits)])
-        return logits
+        return logits, states
 
     # -- shapes and inputs -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.kernels.kv_cache import Kind
 from core.ops.ops import bind
-from llm.backends.execution import TextExecution
+from llm.backends.backend import TextBackend
 from llm.backends.step_graphs import REACHES
 from llm.checkpoints.load import TextModel, TextModelError
 from llm.drafts import dflash
@@ -46,19 +46,19 @@ class BlockDraft:
         return tuple(source + 1 for source in self.checkpoint.network.sources)
 
     def __call__(
-        self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
+        self, backend: TextBackend, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
         kernels: ctypes.CDLL | None,
     ) -> BlockDrafter:  # fmt: skip
         """Make the drafter; see `DrafterFactory`."""
-        network, target = self.checkpoint.network, execution.model.network
+        network, target = self.checkpoint.network, backend.model.network
         cache = companion_cache(
-            self.name, execution, network.config, layers=network.config.num_hidden_layers,
+            self.name, backend, network.config, layers=network.config.num_hidden_layers,
             head_dim=network.config.head_dim, pages=pages, sequences=sequences, context=context, kv=kv,
         )  # fmt: skip
         make = partial(BlockDecoder.of, network, target.get_input_embeddings(), target.get_output_embeddings())
         try:
-            runs, decoder = forwards(execution, network, cache, make)
-            return BlockDrafter(self, decoder, runs, execution, sequences)
+            runs, decoder = forwards(backend, network, cache, make)
+            return BlockDrafter(self, decoder, runs, backend, sequences)
         except ValueError as error:
             raise TextModelError(f"draft {self.name}: {error}") from error
 
@@ -69,7 +69,7 @@ class BlockDrafter(FeatureDrafter):
     lookahead, at_once, cost = 0, True, _COST
 
     def __init__(
-        self, draft: BlockDraft, decoder: BlockDecoder, runs: Forwards, execution: TextExecution, sequences: int
+        self, draft: BlockDraft, decoder: BlockDecoder, runs: Forwards, backend: TextBackend, sequences: int
     ) -> None:
         """Raises ValueError for layers that the kernels do not support."""
         self.most, self._mask = draft.checkpoint.block - 1, draft.checkpoint.mask
@@ -79,7 +79,7 @@ class BlockDrafter(FeatureDrafter):
         runs.pack(self._context, int(decoder.fc.in_features))
         runs.pack(self._block, None)
         super().__init__(
-            draft.features, runs, execution, counts=[self.most], reaches=REACHES, sequences=sequences
+            draft.features, runs, backend, counts=[self.most], reaches=REACHES, sequences=sequences
         )  # fmt: skip
 
     def _read(self, requests: Sequence[DraftRequest]) -> None:

@@ -25,7 +25,7 @@ from core.ops.ops import Layer
 from core.ops.packed import PackedLayers
 from core.ops.trace import TraceOps
 from core.quant.dynamic import Int8DynamicLinear
-from llm.backends.execution import FUSED, TextExecution
+from llm.backends.backend import FUSED, TextBackend
 from llm.backends.step_graphs import rung
 from llm.backends.torch_ops import TorchTokenOps
 from llm.families import family
@@ -36,9 +36,9 @@ Columns = Tensor | Sequence[Tensor]  # int32 [R] each: tokens, positions, sequen
 
 
 def forwards(
-    execution: TextExecution, network: nn.Module, cache: KVCache, make: Callable[[Callable[[Layer], Layer]], D]
+    backend: TextBackend, network: nn.Module, cache: KVCache, make: Callable[[Callable[[Layer], Layer]], D]
 ) -> tuple[Forwards, D]:
-    """Choose the kernels that run the model of `execution`; returns them and what `make` makes of the layers.
+    """Choose the kernels that run the model of `backend`; returns them and what `make` makes of the layers.
 
     `make` gets what replaces linear layers: CPU kernels read them in INT8, scaled by row. What a rounded drafter
     guesses is verified all the same, and other rows have no share in it.
@@ -49,10 +49,10 @@ def forwards(
         rounded.append(layer if isinstance(layer, Int8DynamicLinear) else Int8DynamicLinear.of(layer, None))
         return rounded[-1]
 
-    if execution.packed is not None:
+    if backend.packed is not None:
         decoder = make(in_int8)
-        return ProgramForwards(network, cache, PackedLayers(execution.packed.library, rounded)), decoder
-    kind = FusedForwards if execution.kind == FUSED else Forwards
+        return ProgramForwards(network, cache, PackedLayers(backend.packed.library, rounded)), decoder
+    kind = FusedForwards if backend.kind == FUSED else Forwards
     return kind(network, cache), make(lambda layer: layer)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
-from llm.backends.execution import TextExecution
+from llm.backends.backend import TextBackend
 from llm.checkpoints.load import TextModelError
 from llm.drafts.draft_graphs import DraftGraphs
 from llm.drafts.speculate import MOST, NO_GUESS, DraftTokens, PromptLookup
@@ -124,30 +124,30 @@ class DrafterFactory(Protocol):
         ...
 
     def __call__(
-        self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
+        self, backend: TextBackend, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
         kernels: ctypes.CDLL | None,
     ) -> Drafter:  # fmt: skip
-        """Make it for the model of `execution`, whose size the other arguments are. Raises `TextModelError` for a
+        """Make it for the model of `backend`, whose size the other arguments are. Raises `TextModelError` for a
         model that it does not fit.
         """
         ...
 
 
 def companion_cache(
-    name: str, execution: TextExecution, config: Any, *, layers: int, head_dim: int, pages: int, sequences: int,
+    name: str, backend: TextBackend, config: Any, *, layers: int, head_dim: int, pages: int, sequences: int,
     context: int, kv: Kind,
 ) -> KVCache:  # fmt: skip
     """Make the cache of a drafter's own layers, whose table is the model's. Raises `TextModelError`, naming the draft,
     for one whose `config` has a shorter context.
     """
-    model = execution.model
+    model = backend.model
     if config.max_position_embeddings < context:
         raise TextModelError(
             f"draft {name}: has a context of {config.max_position_embeddings}, and {model.name} of {context}"
         )
     return KVCache(
         layers=layers, kv_heads=config.num_key_value_heads, head_dim=head_dim, pages=pages, sequences=sequences,
-        context=context, dtype=execution.cache.dtype, device=model.device, kind=kv, companion=execution.cache,
+        context=context, dtype=backend.cache.dtype, device=model.device, kind=kv, companion=backend.cache,
     )  # fmt: skip
 
 
@@ -184,13 +184,13 @@ class ModelDrafter:
     reads, at_once, most, lookahead, cost = True, False, MOST, 0, 0.12
     graphs: DraftGraphs | None = None
 
-    def __init__(self, execution: TextExecution) -> None:
-        self._execution = execution
-        self.prepare, self.release = execution.prepare, execution.release
+    def __init__(self, backend: TextBackend) -> None:
+        self._backend = backend
+        self.prepare, self.release = backend.prepare, backend.release
 
     @property
     def size_bytes(self) -> int:
-        return self._execution.size_bytes
+        return self._backend.size_bytes
 
     def limit(self, work: SequenceState, count: int) -> int:
         return min(count, MOST)
@@ -203,10 +203,10 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in requests]
         probabilities: list[list[Tensor]] = [[] for _ in requests]
         if any(not request.count for request in requests):
-            self._execution(self._step([r for r in requests if not r.count], None))
+            self._backend.forward(self._step([r for r in requests if not r.count], None))
         for turn in range(max((request.count for request in requests), default=0)):
             live = [i for i, request in enumerate(requests) if request.count > turn]
-            logits = self._execution(self._step([requests[i] for i in live], [drafts[i] for i in live]))
+            logits = self._backend.forward(self._step([requests[i] for i in live], [drafts[i] for i in live])).logits
             best = logits.argmax(-1).tolist()
             sampled: list[tuple[int, int, sample.RowSettings]] = []
             for place, i in enumerate(live):

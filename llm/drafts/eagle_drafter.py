@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.kv_cache import Kind
-from llm.backends.execution import TextExecution
+from llm.backends.backend import TextBackend
 from llm.checkpoints.load import TextModel, TextModelError
 from llm.drafts import eagle
 from llm.drafts.draft_forwards import Columns, Forwards, forwards
@@ -46,18 +46,18 @@ class EagleDraft:
         return self.network.sources
 
     def __call__(
-        self, execution: TextExecution, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
+        self, backend: TextBackend, *, pages: int, sequences: int, context: int, rows: int, kv: Kind,
         kernels: ctypes.CDLL | None,
     ) -> EagleDrafter:  # fmt: skip
         """Make the drafter; see `DrafterFactory`."""
         cache = companion_cache(
-            self.name, execution, self.network.config, layers=1, head_dim=self.network.midlayer.self_attn.head_dim,
+            self.name, backend, self.network.config, layers=1, head_dim=self.network.midlayer.self_attn.head_dim,
             pages=pages, sequences=sequences, context=context, kv=kv,
         )  # fmt: skip
-        make = partial(EagleDecoder.of, self.network, execution.model.network.get_input_embeddings())
+        make = partial(EagleDecoder.of, self.network, backend.model.network.get_input_embeddings())
         try:
-            runs, decoder = forwards(execution, self.network, cache, make)
-            return EagleDrafter(self, decoder, runs, execution)
+            runs, decoder = forwards(backend, self.network, cache, make)
+            return EagleDrafter(self, decoder, runs, backend)
         except ValueError as error:
             raise TextModelError(f"draft {self.name}: {error}") from error
 
@@ -67,7 +67,7 @@ class EagleDrafter(FeatureDrafter):
 
     lookahead, at_once, most, cost = 1, False, MOST, _COST
 
-    def __init__(self, draft: EagleDraft, decoder: EagleDecoder, runs: Forwards, execution: TextExecution) -> None:
+    def __init__(self, draft: EagleDraft, decoder: EagleDecoder, runs: Forwards, backend: TextBackend) -> None:
         """Raises ValueError for layers that the kernels do not support."""
         network = draft.network
         self._words = torch.arange(len(network.d2t), device=network.d2t.device) + network.d2t
@@ -78,7 +78,7 @@ class EagleDrafter(FeatureDrafter):
         runs.pack(self._project, network.fc.in_features)
         runs.pack(self._next, network.fc.out_features)
         counts = range(1, MOST + 1)
-        super().__init__(draft.features, runs, execution, counts=counts, reaches=(), sequences=_GRAPHED)
+        super().__init__(draft.features, runs, backend, counts=counts, reaches=(), sequences=_GRAPHED)
 
     def prepare(self, sequences: int) -> None:
         """Capture what one user needs."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.kv_cache import on_device
-from llm.backends.execution import TextExecution
+from llm.backends.backend import TextBackend
 from llm.drafts.draft_forwards import Forwards, FusedForwards
 from llm.drafts.draft_graphs import DraftGraphs, Unread
 from llm.drafts.drafter import DraftRequest
@@ -28,15 +28,15 @@ class FeatureDrafter(ABC):
     most: int
 
     def __init__(
-        self, features: tuple[int, ...], forwards: Forwards, execution: TextExecution, *, counts: Sequence[int],
+        self, features: tuple[int, ...], forwards: Forwards, backend: TextBackend, *, counts: Sequence[int],
         reaches: Sequence[int], sequences: int,
     ) -> None:  # fmt: skip
         """The last arguments are of graphs: see `DraftGraphs`."""
         self.features, self._forwards, self.release = features, forwards, forwards.release
         self.graphs: DraftGraphs | None = None
-        if isinstance(forwards, FusedForwards) and execution.step_graphs is not None:
+        if isinstance(forwards, FusedForwards) and backend.step_graphs is not None:
             self.graphs = DraftGraphs(
-                self._walk, forwards, execution.step_graphs, width=self.most + 1, counts=counts, reaches=reaches,
+                self._walk, forwards, backend.step_graphs, width=self.most + 1, counts=counts, reaches=reaches,
                 sequences=sequences,
             )  # fmt: skip
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from core.kernels.kv_cache import TokenBatch
-from llm.backends.execution import TextExecution
+from llm.backends.backend import TextBackend
+from llm.backends.forward import Forward
 from llm.drafts.draft_graphs import Verified
 from llm.drafts.drafter import Drafter, DraftRequest
 from llm.drafts.speculate import NO_GUESS, USUAL, AcceptanceRate, DraftLengths, DraftTokens, ForwardTimes
@@ -70,15 +71,15 @@ class Speculator:
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else requests[0].count)
             self._draft_s = min(self._draft_s or seconds, seconds)
 
-    def verify(self, step: Step, execution: TextExecution) -> tuple[PendingTokens, Callable[[], object]] | None:
-        """Submit the acceptance of the guesses of the step that was submitted last; returns its most likely tokens,
-        with how many guesses of each part that has some were right, and what submits the next guesses.
+    def verify(self, step: Step, forward: Forward) -> tuple[PendingTokens, Callable[[], object]] | None:
+        """Submit the acceptance of the guesses of a step, behind its forward; returns its most likely tokens, with how
+        many guesses of each part that has some were right, and what submits the next guesses.
 
         None: the host is to accept them. That is where tokens are not all the most likely ones.
         """
         guessed = [part for part in step.sampled if part.guess.tokens]
         graphs = None if self.drafter is None else self.drafter.graphs
-        if graphs is None or not guessed or execution.best is None or execution.features is not graphs.captured:
+        if graphs is None or not guessed or forward.best is None or not forward.recorded:
             return None
         if step.scored or not all(part.work.plain for part in step.sampled):
             return None
@@ -90,31 +91,31 @@ class Speculator:
         if begun is None:
             return None
         accepted, guess = begun
-        pending = PendingTokens(torch.cat([execution.best, accepted]))
+        pending = PendingTokens(torch.cat([forward.best, accepted]))
         if not any(counts):
             return pending, lambda: None
         for part, count in zip(guessed, counts, strict=True):
             part.next_guesses = count
         return pending, guess
 
-    def fetch(self, step: Step, execution: TextExecution) -> None:
-        """Let the host know guesses of the step that was submitted last which only the device knows."""
+    def fetch(self, step: Step, forward: Forward) -> None:
+        """Let the host know guesses of a step which only the device knows."""
         if unknown := [part for part in step.sampled if not part.guess.known]:
-            assert execution.step_graphs is not None
-            tokens = execution.step_graphs.tokens[: len(step.tokens.tokens)].tolist()
+            assert forward.tokens is not None
+            tokens = forward.tokens.tolist()
             for part in unknown:
                 first = int(step.tokens.output_rows[part.first]) + 1
                 part.guess = DraftTokens(tokens[first : first + len(part.guess.tokens)])
 
-    def read(self, parts: Sequence[ScheduledTokens], features: Tensor | None) -> None:
-        """Have the drafter read the chunks of prompts that the model has just read; `features` are those of the
-        forward's rows. Parts get those of their new positions that are yet to be read.
+    def read(self, parts: Sequence[ScheduledTokens], forward: Forward) -> None:
+        """Have the drafter read the chunks of prompts that a forward has read. Parts get the features of their new
+        positions that are yet to be read.
         """
         if self.drafter is None or not self.drafter.reads or all(part.next_guesses is not None for part in parts):
             return
         requests: list[DraftRequest] = []
-        graphs = self.drafter.graphs
-        if features is not None and graphs is not None and features is graphs.captured:  # the next forward's too
+        features = forward.features
+        if features is not None and forward.recorded:  # the next forward's too
             features = features[: sum(part.count + len(part.guess.tokens) for part in parts)].clone()
         first = 0
         for part in parts:
@@ -162,8 +163,8 @@ class Speculator:
         held = 0 if part.work.features is None else len(part.work.features)
         return part.count > 1 and part.work.drafted + held == part.start
 
-    def time(self, execution: TextExecution) -> None:
-        """Time forwards of this execution and of the drafter of its model on tokens of nobody, before requests come.
+    def time(self, backend: TextBackend) -> None:
+        """Time forwards of this backend and of the drafter of its model on tokens of nobody, before requests come.
 
         The first ones, which compile what they need, do not count.
         """
@@ -174,14 +175,14 @@ class Speculator:
             for rows in _ROWS if turn < 2 or time.monotonic() < until else ():
                 started = time.perf_counter()
                 step = TokenBatch.of([0] * rows, [*range(rows)], [0] * rows, [*range(rows)])
-                execution(step)[:, 0].tolist()  # waits for the device
+                backend.forward(step).logits[:, 0].tolist()  # waits for the device
                 if turn:
                     self.observe(rows, time.perf_counter() - started)
         if not self.drafter.reads:
             return
-        model, layers = execution.model, len(self.drafter.features)
+        model, layers = backend.model, len(self.drafter.features)
         features = (
-            torch.zeros(1, layers * int(model.config.hidden_size), dtype=execution.cache.dtype, device=model.device)
+            torch.zeros(1, layers * int(model.config.hidden_size), dtype=backend.cache.dtype, device=model.device)
             if layers
             else None
         )
@@ -189,8 +190,8 @@ class Speculator:
         for turn, count in enumerate((self.drafter.most, *[timed] * _TIMED)):
             started = time.perf_counter()
             self.drafter.guess([DraftRequest(0, [0, 0], 0, 1, count, None, features)])
-            if execution.step_graphs is not None:
-                execution.step_graphs.best.tolist()  # waits for the device
+            if backend.step_graphs is not None:
+                backend.step_graphs.best.tolist()  # waits for the device
             seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else count)
             self._draft_s = min(self._draft_s, seconds) if turn > 1 else seconds
         self._lengths.clear()

@@ -1,6 +1,6 @@
 """LoRA adapters of text models: PEFT's folders, read into the low-rank branches of a model's layers (Hu et al., 2021).
 
-Requests with different adapters, and without any, share each forward (S-LoRA; Sheng et al., 2023): `TextExecution.pack`
+Requests with different adapters, and without any, share each forward (S-LoRA; Sheng et al., 2023): `TextBackend.pack`
 prepares an adapter for the kernels that run the model.
 """
 

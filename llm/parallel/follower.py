@@ -73,7 +73,7 @@ def serve(connection: Connection) -> None:
     import torch
 
     from core.threads import compute_threads
-    from llm.backends.execution import TextExecution
+    from llm.backends.select import select
     from llm.parallel.ranks import LEAVE_S, RankGroup
 
     device = torch.device(device_name)
@@ -88,14 +88,14 @@ def serve(connection: Connection) -> None:
     group = RankGroup(rank, device, port)
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
-        execution = TextExecution(model, **options, group=group)
+        backend = select(model, **options, group=group)
         connection.send(("ready",))
-        _run(connection, execution)
-    execution.close()
+        _run(connection, backend)
+    backend.close()
     group.leave().join(LEAVE_S)
 
 
-def _run(connection: Connection, execution: Any) -> None:
+def _run(connection: Connection, backend: Any) -> None:
     from llm.parallel.ranks import CLOSE, KEEP, PREPARE, STEP, StepMessage, kind_of
 
     while True:
@@ -105,12 +105,12 @@ def _run(connection: Connection, execution: Any) -> None:
             step, placed = StepMessage.unpack(message)
             for part in placed:
                 sequence, start, pages = part
-                execution.cache.place(sequence, pages, start)
-            execution(step)
+                backend.cache.place(sequence, pages, start)
+            backend.forward(step)
         elif kind == KEEP:
-            execution.group.share(execution.latest)
+            backend.group.share(backend.latest.table)
         elif kind == PREPARE:
-            execution.prepare(value)
+            backend.prepare(value)
         elif kind == CLOSE:
             return
 

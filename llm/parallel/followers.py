@@ -109,7 +109,7 @@ class Followers:
                 raise TextModelError(f"text_parallel: rank {number} has read another model than rank 0")
 
     def join(self, options: Mapping[str, Any]) -> RankGroup:
-        """Make a group of all ranks. `options` are those of `TextExecution`, which the others build next."""
+        """Make a group of all ranks. `options` are those of `select`, by which the others build their part next."""
         store = open_store()
         for connection in self._connections.values():
             connection.send((store.port, dict(options)))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.llm.drafts.test_draft_graphs import Rule, RuleDrafter, model
+from tests.llm.drafts.test_draft_graphs import RuleDrafter, fuse, model
 
 # isort: split
 from benchmarks import gpu_tables, text_drafts
 from benchmarks.text_load import Load
 from core.batching.runner import Lane
-from llm.backends.execution import FusedTextExecution, TextExecution
+from llm.backends.backend import TextBackend
 from llm.drafts import draft_graphs, speculate
 from llm.drafts.draft_graphs import Unread
 from llm.drafts.drafter import DraftRequest
@@ -81,7 +81,7 @@ class Draft(RuleDrafter):
 class DraftFactory:
     name, features, lookahead = "rule", (0,), 0
 
-    def __call__(self, execution: TextExecution, *, sequences: int, **size: Any) -> Draft:
+    def __call__(self, execution: TextBackend, *, sequences: int, **size: Any) -> Draft:
         return Draft(0, execution, sequences)
 
 
@@ -89,12 +89,8 @@ class DraftFactory:
 def test_rounds_on_the_device_have_what_is_assumed(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where graphs count the right guesses, and are timed."""
 
-    def on_gpu(self: TextExecution, sequences: int, context: int, rows: int) -> FusedTextExecution:
-        decoder: Any = Rule(self.cache, self.model.vocabulary)
-        return FusedTextExecution(decoder, self.cache, sequences, context, rows)
-
     assumed = text_drafts.AssumedAcceptance(model().device)
-    monkeypatch.setattr(TextExecution, "_on_gpu", on_gpu)
+    fuse(monkeypatch)
     monkeypatch.setattr(draft_graphs, "agreeing", assumed.agreeing)
     lane = Lane("text")
     runner = TextRunner(model(), lane=lane, draft=DraftFactory(), context=128, max_requests=4)

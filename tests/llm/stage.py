@@ -83,7 +83,7 @@ def read(execution: Any, texts: Sequence[Sequence[int]], *counts: Sequence[int])
         ends = [len(found) + count for found, count in zip(logits, next(steps), strict=True)]
         rows = [(s, t) for s, text in enumerate(texts) for t in range(len(logits[s]), min(ends[s], len(text)))]
         tokens, positions, sequences = [texts[s][t] for s, t in rows], [t for _, t in rows], [s for s, _ in rows]
-        found = execution(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).clone()
+        found = execution.forward(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).logits.clone()
         for s, row in zip(sequences, found, strict=True):
             logits[s].append(row)
     return [torch.stack(each) for each in logits]

@@ -32,7 +32,7 @@ from core.kernels.cuda.stream_kernel import choose, gated, gated_reference, stre
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from core.ops.branches import LowRank
 from llm.backends.cuda import CudaDecoder
-from llm.backends.execution import FusedTextExecution
+from llm.backends.fused import FusedBackend
 from llm.backends.step_graphs import mixed_buckets
 from llm.checkpoints.load import TextModel, load
 from llm.checkpoints.quantized import quantize
@@ -254,7 +254,7 @@ def model_of(kind: Any, name: str = tiny.TINY) -> TextModel:
     return quantize(model, texts, scheme=kind, recipe=llama())
 
 
-def fused(model: TextModel, kv: Kind = "float", **options: Any) -> FusedTextExecution:
+def fused(model: TextModel, kv: Kind = "float", **options: Any) -> FusedBackend:
     cache = KVCache(
         layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=4, context=160,
         dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
@@ -262,7 +262,8 @@ def fused(model: TextModel, kv: Kind = "float", **options: Any) -> FusedTextExec
     for s in range(4):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(CudaDecoder(model.network, cache, **options), cache, 4, 160, 64)
+    decoder = CudaDecoder(model.network, cache, **options)
+    return FusedBackend(model, cache, decoder, sequences=4, context=160, rows=64)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -325,8 +326,8 @@ def test_mixtures(kind: str) -> None:
         expected = stage.logits(model, text)
         assert cosine(found, expected) > (0.99 if CUDA else 0.9999), cosine(found, expected)
     if kind != "plain":
-        alone = run(TokenBatch.of([9], [3], [1], [0]))[0].clone()
-        together = run(TokenBatch.of([8, 9, 7], [4, 3, 3], [0, 1, 2], [0, 1, 2]))
+        alone = run.forward(TokenBatch.of([9], [3], [1], [0])).logits[0].clone()
+        together = run.forward(TokenBatch.of([8, 9, 7], [4, 3, 3], [0, 1, 2], [0, 1, 2])).logits
         assert torch.equal(together[1], alone)
 
 
@@ -340,12 +341,12 @@ def test_hidden_states_beside_logits() -> None:
     run = fused(model, features=(1, 0))
     rows = [(s, p) for s, text in enumerate(texts) for p in range(len(text))]
     tokens, positions, sequences = [texts[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows]
-    logits = run(TokenBatch.of(tokens, positions, sequences, [2], [*range(3, len(rows))]))
-    assert run.model.states is not None and run.graphs.features is not None
+    forward = run.forward(TokenBatch.of(tokens, positions, sequences, [2], [*range(3, len(rows))]))
+    assert forward.states is not None and forward.features is not None
     for found, expected in (
-        (run.model.states.float(), theirs),
-        (run.graphs.features[3:].float(), torch.cat([layers[1], layers[0]], -1)),
-        (logits, stage.logits(model, texts[0])[2:]),
+        (forward.states.float(), theirs),
+        (forward.features[3:].float(), torch.cat([layers[1], layers[0]], -1)),
+        (forward.logits, stage.logits(model, texts[0])[2:]),
     ):
         alike(found, expected, 1e-4)
 
@@ -358,7 +359,7 @@ def test_weights_are_held_once() -> None:
     assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
     # transformers' own forward still runs, on the same weights
     assert torch.equal(stage.logits(model, TEXTS[0]), before)
-    held = run.model.ops.weight_bytes
+    held = run.decoder.ops.weight_bytes
     config: Any = model.config
     width, inner, kv = config.hidden_size, config.intermediate_size, 2 * model.kv_heads * model.head_dim
     assert held == model.layers * (2 * width * 64 + width * kv + 3 * width * inner) + config.vocab_size * width
@@ -378,12 +379,12 @@ def test_equal_bits_alone_and_in_a_crowd(kind: str) -> None:
 
 def test_rows_that_fill_up_write_nowhere() -> None:
     run = fused(model_of("plain"))
-    cache = run.model.cache
+    cache = run.cache
     for held in (cache.keys, cache.values):
         held.fill_(1)  # what no row would write
     before = cache.keys.clone(), cache.values.clone()
     step = TokenBatch.of([7, 8, 9], [60, 61, 62], [0, 1, 2], [0, 1, 2])  # in a bucket of four
-    run(step)
+    run.forward(step)
     for old, new in zip(before, (cache.keys, cache.values), strict=True):
         changed = (old != new).flatten(2).any(-1).any(0).nonzero()[:, 0].tolist()
         assert changed == [3, 13, 23]  # the pages of these positions, and no others
@@ -402,14 +403,15 @@ def test_graphs_of_any_step_bring_equal_bits(kind: str) -> None:
         TokenBatch.of([-1, 8, -1], [4, 5, 2], [0, 1, 2], [0, 1, 2]),
     ]
     for step in steps:
-        expected = plain.graphs.run(*plain._on_device(plain._step(step))).clone()
-        assert torch.equal(run(step), expected)
-        captured, alike = run.graphs.features, plain.graphs.features
+        without = plain.graphs.run(*plain._on_device(plain._step(step)))
+        expected, alike, forward = without.logits.clone(), without.features, run.forward(step)
+        assert torch.equal(forward.logits, expected)
+        captured = forward.features
         assert captured is not None and alike is not None and torch.equal(captured[: len(alike)], alike)
-        assert run.best is not None and torch.equal(run.best, expected.argmax(-1))
+        assert forward.best is not None and torch.equal(forward.best, expected.argmax(-1))
         assert torch.equal(run.graphs.latest[:4], plain.graphs.latest[:4])
-        assert int(run.graphs.latest[step.sequences[step.output_rows[-1]]]) == int(run.best[-1])
-    for ours, theirs in zip(run.model.cache.layer(0), plain.model.cache.layer(0), strict=True):
+        assert int(run.graphs.latest[step.sequences[step.output_rows[-1]]]) == int(forward.best[-1])
+    for ours, theirs in zip(run.cache.layer(0), plain.cache.layer(0), strict=True):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
@@ -428,7 +430,7 @@ def test_rows_with_adapters_are_those_of_merged_weights(kind: str) -> None:
     expected = [merged_logits(model_of("plain"), own, tokens) for own in (one, two)]
     for step in steps:
         mixed = replace(step, adapters=[adapters[s] for s in step.sequences.tolist()])
-        found, without = run(mixed).clone(), plain(step).clone()
+        found, without = run.forward(mixed).logits.clone(), plain.forward(step).logits.clone()
         assert torch.equal(found[[0, 3]], without[[0, 3]])
         for row in (1, 2):
             own = expected[row - 1][int(step.positions[-1])]
@@ -464,8 +466,9 @@ def test_guesses_have_the_bits_of_single_steps() -> None:
     run, single = fused(model, features=(0, 1)), fused(model)
     step = TokenBatch.of([9, *tokens], [0, 0, 1, 2], [1, 0, 0, 0], [0, 1, 2, 3])
     assert run._step(step).decodes
-    together = run(step)[1:].clone()
-    alone = [single(TokenBatch.of([token], [place], [0], [0])).clone() for place, token in enumerate(tokens)]
+    together = run.forward(step).logits[1:].clone()
+    steps = [TokenBatch.of([token], [place], [0], [0]) for place, token in enumerate(tokens)]
+    alone = [single.forward(each).logits.clone() for each in steps]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -473,7 +476,7 @@ def test_steps_that_no_graph_fits_run_without() -> None:
     run = fused(model_of("plain"))
     step = TokenBatch.of([1, *range(40, 109)], list(range(70)), [0] * 70, list(range(70)))
     assert run.graphs(run._step(step)) is None  # more rows than the largest has
-    assert run(step).shape == (70, 262)
+    assert run.forward(step).logits.shape == (70, 262)
 
 
 def test_mixed_buckets_waste_little() -> None:

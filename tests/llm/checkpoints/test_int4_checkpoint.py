@@ -18,7 +18,8 @@ from core.quant.fp4 import Fp4Linear
 from core.quant.fp4_layouts import Fp4Layout
 from core.quant.int4 import Int4Linear
 from core.quant.int4_layouts import Layout
-from llm.backends.execution import TORCH, TextExecution
+from llm.backends.backend import TORCH
+from llm.backends.select import select
 from llm.checkpoints.load import TextModel, TextModelError, load, published
 from llm.checkpoints.precision import load as load_by_setting
 from llm.families import tiny
@@ -88,10 +89,11 @@ def publish(folder: Path, name: str, *, shard_bytes: int = 2**30) -> Any:
 
 
 def logits(model: TextModel, ids: list[int]) -> torch.Tensor:
-    execution = TextExecution(model, pages=4, sequences=1, context=64)
+    execution = select(model, pages=4, sequences=1, context=64)
     assert execution.kind == TORCH and "precision" in execution.kernels_reason
     execution.cache.place(0, list(range(4)))
-    return execution(TokenBatch.of(ids, list(range(len(ids))), [0] * len(ids), list(range(len(ids)))))
+    batch = TokenBatch.of(ids, list(range(len(ids))), [0] * len(ids), list(range(len(ids))))
+    return execution.forward(batch).logits
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from contract.precision import PRECISIONS
-from llm.backends.execution import KERNELS, TORCH, TextExecution
+from llm.backends.backend import KERNELS, TORCH, TextBackend
+from llm.backends.select import select
 from llm.checkpoints.load import TextModelError, load
 from llm.families import tiny
 from tests.llm import stage
@@ -76,7 +77,7 @@ def saved(folder: Path, config: Any) -> Path:
     return folder
 
 
-def logits(execution: TextExecution, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+def logits(execution: TextBackend, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """Of all tokens [S, T, V]: read in chunks, all sequences in each forward, in pages that lie in no order."""
     count, length = ids.shape
     order = torch.randperm(execution.cache.keys.shape[1], generator=torch.Generator().manual_seed(1)).tolist()
@@ -97,7 +98,7 @@ def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCa
         wanted = theirs(ids, use_cache=False).logits
     for kernels, expected in ((None, TORCH), (stage.kernels(), kind)):
         with caplog.at_level(logging.WARNING):
-            execution = TextExecution(model, kernels=kernels, **CACHE)
+            execution = select(model, kernels=kernels, **CACHE)
         assert execution.kind == expected
         found = logits(execution, ids, [20, 1, 1, 5, 16])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -108,7 +109,7 @@ def test_int8_pages_on_torch_and_on_kernels_agree() -> None:
     model = stage.emoji()
     ids = torch.randint(6, 4096, (2, 40), generator=torch.Generator().manual_seed(3))
     exact, plain, ours = (
-        logits(TextExecution(model, kv=kv, kernels=kernels, **CACHE), ids, [30, 1, 9])  # type: ignore[arg-type]
+        logits(select(model, kv=kv, kernels=kernels, **CACHE), ids, [30, 1, 9])  # type: ignore[arg-type]
         for kv, kernels in (("float", None), ("int8", None), ("int8", stage.kernels()))
     )
     assert 1e-4 < (plain - exact).abs().max() < 0.05 * exact.abs().max()
@@ -120,7 +121,7 @@ def test_weights_are_held_once_if_wished() -> None:
     """Packed weights do without the model's own, also in programs that are written later, and where ends are tied."""
     model = load(str(stage.LM))
     ids = torch.randint(6, 4096, (2, 30), generator=torch.Generator().manual_seed(5))
-    execution = TextExecution(model, kernels=stage.kernels(), **CACHE)
+    execution = select(model, kernels=stage.kernels(), **CACHE)
     wanted = logits(execution, ids, [30])
     before = sum(weight.numel() for weight in model.network.parameters())
     execution.release()
@@ -204,6 +205,6 @@ def test_bf16_weights_on_kernels() -> None:
     folder = load(str(stage.LM), precision="bf16")
     ids = torch.randint(6, 4096, (2, 20), generator=torch.Generator().manual_seed(3))
     size = {**CACHE, "kernels": stage.kernels()}
-    half = logits(TextExecution(folder, **size), ids, [20])
+    half = logits(select(folder, **size), ids, [20])
     rounded = replace(model, network=load(str(stage.LM), precision="bf16").network.float())
-    torch.testing.assert_close(half, logits(TextExecution(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(half, logits(select(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)

@@ -20,7 +20,7 @@ from core.quant.dynamic import Int8DynamicLinear
 from core.quant.linear import Int8Linear
 from core.quant.statistics import StatisticsError
 from llm.backends.attention import cacheless
-from llm.backends.execution import TextExecution
+from llm.backends.select import select
 from llm.checkpoints.load import TextModel, TextModelError, load, variant
 from llm.checkpoints.quantized import Layerwise, calibrate, make, quantize
 from llm.families import tiny
@@ -71,13 +71,13 @@ TEXTS = [line for part in CAPTIONS.split("\n") for line in part.split("|") if li
 
 def perplexity(model: TextModel, texts: Sequence[str] = TEXTS) -> float:
     """Of captions, on our kernels."""
-    execution = TextExecution(model, pages=16, sequences=1, context=256, kernels=stage.kernels())
+    execution = select(model, pages=16, sequences=1, context=256, kernels=stage.kernels())
     execution.cache.place(0, list(range(16)))
     total, count = 0.0, 0
     for text in texts:
         ids = stage.plain(model, text)
         step = TokenBatch.of(list(ids), list(range(len(ids))), [0] * len(ids), list(range(len(ids) - 1)))
-        logs = execution(step).log_softmax(-1)
+        logs = execution.forward(step).logits.log_softmax(-1)
         total -= float(logs.gather(1, torch.tensor(ids[1:])[:, None]).sum())
         count += len(ids) - 1
     return math.exp(total / count)

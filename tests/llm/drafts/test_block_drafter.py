@@ -24,7 +24,7 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 # isort: split
 from core.kernels.kv_cache import KVCache
 from core.ops.packed import PackedLayers
-from llm.backends.execution import FUSED
+from llm.backends.backend import FUSED
 from llm.checkpoints.load import TextModelError, load
 from llm.drafts import dflash
 from llm.drafts.block_drafter import BlockDraft, BlockDrafter

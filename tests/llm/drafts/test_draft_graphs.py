@@ -23,7 +23,9 @@ from core.kernels.cuda import token_kernels
 from core.kernels.kv_cache import PAGE, KVCache
 from core.ops.cuda_tokens import FusedBatch
 from llm import model_runner
-from llm.backends.execution import FusedTextExecution, TextExecution
+from llm.backends import select
+from llm.backends.backend import TextBackend
+from llm.backends.fused import FusedBackend
 from llm.checkpoints.load import TextModel, load
 from llm.drafts.draft_forwards import FusedForwards
 from llm.drafts.draft_graphs import DraftGraphs, Unread
@@ -58,10 +60,11 @@ class Rule:
     feature_width: int = 3
     dtype: torch.dtype = torch.float32
     ranks: None = None
-    states: None = None
     ops: Any = field(default_factory=lambda: SimpleNamespace(branches=None, early=0))
 
-    def __call__(self, rows: FusedBatch, out: Tensor | None = None, before: None = None) -> Tensor:
+    def __call__(
+        self, rows: FusedBatch, out: Tensor | None = None, before: None = None
+    ) -> tuple[Tensor, Tensor | None]:
         assert rows.features is not None
         rows.features.copy_(torch.stack([rows.tokens, rows.positions, rows.sequences], 1))
         index = slice(None) if rows.output_rows is None else rows.output_rows.long()
@@ -70,7 +73,7 @@ class Rule:
         logits.scatter_(1, best[:, None], 9.0)
         for token in self.nan:
             logits.masked_fill_((rows.tokens[index] == token)[:, None], torch.nan)
-        return logits
+        return logits, None
 
     def likeliest(self, logits: Tensor, owners: Tensor, latest: Tensor, out: Tensor) -> None:
         token_kernels.likeliest(logits, owners, latest, out)
@@ -84,7 +87,7 @@ class RuleDrafter(FeatureDrafter):
 
     at_once, most, cost = True, 7, 0.1
 
-    def __init__(self, lookahead: int, execution: TextExecution, sequences: int) -> None:
+    def __init__(self, lookahead: int, execution: TextBackend, sequences: int) -> None:
         self.lookahead = lookahead
         forwards: Any = FusedForwards.__new__(FusedForwards)
         forwards.cache, forwards.device, forwards.release = execution.cache, execution.model.device, lambda: None
@@ -142,6 +145,16 @@ def model() -> TextModel:
     return load(tiny.TINY, precision="bf16", device="cuda") if CUDA else stage.small()
 
 
+def fuse(monkeypatch: pytest.MonkeyPatch, nan: Sequence[int] = ()) -> None:
+    """Have the rule's decoder run models on a CPU, as fused kernels do on a GPU."""
+
+    def fused(model: TextModel, cache: KVCache, *_: object, **size: int) -> FusedBackend:
+        decoder: Any = Rule(cache, model.vocabulary, tuple(nan))
+        return FusedBackend(model, cache, decoder, sequences=len(cache.table), context=128, rows=size.get("rows", 192))
+
+    monkeypatch.setattr(select, "_fused" if CUDA else "_programs", fused)
+
+
 def _most(guesses: int, acceptance: float) -> int:
     return guesses
 
@@ -152,20 +165,16 @@ def ruled(
 ) -> Iterator[tuple[Engine, TextRunner]]:
     """A runner of the rule's model on a CPU, as on a GPU."""
 
-    def on_gpu(self: TextExecution, sequences: int, context: int, rows: int) -> FusedTextExecution:
-        decoder: Any = Rule(self.cache, self.model.vocabulary, tuple(nan))
-        return FusedTextExecution(decoder, self.cache, sequences, context, rows)
-
     class Draft:
         name, features = "rule", (0,)
 
         def __init__(self) -> None:
             self.lookahead = lookahead
 
-        def __call__(self, execution: TextExecution, *, sequences: int, **size: Any) -> RuleDrafter:
+        def __call__(self, execution: TextBackend, *, sequences: int, **size: Any) -> RuleDrafter:
             return RuleDrafter(lookahead, execution, sequences)
 
-    monkeypatch.setattr(TextExecution, "_on_gpu", on_gpu)
+    fuse(monkeypatch, nan)
     load = itertools.cycle([6, 6, 0, 7, 0, 0, 0, 3, 6])  # guesses that pay off: where none do, steps run ahead
     monkeypatch.setattr(Speculator, "lengths", lambda *_: functools.partial(_most, next(load)))
     with stage.serving(model(), draft=Draft(), context=128, **options) as served:

@@ -20,7 +20,7 @@ from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 
 # isort: split
 from core.kernels.kv_cache import KVCache
-from llm.backends.execution import TextExecution
+from llm.backends.select import select
 from llm.checkpoints.load import TextModelError, load
 from llm.drafts import load_draft
 from llm.drafts.draft_forwards import FusedForwards, ProgramForwards
@@ -74,7 +74,7 @@ def drawn(count: int) -> tuple[list[int], Tensor]:
 
 def drafter_of(draft: EagleDraft, kernels: Any) -> EagleDrafter:
     """A drafter beside a model with two sequences."""
-    execution = TextExecution(stage.small(), **SIZE, kernels=kernels, features=draft.features)
+    execution = select(stage.small(), **SIZE, kernels=kernels, features=draft.features)
     execution.cache.place(0, [3, 5])
     execution.cache.place(1, [7, 9])
     return draft(execution, **SIZE, rows=64, kv="float", kernels=kernels)

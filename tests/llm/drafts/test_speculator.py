@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm.backends.execution import TextExecution
+from llm.backends.select import select
 from llm.drafts import speculator
 from llm.drafts.drafter import DraftRequest, LookupDrafter
 from llm.drafts.speculate import MOST, USUAL, AcceptanceRate, DraftTokens
@@ -136,5 +136,5 @@ def test_a_drafter_is_timed_on_no_more_guesses_than_it_makes(monkeypatch: pytest
             return [DraftTokens([]) for _ in requests]
 
     monkeypatch.setattr(speculator, "_TIMED_S", 0.0)
-    Speculator(Blocks()).time(TextExecution(stage.small(), pages=4, sequences=2, context=64))
+    Speculator(Blocks()).time(select(stage.small(), pages=4, sequences=2, context=64))
     assert counts and {*counts} == {3}

@@ -9,7 +9,8 @@ import torch
 
 from core.quant.grouped import StackedLinear
 from core.quant.linear import Int8Linear
-from llm.backends.execution import KERNELS, TextExecution
+from llm.backends.backend import KERNELS
+from llm.backends.select import select
 from llm.checkpoints.load import load
 from llm.checkpoints.quantized import Layerwise, make, quantize
 from llm.families import tiny
@@ -39,7 +40,7 @@ def test_a_written_mixture_is_what_was_made(layerwise: Layerwise | None, tmp_pat
     assert isinstance(down, Int8Linear) and down.scale.shape == (4 * 32,)
     ids = torch.tensor([texts[0][:12]])
     size = {"pages": 4, "sequences": 1, "context": 64}
-    runs = [TextExecution(model, kernels=stage.kernels(), **size) for model in (loaded, made)]  # type: ignore[arg-type]
+    runs = [select(model, kernels=stage.kernels(), **size) for model in (loaded, made)]  # type: ignore[arg-type]
     assert runs[0].kind == KERNELS
     first = logits(runs[0], ids, [12])
     runs[1].release()

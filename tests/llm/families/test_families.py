@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import Llama4ForCausalLM
 
-from llm.backends.execution import KERNELS, TextExecution
+from llm.backends.backend import KERNELS
+from llm.backends.select import select
 from llm.checkpoints.load import TextModel, load
 from llm.checkpoints.quantized import quantize
 from llm.families import tiny
@@ -76,7 +77,7 @@ def test_quantized_models_are_torchs(name: str) -> None:
     """In INT8 on our kernels: the logits of the same quantized layers in transformers' own code."""
     model, prompts, _ = reference(name)
     quantized = quantize(model, prompts[:4])
-    execution = TextExecution(quantized, pages=4, sequences=1, context=64, kernels=stage.kernels())
+    execution = select(quantized, pages=4, sequences=1, context=64, kernels=stage.kernels())
     assert execution.kind == KERNELS
     found = logits(execution, torch.tensor([prompts[5]]), [len(prompts[5]) - 1, 1])[0]
     expected = stage.logits(quantized, prompts[5])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from llm.backends.forward import Forward
 from llm.cache.pages import PAGE
 from llm.checkpoints.load import TextModel, load
 from llm.families import tiny
@@ -89,13 +90,13 @@ def test_logits_of_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) 
     widths: list[int] = []
     with stage.serving(model, kernels=stage.kernels(), chunk=64, max_rows=192) as (engine, runner):
         runner._model_runner.score_rows = 20
-        forward = runner.execution.__call__
+        forward = runner.execution.forward
 
-        def count(self: Any, step: Any) -> torch.Tensor:
+        def count(self: Any, step: Any) -> Forward:
             widths.append(len(step.output_rows))
             return forward(step)
 
-        monkeypatch.setattr(type(runner.execution), "__call__", count)
+        monkeypatch.setattr(type(runner.execution), "forward", count)
         texts = stage.answers(engine, [scored(prompt, 3) for prompt in prompts])
     assert max(widths) <= 20 + len(prompts) and len(widths) > 6 * 100 / 20
     for prompt, text in zip(prompts, texts, strict=True):

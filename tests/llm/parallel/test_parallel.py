@@ -82,7 +82,7 @@ def test_answers_ahead_of_the_host_are_the_same(
         step, execution = TokenBatch.of([1], [0], [0], [0]), runner.execution
         with monkeypatch.context() as patched:
             patched.setattr(Followers, "tell", fails)
-            for lost in (lambda: execution(step), lambda: execution.keep(step, torch.tensor([1]))):
+            for lost in (lambda: execution.forward(step), lambda: execution.keep(step, torch.tensor([1]))):
                 with pytest.raises(DeviceLost, match="tp2: a step has failed"):
                     lost()
 

@@ -13,7 +13,7 @@ from tests.interpreted import CUDA
 # isort: split
 from contract.parallel import parse
 from core.kernels.kv_cache import TokenBatch
-from llm.backends.execution import FusedTextExecution
+from llm.backends.fused import FusedBackend
 from llm.parallel.ranks import RankGroup, open_store
 from llm.parallel.shards import Rank, shard_
 from tests.llm.backends.test_cuda import fused, model_of
@@ -27,11 +27,11 @@ def batch(step: tuple[list[int], list[int], list[int]], *, logits: bool = True) 
     return TokenBatch(rows.tokens, rows.positions, rows.sequences, rows.output_rows, logits=logits)
 
 
-def results(run: FusedTextExecution) -> list[Tensor | None]:
+def results(run: FusedBackend) -> list[Tensor | None]:
     """Logits of a step that reads prompts, and tokens of one that decodes, after the tokens that the first gave."""
-    logits = run(batch(STEPS[0])).clone()
-    run(batch(STEPS[1], logits=False))
-    return [logits, None if run.best is None else run.best.clone()]
+    logits = run.forward(batch(STEPS[0])).logits.clone()
+    best = run.forward(batch(STEPS[1], logits=False)).best
+    return [logits, None if best is None else best.clone()]
 
 
 @pytest.mark.quick("tp2-int8")
@@ -51,9 +51,8 @@ def test_ranks_give_the_logits_of_one_process(parallel: str, kind: str) -> None:
         known = expected[0]
         assert known is not None
         decoding = (known.argmax(-1).tolist()[:1], *STEPS[1][1:])  # a first stage has no latest tokens
-        logits = execution(batch(STEPS[0])).clone()
-        execution(batch(decoding, logits=False))
-        return [logits, execution.best]
+        logits = execution.forward(batch(STEPS[0])).logits.clone()
+        return [logits, execution.forward(batch(decoding, logits=False)).best]
 
     with ThreadPoolExecutor(split.ranks) as pool:
         logits, best = next(iter([*pool.map(run, range(split.ranks))]))
