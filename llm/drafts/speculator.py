@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from llm.backends.forward import Forward
 from llm.drafts.draft_graphs import Verified
 from llm.drafts.drafter import Drafter, DraftRequest
 from llm.drafts.speculate import NO_GUESS, USUAL, AcceptanceRate, DraftLengths, DraftTokens, ForwardTimes
-from llm.parts import ScheduledTokens, Step
 from llm.sampling.pending import PendingTokens
 from llm.sequence import SequenceState
+from llm.step import Output, Share, Step, StepResult
 
 _ROW = 0.03  # of a forward, for each guess, where measured times may not decide
 _TIMED = 4  # guesses at a time, and times
@@ -53,23 +54,26 @@ class Speculator:
         """Bytes of the drafter's weights and its cache."""
         return 0 if self.drafter is None else self.drafter.size_bytes
 
-    def make(self, parts: Sequence[ScheduledTokens]) -> None:
-        """Make the planned number of guesses for each part."""
-        asking = []
-        for part in parts:
-            if part.work.guesses and part.work.guessed:
-                part.guess = DraftTokens.on_device(min(part.work.guesses, part.work.guessed))
-            elif part.work.guesses:
-                asking.append(part)
-        if self.drafter is None or not asking:
-            return
-        requests = [_request(part.work, part.start, part.work.guesses) for part in asking]
-        started = time.perf_counter()
-        for part, guess in zip(asking, self.drafter.guess(requests), strict=True):
-            part.guess = guess
-        if len(requests) == 1 and asking[0].guess.known:
-            seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else requests[0].count)
-            self._draft_s = min(self._draft_s or seconds, seconds)
+    def make(self, shares: Sequence[Share]) -> Sequence[Share]:
+        """Make the planned number of guesses for each share; returns the shares with these."""
+        if self.drafter is None or not any(share.sequence.guesses for share in shares):
+            return shares
+        guesses: dict[int, DraftTokens] = {}
+        asking: list[int] = []
+        for i, (sequence, *_) in enumerate(shares):
+            if sequence.guesses and sequence.guessed:
+                guesses[i] = DraftTokens.on_device(min(sequence.guesses, sequence.guessed))
+            elif sequence.guesses:
+                asking.append(i)
+        if asking:
+            requests = [_request(shares[i].sequence, shares[i].start, shares[i].sequence.guesses) for i in asking]
+            started = time.perf_counter()
+            made = self.drafter.guess(requests)
+            guesses.update(zip(asking, made, strict=True))
+            if len(requests) == 1 and made[0].known:
+                seconds = (time.perf_counter() - started) / (1 if self.drafter.at_once else requests[0].count)
+                self._draft_s = min(self._draft_s or seconds, seconds)
+        return [share._replace(guess=guesses[i]) if i in guesses else share for i, share in enumerate(shares)]
 
     def verify(self, step: Step, forward: Forward) -> tuple[PendingTokens, Callable[[], object]] | None:
         """Submit the acceptance of the guesses of a step, behind its forward; returns its most likely tokens, with how
@@ -81,11 +85,13 @@ class Speculator:
         graphs = None if self.drafter is None else self.drafter.graphs
         if graphs is None or not guessed or forward.best is None or not forward.recorded:
             return None
-        if step.scored or not all(part.work.plain for part in step.sampled):
+        if step.scored or not all(part.sequence.plain for part in step.sampled):
             return None
         rows, counts = step.tokens.output_rows.tolist(), [_next_guesses(part) for part in guessed]
         begun = graphs.begin([
-            Verified(part.work.row, rows[part.first], part.first, part.start, len(part.guess.tokens), count)
+            Verified(
+                part.sequence.row, rows[part.first], part.first, part.start, len(part.guess.tokens), count
+            )
             for part, count in zip(guessed, counts, strict=True)
         ])  # fmt: skip
         if begun is None:
@@ -95,73 +101,78 @@ class Speculator:
         if not any(counts):
             return pending, lambda: None
         for part, count in zip(guessed, counts, strict=True):
-            part.next_guesses = count
+            part.result.next_guesses = count
         return pending, guess
 
-    def fetch(self, step: Step, forward: Forward) -> None:
-        """Let the host know guesses of a step which only the device knows."""
-        if unknown := [part for part in step.sampled if not part.guess.known]:
-            assert forward.tokens is not None
-            tokens = forward.tokens.tolist()
-            for part in unknown:
+    def fetch(self, step: Step, forward: Forward) -> Sequence[Output]:
+        """Return the outputs of a step with guesses that the host knows, of which only the device may know some."""
+        if all(part.guess.known for part in step.sampled):
+            return step.sampled
+        assert forward.tokens is not None
+        tokens, outputs = forward.tokens.tolist(), []
+        for part in step.sampled:
+            if not part.guess.known:
                 first = int(step.tokens.output_rows[part.first]) + 1
-                part.guess = DraftTokens(tokens[first : first + len(part.guess.tokens)])
+                guess = DraftTokens(tokens[first : first + len(part.guess.tokens)])
+                part = replace(part, guess=guess)
+            outputs.append(part)
+        return outputs
 
-    def read(self, parts: Sequence[ScheduledTokens], forward: Forward) -> None:
-        """Have the drafter read the chunks of prompts that a forward has read. Parts get the features of their new
+    def read(self, shares: Sequence[Share], results: Sequence[StepResult], forward: Forward) -> None:
+        """Have the drafter read the chunks of prompts that a forward has read. Results get the features of their new
         positions that are yet to be read.
         """
-        if self.drafter is None or not self.drafter.reads or all(part.next_guesses is not None for part in parts):
+        if self.drafter is None or not self.drafter.reads or all(r.next_guesses is not None for r in results):
             return
         requests: list[DraftRequest] = []
         features = forward.features
         if features is not None and forward.recorded:  # the next forward's too
-            features = features[: sum(part.count + len(part.guess.tokens) for part in parts)].clone()
+            features = features[: sum(share.rows for share in shares)].clone()
         first = 0
-        for part in parts:
-            start, work, unread = part.start, part.work, part.count
-            if self._reads(part):
-                unread = min(self.drafter.lookahead, part.count)
-                stop = start + part.count - unread
-                new = None if features is None else _joined(work.features, features[first : first + stop - start])
-                requests += [_request(work, stop, 0, new)]
-            end = first + part.count
+        for share, result in zip(shares, results, strict=True):
+            sequence, start, unread, *_ = share
+            if self._reads(share):
+                unread = min(self.drafter.lookahead, share.length)
+                stop = start + share.length - unread
+                new = None if features is None else _joined(sequence.features, features[first : first + stop - start])
+                requests += [_request(sequence, stop, 0, new)]
+            end = first + share.length
             if features is not None:
-                accepted = len(part.tokens) - 1 if part.tokens and part.guess.tokens else 0
-                part.features = features[end - unread : end + accepted]
-            first = end + len(part.guess.tokens)
+                result.features = features[end - unread : end + result.accepted]
+            first += share.rows
         if requests:
             self.drafter.guess(requests)
 
-    def settle(self, part: ScheduledTokens, accepted: int) -> None:
-        """Take in an iteration's result: the first `accepted` tokens of the guess were right."""
+    def settle(self, share: Share, result: StepResult) -> None:
+        """Take in a step's result: how many tokens of the guess were right, and what was read."""
         assert self.drafter is not None
-        work, features, count = part.work, part.features, len(part.guess.tokens)
-        work.guessed = part.next_guesses or 0
-        if part.next_guesses is not None:
-            work.drafted, work.features = part.start + part.count + accepted, None
+        sequence, features, count, accepted = share.sequence, result.features, len(share.guess.tokens), result.accepted
+        sequence.guessed = result.next_guesses or 0
+        if result.next_guesses is not None:
+            sequence.drafted, sequence.features = share.start + share.length + accepted, None
         elif not self.drafter.reads:
-            work.drafted = part.start + part.count + accepted
-        elif part.guess is not NO_GUESS:
-            work.drafted, work.features = part.start + self.drafter.kept(count, accepted), features
-        elif self._reads(part):
-            work.drafted, work.features = part.start + part.count - min(self.drafter.lookahead, part.count), features
+            sequence.drafted = share.start + share.length + accepted
+        elif share.guess is not NO_GUESS:
+            sequence.drafted, sequence.features = share.start + self.drafter.kept(count, accepted), features
+        elif self._reads(share):
+            read = share.length - min(self.drafter.lookahead, share.length)
+            sequence.drafted, sequence.features = share.start + read, features
         elif features is not None:
-            held = _joined(work.features, features)
-            work.features = held if len(held) <= _HELD else None  # `plan` then leaves the sequence alone
+            held = _joined(sequence.features, features)
+            sequence.features = held if len(held) <= _HELD else None  # `plan` then leaves the sequence alone
         if count:
-            assert work.pace is not None
-            work.pace.learn(count, accepted)
+            assert sequence.pace is not None
+            sequence.pace.learn(count, accepted)
             self._average.learn(count, accepted)
             self.guessed += count
             self.accepted += accepted
 
-    def _reads(self, part: ScheduledTokens) -> bool:
-        """Return whether the drafter reads a part of a prompt with the model; of each the last positions later, with
+    def _reads(self, share: Share) -> bool:
+        """Return whether the drafter reads a share of a prompt with the model; of each the last positions later, with
         the tokens that follow.
         """
-        held = 0 if part.work.features is None else len(part.work.features)
-        return part.count > 1 and part.work.drafted + held == part.start
+        held = 0 if share.sequence.features is None else len(share.sequence.features)
+        return share.length > 1 and share.sequence.drafted + held == share.start
 
     def time(self, backend: TextBackend) -> None:
         """Time forwards of this backend and of the drafter of its model on tokens of nobody, before requests come.
@@ -237,11 +248,11 @@ class Speculator:
             work.guesses = self.drafter.limit(work, limit)
 
 
-def _next_guesses(part: ScheduledTokens) -> int:
-    """How many guesses may follow those of a part, all of which may be right: in the pages that its sequence has."""
-    work, count = part.work, len(part.guess.tokens)
-    room = work.holding.room - part.start - count - 2
-    return max(0, min(work.guesses, work.most_guesses(work.guesses + 1) - 1, room))
+def _next_guesses(part: Output) -> int:
+    """How many guesses may follow those of a share, all of which may be right: in the pages that its sequence has."""
+    sequence, count = part.sequence, len(part.guess.tokens)
+    room = sequence.holding.room - part.start - count - 2
+    return max(0, min(sequence.guesses, sequence.most_guesses(sequence.guesses + 1) - 1, room))
 
 
 def _nominal(drafter: Drafter) -> DraftLengths:

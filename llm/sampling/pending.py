@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -52,13 +53,23 @@ class PendingTokens:
                 self._logprobs.update(zip(copies.rows, copies.read([known[row] for row in copies.rows]), strict=True))
         return self.known
 
-    def at(self, row: int) -> int:
-        """A token; -1 while nobody has waited for it."""
-        return -1 if self.known is None else self.known[row]
-
     def logprobs(self, row: int) -> Sequence[Logprob]:
         """The log probability of a token that was waited for, if it was requested."""
         return (self._logprobs[row],) if row in self._logprobs else ()
+
+
+@dataclass(slots=True, eq=False)
+class PendingToken:
+    """The token at one row of those that are pending."""
+
+    step: PendingTokens
+    row: int
+
+    @property
+    def token(self) -> int:
+        """The token; -1 while nobody has waited for it."""
+        known = self.step.known
+        return -1 if known is None else known[self.row]
 
 
 def _copied(x: Tensor) -> Tensor:

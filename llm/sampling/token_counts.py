@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.kv_cache import on_device
-from llm.parts import ScheduledTokens
+from llm.sampling.pending import PendingToken
 from llm.sequence import SequenceState
 
 _PROMPT, _ANSWER = 1, 2  # a token's entry: whether it is in the prompt, and twice the times it is in the answer
@@ -28,45 +28,43 @@ class TokenCounts:
         # By row: whose tokens, and how many of them. An answer that has ended leaves memory.
         self._counted: dict[int, tuple[weakref.ref[SequenceState], int]] = {}
 
-    def seen(self, parts: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
+    def seen(self, sequences: Sequence[SequenceState]) -> tuple[Tensor, Tensor]:
         """The tokens in prompt and answer, bool [n, V], and their occurrences in the answer, int32 [n, V], for each
-        part's next token: its pending one counts too.
+        sequence's next token: its pending one counts too.
         """
-        self._grow(1 + max(part.work.row for part in parts))
-        self._update(parts)
-        entries = self._table[self._rows([part.work.row for part in parts])]
-        pending = [(i, part.work) for i, part in enumerate(parts) if part.work.pending is not None]
-        if pending:
+        self._grow(1 + max(sequence.row for sequence in sequences))
+        self._update(sequences)
+        entries = self._table[self._rows([sequence.row for sequence in sequences])]
+        if pending := [(i, token) for i, sequence in enumerate(sequences) if (token := sequence.pending) is not None]:
             places = self._rows([i * self._vocabulary for i, _ in pending])
-            _add_(entries, places + self._tokens([work for _, work in pending]), _ANSWER)
+            _add_(entries, places + self._tokens([token for _, token in pending]), _ANSWER)
         return entries > 0, entries // _ANSWER
 
-    def _update(self, parts: Sequence[ScheduledTokens]) -> None:
-        """Count the tokens that have become known since a part's sequence was counted last."""
+    def _update(self, sequences: Sequence[SequenceState]) -> None:
+        """Count the tokens that have become known since a sequence was counted last."""
         new: list[int] = []
         prompts: list[int] = []
         answers: list[int] = []
-        for work in (part.work for part in parts):
-            owner, count = self._counted.get(work.row, (lambda: None, 0))
-            start = work.row * self._vocabulary
-            if owner() is not work:
-                new.append(work.row)
-                prompts += [start + token for token in work.tokens[: work.prompt]]
-                count = work.prompt
-            answers += [start + token for token in work.tokens[count:]]
+        for sequence in sequences:
+            owner, count = self._counted.get(sequence.row, (lambda: None, 0))
+            start = sequence.row * self._vocabulary
+            if owner() is not sequence:
+                new.append(sequence.row)
+                prompts += [start + token for token in sequence.tokens[: sequence.prompt]]
+                count = sequence.prompt
+            answers += [start + token for token in sequence.tokens[count:]]
         if new:
             self._table.index_fill_(0, self._rows(new), 0)
             self._table.view(-1).index_fill_(0, self._rows(prompts), _PROMPT)
         if answers:
             _add_(self._table, self._rows(answers), _ANSWER)
-        self._counted.update((part.work.row, (weakref.ref(part.work), len(part.work.tokens))) for part in parts)
+        self._counted.update((each.row, (weakref.ref(each), len(each.tokens))) for each in sequences)
 
-    def _tokens(self, works: Sequence[SequenceState]) -> Tensor:
-        """Their pending tokens [n], of which some only the device knows; 0 where there is none."""
-        steps = [(work.pending, work.pending_row) for work in works]
-        tokens = self._rows([0 if pending is None else max(0, pending.at(row)) for pending, row in steps])
-        for step in {pending for pending, _ in steps if pending is not None and pending.known is None}:
-            places, rows = zip(*((i, row) for i, (pending, row) in enumerate(steps) if pending is step), strict=True)
+    def _tokens(self, pending: Sequence[PendingToken]) -> Tensor:
+        """Pending tokens [n], of which some only the device knows."""
+        tokens = self._rows([max(0, each.token) for each in pending])
+        for step in {each.step for each in pending if each.step.known is None}:
+            places, rows = zip(*((i, each.row) for i, each in enumerate(pending) if each.step is step), strict=True)
             tokens[self._rows(places)] = step.on_device[self._rows(rows)].clamp_(min=0)
         return tokens
 

@@ -30,9 +30,9 @@ from llm.drafts.speculate import NO_GUESS, DraftTokens
 from llm.families import tiny
 from llm.features.adapters import CONFIG, WEIGHTS
 from llm.parameters import GeneratedText, TextParameters
-from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
+from llm.step import Output, StepResult
 from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 
@@ -258,7 +258,7 @@ def state_of(parameters: TextParameters, matcher: Any = None, vocabulary: int = 
     return SequenceState(parameters, small().tokenizer, vocabulary, matcher)
 
 
-def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> ScheduledTokens:
+def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> Output:
     """What asks for a next token, by the logits at row `first`."""
     work.row = first
-    return ScheduledTokens(work, work.computed, 1, True, guess, first)
+    return Output(work, work.computed, guess, first, StepResult())

@@ -15,9 +15,9 @@ from llm.drafts.drafter import DraftRequest, LookupDrafter
 from llm.drafts.speculate import MOST, USUAL, AcceptanceRate, DraftTokens
 from llm.drafts.speculator import Speculator
 from llm.parameters import TextParameters
-from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
+from llm.step import Share, StepResult
 from tests.llm import stage
 
 REPEATED = (7, 8, 9, 10) * 4  # whose end stood there before
@@ -46,9 +46,8 @@ def test_guesses_end_before_the_answer_does(left: int, decoding: int, acceptance
     one.pace = AcceptanceRate(acceptance)
     guessing.plan(one, guessing.lengths(decoding))
     assert one.guesses <= min(MOST, left - 1)
-    part = ScheduledTokens(one, 15, 1, True)
-    guessing.make([part])
-    assert part.guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses]
+    (share,) = guessing.make([Share(one, 15, 1, True)])
+    assert share.guess.tokens == [7, 8, 9, 10, 7, 8, 9, 10][: one.guesses]
 
 
 def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
@@ -67,16 +66,22 @@ def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
     assert seeded.guesses == alone.guesses != 0 and free.guesses == 0
 
 
+def right(count: int) -> StepResult:
+    result = StepResult()
+    result.accepted = count
+    return result
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_what_came_of_guesses_is_counted(kept: int) -> None:
     guessing, one = Speculator(LookupDrafter()), work()
     guessing.plan(one)
     assert one.pace is not None
     before = one.pace.acceptance
-    guessing.settle(ScheduledTokens(one, 15, 1, True, DraftTokens([7, 8, 9])), kept)
+    guessing.settle(Share(one, 15, 1, True, DraftTokens([7, 8, 9])), right(kept))
     assert (guessing.guessed, guessing.accepted) == (3, kept)
     assert (one.pace.acceptance > before) == (kept == 3)
-    guessing.settle(ScheduledTokens(one, 16, 1, True), 0)
+    guessing.settle(Share(one, 16, 1, True), StepResult())
     assert guessing.guessed == 3
 
 
@@ -104,7 +109,7 @@ def test_what_is_usual_is_learnt_from_all_but_seeded_texts() -> None:
         guessing.plan(one, guessing.lengths(1))
         tried.append(one.guesses > 0)
         if one.guesses:
-            guessing.settle(ScheduledTokens(one, 15, 1, True, DraftTokens([7] * one.guesses)), 0)
+            guessing.settle(Share(one, 15, 1, True, DraftTokens([7] * one.guesses)), StepResult())
     assert tried[0] and 1 <= sum(tried[200:]) < 25
     seeded = work(temperature=1.0, seed=5)
     guessing.plan(seeded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from llm import model_runner
 from llm.grammars import constrain, mask_turns
 from llm.grammars.mask_turns import MaskTurns
 from llm.parameters import TextParameters
-from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
+from llm.sequence import SequenceState
+from llm.step import Share, StepResult
 from tests.llm import stage
 
 FORWARD_S = 0.002
@@ -128,14 +129,13 @@ def test_masks_that_are_late_are_left_to_the_next_step(
 ) -> None:
     engine, runner, alone = served
     late = []
-    commit, compute = runner._commit_part, model_runner._compute
+    commit, compute = runner._commit, model_runner._compute
 
-    def noted(part: ScheduledTokens) -> Outcome:
-        if part.tokens == ():
-            late.append(part)
-        return commit(part)
+    def noted(sequence: SequenceState, shares: Sequence[Share], results: Sequence[StepResult]) -> Outcome:
+        late.extend(result for result in results if result.tokens == ())
+        return commit(sequence, shares, results)
 
     monkeypatch.setattr(model_runner, "_compute", lambda matchers, enough: compute(matchers[:1], enough))
-    monkeypatch.setattr(runner, "_commit_part", noted)
+    monkeypatch.setattr(runner, "_commit", noted)
     assert [text.tokens for text in stage.answers(engine, [*HELD, FREE])] == alone
     assert len(late) >= 12

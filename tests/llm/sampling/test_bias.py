@@ -7,8 +7,8 @@ import torch
 
 from contract.errors import Invalid
 from llm.parameters import TextParameters
-from llm.parts import ScheduledTokens
 from llm.sampling.choose import choose
+from llm.step import Output
 from tests.llm import stage
 
 
@@ -25,7 +25,7 @@ def test_greedy_answers_are_transformers_own() -> None:
     assert sum(map(tuple.__ne__, found, free)) > 4, "the biases do something"
 
 
-def _asked(temperature: float, bias: dict[int, float], first: int) -> ScheduledTokens:
+def _asked(temperature: float, bias: dict[int, float], first: int) -> Output:
     wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
     return stage.asking(stage.state_of(wanted, vocabulary=64), first)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from llm.drafts.speculate import MOST, DraftTokens, accepted
 from llm.grammars.constrain import GrammarCompiler
 from llm.parameters import TextParameters
-from llm.parts import ScheduledTokens
 from llm.sampling import sample
 from llm.sampling.choose import choose, draw_on_device, greedy_tokens
 from llm.sampling.token_counts import TokenCounts
 from llm.sequence import SequenceState
+from llm.step import Output
 from tests.core.quant.stage import normal
 from tests.llm import stage
 from tests.llm.sampling.test_sample import settings as sampling_settings
@@ -105,18 +105,19 @@ def alone(kind: Kind, logits: Tensor, guess: DraftTokens) -> list[int]:
     return sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN)).tolist()
 
 
-def check_drawn_on_device(logits: Tensor, asked: list[ScheduledTokens], chosen: Sequence[Any]) -> None:
+def check_drawn_on_device(logits: Tensor, asked: list[Output], chosen: Sequence[Any]) -> None:
     """The device alone draws what is chosen with the host's help, of what has no guesses."""
     some = [(part, one) for part, one in zip(asked, chosen, strict=True) if not part.guess.tokens]
     counts = TokenCounts(logits.shape[1], logits.device)
     pending = draw_on_device(logits.clone(), [part for part, _ in some], sample.likeliest(logits), counts)
     pending.wait()
     for part, one in some:
-        assert [pending.at(part.first)] == one.tokens and [*pending.logprobs(part.first)] == [*one.logprobs]
+        assert pending.known is not None
+        assert [pending.known[part.first]] == one.tokens and [*pending.logprobs(part.first)] == [*one.logprobs]
 
 
 def check(names: list[str], seed: int, *, looked: bool) -> None:
-    asked: list[ScheduledTokens] = []
+    asked: list[Output] = []
     rows: list[Tensor] = []
     for n, name in enumerate(names):
         kind = KINDS[name]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from core.batching.request import Outcome, Request
 from llm.parameters import TextParameters
-from llm.parts import ScheduledTokens
-from llm.sampling.pending import PendingTokens
+from llm.sampling.pending import PendingToken, PendingTokens
 from llm.sampling.token_counts import TokenCounts
 from llm.sequence import SequenceState
 from tests.llm import stage
@@ -33,13 +32,12 @@ def test_counts_are_those_of_the_tokens(events: list[tuple[int, bool, list[int],
         else:
             works[row].tokens += tokens
         work = works[row]
-        work.row, work.pending_row = row, 1
-        work.pending = None if token == -2 else PendingTokens(torch.tensor([5, token]))
+        work.row = row
+        work.pending = None if token == -2 else PendingToken(PendingTokens(torch.tensor([5, token])), 1)
         if work.pending is not None and number % 2:
-            work.pending.wait()
-        parts = [ScheduledTokens(each, 0, 1, True) for each in works.values()]
-        for seen, count, each in zip(*counts.seen(parts), works.values(), strict=True):
-            pending = [] if each.pending is None else [max(0, each.pending.on_device[1].item())]
+            work.pending.step.wait()
+        for seen, count, each in zip(*counts.seen([*works.values()]), works.values(), strict=True):
+            pending = [] if each.pending is None else [max(0, each.pending.step.on_device[1].item())]
             answer = torch.tensor(each.tokens[each.prompt :] + pending, dtype=torch.long)
             assert count.tolist() == answer.bincount(minlength=VOCABULARY).tolist()
             assert seen.nonzero()[:, 0].tolist() == sorted({*each.tokens, *pending})
