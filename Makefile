@@ -57,8 +57,8 @@ costs: .venv/.installed  ## the seconds of tests by package and file, slowest fi
 # On a CUDA device: the GPU tests, and other tests that use a GPU if there is one. Warnings of torch, Triton or a driver of
 # another version than CI's are shown, but are no failures.
 GPU_TESTS := tests/gpu $(wildcard tests/lab/bench/test_gpu_models.py) tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
-    tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/test_cuda.py \
-    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/test_execution.py
+    tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/backends/test_cuda.py \
+    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/backends/test_execution.py
 
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
 	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
@@ -75,7 +75,7 @@ NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graph
     workers/stages/test_expansion.py workers/text/test_loras.py)
 # Of OpenBLAS's kernels some that sum in another order than those of `make test`, and that any x86 processor runs.
 BLAS = $(firstword $(filter-out $(OPENBLAS_CORETYPE),$(AVX512:%=Haswell) Sandybridge))
-INTERPRETED := $(addprefix tests/,core/kernels/cuda core/kernels/test_cuda_kernels.py core/ops llm/test_cuda.py llm/test_execution.py \
+INTERPRETED := $(addprefix tests/,core/kernels/cuda core/kernels/test_cuda_kernels.py core/ops llm/backends/test_cuda.py llm/backends/test_select.py \
     unet_opt/test_fused_unet.py unet_opt/test_fused_decoder.py)
 BITS := interpreted or companions or depend or bits or exact or company or crowd or alone or others or mixture
 

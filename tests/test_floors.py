@@ -81,7 +81,7 @@ LARGE_CLASSES = {
     "core.ops.ops.TokenOps": 23,
     "core.ops.reference.TorchOps": 19,
     "core.ops.trace.TraceOps": 23,
-    "llm.torch_ops.TorchTokenOps": 23,
+    "llm.backends.torch_ops.TorchTokenOps": 23,
     "llm.runner.TextRunner": 20,
     "pipeline.families.diffusers.runner.DiffusersRunner": 19,
     "pipeline.families.family.ImageModel": 14,

@@ -33,11 +33,11 @@ from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
 from lab.bench.harness import command, models, record
 from lab.bench.harness.timing import window_ms
-from llm import tiny as tiny_llama
-from llm.execution import TextExecution
-from llm.load import load as load_text
-from llm.pages import PAGE
-from llm.quantized import quantize as quantize_text
+from llm.backends.select import select
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import load as load_text
+from llm.checkpoints.quantized import quantize as quantize_text
+from llm.families import tiny as tiny_llama
 from pipeline.backends.phases import on_gpu
 from pipeline.checkpoints import sdxl, tiny, tiny_zimage
 from pipeline.families.sdxl.conditioning import embed
@@ -166,20 +166,20 @@ def llama_phases(device: str, *, small: bool, stock: bool) -> Phases:
         pages = -(-context // PAGE)
         if kind == "bf16" and batch * context > 100_000:
             continue  # 131 kB a token
-        run = TextExecution(variant, pages=pages * batch, sequences=batch, context=context, rows=max(batch, context),
-                            kv="int8" if kind == "int8" else "float")  # fmt: skip
+        run = select(variant, pages=pages * batch, sequences=batch, context=context, rows=max(batch, context),
+                     kv="int8" if kind == "int8" else "float")  # fmt: skip
         for row in range(batch):
             run.cache.place(row, list(range(row * pages, (row + 1) * pages)))
         rows = list(range(batch))
         step = TokenBatch.of([3 + row for row in rows], [context - 1] * batch, rows, rows)
-        run(step)
-        graphs: Any = run._fused and run._fused.graphs
-        replay = next(reversed(graphs._graphs.values())) if graphs else partial(run, step)
+        run.forward(step)
+        graphs = run.step_graphs
+        replay = partial(run.forward, step) if graphs is None else next(reversed(graphs._graphs.values()))
         yield f"{kind} step {batch} × {context}", replay, False
         if batch == 1:
             tokens = (prompts[0] * 6)[:context]
             chunk = TokenBatch.of(tokens, list(range(context)), [0] * context, [context - 1])
-            yield f"{kind} prompt {context}", partial(run, chunk), False
+            yield f"{kind} prompt {context}", partial(run.forward, chunk), False
 
 
 def _milliseconds(file: Path) -> dict[str, float]:

@@ -22,8 +22,8 @@ from core.config import Settings
 from lab.bench.harness import provenance, record
 from lab.bench.harness.turns import LeftOut, alternate
 from lab.bench.tables import TABLES
-from llm.attention import cacheless
-from llm.pages import PAGE
+from llm.backends.attention import cacheless
+from llm.cache.pages import PAGE
 
 RUNGS = (
     "transformers-generate", "transformers-static-batch", "transformers-generate_batch", "diptych", "diptych-int8",
@@ -121,9 +121,9 @@ class _Bench:
     def __init__(self, settings: Settings, name: str, draft: str, stack: ExitStack) -> None:
         import torch
 
+        from llm.checkpoints.load import TextModelError, load
+        from llm.drafts.load_draft import load as load_draft
         from llm.lane import StreamLane
-        from llm.load import TextModelError, load
-        from llm.load_draft import load as load_draft
         from workers.devices import device_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -261,7 +261,7 @@ class _Bench:
     # -- ours ------------------------------------------------------------------------------------------------------
 
     def _quantized(self) -> Any:
-        from llm.quantized import quantize
+        from llm.checkpoints.quantized import quantize
 
         if self._kernels is None and not self._cuda:
             raise LeftOut("INT8 does not run here without our kernels")
@@ -307,6 +307,6 @@ class _Bench:
 
 def embedded() -> list[tuple[str, str]]:
     """(model, draft) pairs that are measured by default: the embedded model, and a seeded Llama of 100 million."""
-    from llm.tiny import LLAMA_100M
+    from llm.families.tiny import LLAMA_100M
 
     return [(str(_MODELS / "emoji-lm"), str(_MODELS / "emoji-lm-draft")), (LLAMA_100M, "")]

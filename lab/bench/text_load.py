@@ -30,8 +30,8 @@ from core.batching.runner import Lane
 from lab.bench.harness import command, record
 from lab.bench.harness.service import percentile
 from lab.bench.tables import TABLES
-from llm import tiny
-from llm.pages import PAGE
+from llm.cache.pages import PAGE
+from llm.families import tiny
 from llm.parameters import TextParameters
 from llm.runner import TextRunner
 
@@ -135,23 +135,28 @@ def leave_out_forwards(runner: TextRunner, sequences: int) -> None:
     """Replace the runner's forwards by those of CUDA graphs that do nothing: their inputs are prepared as on a GPU."""
     import torch
 
-    from llm.execution import FusedTextExecution
+    from llm.backends.fused import FusedBackend
 
-    execution = runner.execution
-    decoder: Any = SimpleNamespace(vocabulary=execution.model.vocabulary, group=1, states=torch.zeros(0))
-    fused = FusedTextExecution(decoder, execution.cache, sequences, runner.context, runner.limit(None))
+    model, cache = runner.model, runner.execution.cache
+    decoder: Any = SimpleNamespace(
+        vocabulary=model.vocabulary, group=1, feature_width=0, dtype=torch.float32, ranks=None,
+        ops=SimpleNamespace(branches=None), whole=lambda logits: logits,
+    )  # fmt: skip
+    fused = FusedBackend(model, cache, decoder, sequences=sequences, context=runner.context, rows=runner.limit(None))
     fused.graphs.best.fill_(_FIRST_TOKEN)
     fused.graphs._graph = lambda shape: lambda: None  # type: ignore[method-assign]
-    execution._fused = fused
+    runner.execution = fused
+    for _, model_runner in runner._lanes.values():
+        model_runner.backend = fused
 
 
 def run(options: Any, loads: Sequence[Load]) -> dict[str, Any]:
     """Measure all loads, one after another, on one runner."""
     import torch
 
+    from llm.checkpoints.load import load as load_model
+    from llm.checkpoints.quantized import quantize
     from llm.lane import StreamLane
-    from llm.load import load as load_model
-    from llm.quantized import quantize
 
     cuda = options.device == "cuda"
     lane = StreamLane("text", torch.device("cuda")) if cuda else Lane("text")

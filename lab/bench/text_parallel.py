@@ -30,15 +30,15 @@ from core.quant.dynamic import Int8DynamicLinear
 from core.quant.linear import LEVELS, Int8Linear
 from lab.bench import text_load
 from lab.bench.harness import command, record
-from llm import tiny
-from llm.attention import NAME, register
-from llm.followers import Followers
+from llm.backends.attention import NAME, register
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import TextModel
+from llm.families import tiny
 from llm.lane import StreamLane
-from llm.load import TextModel
-from llm.pages import PAGE
-from llm.ranks import RankGroup
+from llm.parallel.followers import Followers
+from llm.parallel.ranks import RankGroup
+from llm.parallel.shards import Rank, vocabulary_slice
 from llm.runner import TextRunner
-from llm.shards import Rank, vocabulary_slice
 
 _REHEARSAL = tiny.LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=16, width=64, tied=False)
 _DEVIATION, _RANGE = 0.02, 4.0  # of weights; and of inputs that the levels reach
@@ -101,7 +101,7 @@ def _normal(rows: int, columns: int, generator: torch.Generator, device: torch.d
 def _linear(
     layer: nn.Linear, generator: torch.Generator, device: torch.device, dtype: torch.dtype, layers: int
 ) -> nn.Module:  # fmt: skip
-    """Random weights; those of `layers` that add to the stream are smaller, as `llm.tiny` has them."""
+    """Random weights; those of `layers` that add to the stream are smaller, as `llm.families.tiny` has them."""
     n, k = layer.weight.shape
     deviation = _DEVIATION * ((2 * layers) ** -0.5 if layers else 1)
     if device.type != "cuda":
@@ -181,8 +181,8 @@ def _one_user(runner: TextRunner) -> float:
 
     def step(position: int, token: int) -> Tensor:
         batch = TokenBatch.of([token], [position], [0], [0])
-        logits = execution(replace(batch, logits=execution.best is None and not cuda))
-        return logits.argmax(-1) if execution.best is None else execution.best
+        forward = execution.forward(replace(batch, logits=not cuda))
+        return forward.logits.argmax(-1) if forward.best is None else forward.best
 
     token = 5
     for position in range(_CONTEXT):
@@ -208,7 +208,7 @@ def exchange(options: Any) -> dict[str, Any]:
     import torch.multiprocessing as processes
     from torch.multiprocessing.spawn import spawn
 
-    from llm.ranks import open_store
+    from llm.parallel.ranks import open_store
 
     results: dict[str, Any] = {}
     for ranks in (2, 4):

@@ -1,4 +1,4 @@
-"""Stage `draft`: trains the drafter of the language model's blocks (see `llm.dflash`) on what the model itself writes.
+"""Stage `draft`: trains the drafter of the language model's blocks (`llm.drafts.dflash`) on what the model writes.
 
 As published: random tokens of answers are anchors, behind each of which masks stand for the block's other tokens; all
 blocks of a row are one forward, and tokens far behind their anchor weigh less.
@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from lab.training import checkpoint, lm, loop, tokens
 from lab.training.run import TrainingRun, command
-from llm.dflash import DFlashNetwork
+from llm.drafts.dflash import DFlashNetwork
 
 ANCHORS = 6  # blocks of a row
 _FADE = 4.0  # tokens behind the anchor over which weights fall to 1/e

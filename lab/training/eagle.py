@@ -1,4 +1,4 @@
-"""Stage `eagle`: trains an EAGLE-3 head for the language model (see `llm.eagle`) on what the model itself writes.
+"""Stage `eagle`: trains an EAGLE-3 head for the language model (`llm.drafts.eagle`) on what the model writes.
 
 As published, with training-time test: the head is unrolled over several steps, each of which reads what the step before
 returned in place of the target's states, and sees these at its own positions alone.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lab.training import loop
 from lab.training.draft import answers, target
 from lab.training.run import TrainingRun, command
-from llm.eagle import ARCHITECTURES, LAYER_IDS, EagleNetwork, unrolled
+from llm.drafts.eagle import ARCHITECTURES, LAYER_IDS, EagleNetwork, unrolled
 
 STEPS = 5  # of the unrolled head
 WORDS = 2048  # of the reduced vocabulary: the most frequent ones

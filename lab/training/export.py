@@ -25,7 +25,7 @@ from lab.training import (
     unet,
 )
 from lab.training.run import TrainingRun, from_options, parser
-from llm import dflash
+from llm.drafts import dflash
 from pipeline import sizes
 
 SHARD = "14MB"

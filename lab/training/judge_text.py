@@ -25,7 +25,7 @@ from lab.training import draft, phrases
 from lab.training.phrases import Chat
 from lab.training.run import TrainingRun
 from lab.training.scene_chats import SceneChat, SceneExpander, keeps
-from llm.dflash import DFlashNetwork
+from llm.drafts.dflash import DFlashNetwork
 
 T = TypeVar("T")
 CHUNK = 64

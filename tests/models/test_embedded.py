@@ -13,8 +13,8 @@ import torch
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from llm.block_drafter import BlockDraft
-from llm.load import load as load_text
+from llm.drafts.block_drafter import BlockDraft
+from llm.checkpoints.load import load as load_text
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny_zimage import STEPS
 from tests.pipeline.worlds import Crank, Watching, apart, levels

@@ -13,7 +13,7 @@ import pytest
 from core.config import Settings
 from lab.bench import cohost, text
 from lab.bench.harness import record
-from llm import tiny
+from llm.families import tiny
 from pipeline.checkpoints.tiny import TINY
 from workers import build
 from workers.build import Runtime

@@ -25,6 +25,13 @@ def test_loads_are_measured_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(TABLES["h200-text-load"].lines(results)) == 2 + 3 + 2
 
 
+def test_the_hosts_part_is_measured_without_forwards(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--tiny", "--host-only", "--loads", "3:9/5:2", "--results", str(tmp_path)]
+    assert text_load.main(words) == 0
+    (load,) = json.loads((tmp_path / "text-load.json").read_text())["loads"].values()
+    assert load["requests"] == 6 and load["step_cpu_ms"] > 0
+
+
 @pytest.mark.parametrize("text", ["256", "2:3", "0:3/4", "a:1/1", "1:2/3@0"])
 def test_what_is_no_load_is_named(text: str) -> None:
     with pytest.raises(SystemExit, match=r"--loads: .* such as 256:128/128"):

@@ -15,7 +15,7 @@ from lab.captions import caption_client, caption_filter
 from lab.captions.caption_file import CaptionFile, CaptionRow
 from lab.training import phrases
 from lab.training.captions import COLOURS
-from llm import tiny
+from llm.families import tiny
 from tests.cli.shell import Shell
 from tests.deployment.served import ready
 from workers.stages import expansion

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 
 from lab.training.shapes import SMOKE
-from llm.block_drafter import BlockDraft
-from llm.load import load
+from llm.checkpoints.load import load
+from llm.drafts.block_drafter import BlockDraft
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = {"emoji-xl": "F16", "emoji-clip": "F16", "emoji-lm": "F16", "emoji-lm-draft": "F16"}
