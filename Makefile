@@ -58,7 +58,7 @@ costs: .venv/.installed  ## the seconds of tests by package and file, slowest fi
 # another version than CI's are shown, but are no failures.
 GPU_TESTS := tests/gpu $(wildcard tests/lab/bench/test_gpu_models.py) tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
     tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/backends/test_cuda.py \
-    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/backends/test_execution.py
+    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/backends/test_select.py
 
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
 	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
