@@ -72,7 +72,7 @@ default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTR
 kernels-avx2 := $(avx2) OPENBLAS_CORETYPE=Zen CXX=$(CURDIR)/build/avx2/c++
 native := -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA -u MKL_ENABLE_INSTRUCTIONS -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE
 NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graphs.py unet_opt pipeline llm models evaluation \
-    workers/stages/test_expansion.py workers/text/test_loras.py)
+    workers/stages/test_expansion.py workers/text/test_loras.py) $(wildcard tests/lab/scenes)
 # Of OpenBLAS's kernels some that sum in another order than those of `make test`, and that any x86 processor runs.
 BLAS = $(firstword $(filter-out $(OPENBLAS_CORETYPE),$(AVX512:%=Haswell) Sandybridge))
 INTERPRETED := $(addprefix tests/,core/kernels/cuda core/kernels/test_cuda_kernels.py core/ops llm/backends/test_cuda.py llm/backends/test_select.py \
