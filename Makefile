@@ -56,9 +56,9 @@ costs: .venv/.installed  ## the seconds of tests by package and file, slowest fi
 
 # On a CUDA device: the GPU tests, and other tests that use a GPU if there is one. Warnings of torch, Triton or a driver of
 # another version than CI's are shown, but are no failures.
-GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
-    tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/test_cuda.py \
-    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/test_execution.py
+GPU_TESTS := tests/gpu $(wildcard tests/lab/bench/test_gpu_models.py) tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
+    tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/backends/test_cuda.py \
+    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/backends/test_execution.py
 
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
 	$(BIN)/pytest -W default -m "" $(GPU_TESTS) $(ARGS)
@@ -75,7 +75,7 @@ NUMERICAL := $(addprefix tests/,core/kernels core/ops core/quant core/test_graph
     workers/stages/test_expansion.py workers/text/test_loras.py)
 # Of OpenBLAS's kernels some that sum in another order than those of `make test`, and that any x86 processor runs.
 BLAS = $(firstword $(filter-out $(OPENBLAS_CORETYPE),$(AVX512:%=Haswell) Sandybridge))
-INTERPRETED := $(addprefix tests/,core/kernels/cuda core/kernels/test_cuda_kernels.py core/ops llm/test_cuda.py llm/test_execution.py \
+INTERPRETED := $(addprefix tests/,core/kernels/cuda core/kernels/test_cuda_kernels.py core/ops llm/backends/test_cuda.py llm/backends/test_select.py \
     unet_opt/test_fused_unet.py unet_opt/test_fused_decoder.py)
 BITS := interpreted or companions or depend or bits or exact or company or crowd or alone or others or mixture
 
@@ -93,7 +93,7 @@ check: .venv/.installed  ## style, types, and whether pages have the figures of 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m benchmarks.figures --check
+	$(if $(wildcard lab),$(BIN)/python -m lab.bench.figures --check)
 
 fix: .venv/.installed  ## fixes what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -107,11 +107,11 @@ eval: .venv/.installed  ## generates and scores images of PROMPTS=captions.tsv i
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
 
 results: .venv/.installed  ## lists the measurements that the docs cite; ARGS="--only simulate" or ARGS=--all repeats them, DATA=folder with emoji/ all (hours)
-	$(BIN)/python -m benchmarks.results $(or $(ARGS),$(if $(DATA),--all))
-	$(if $(DATA),bash training/ways.sh $(DATA) 360)
+	$(BIN)/python -m lab.bench.results $(or $(ARGS),$(if $(DATA),--all))
+	$(if $(DATA),bash lab/training/ways.sh $(DATA) 360)
 
-figures: .venv/.installed  ## writes the measurements in README.md and docs/ from the JSON files under benchmarks/
-	$(BIN)/python -m benchmarks.figures
+figures: .venv/.installed  ## writes the measurements in README.md and docs/ from the JSON files under lab/bench/
+	$(BIN)/python -m lab.bench.figures
 
 chaos: .venv/.installed  ## random faults under random client load, with a checker of histories; ARGS="--faults 500 --seed 7"; resumes
 	$(BIN)/python -m tests.faults.histories $(ARGS)
@@ -170,7 +170,7 @@ test-compose: .venv/.installed  ## builds the images and tests the service in co
 	TEST_COMPOSE=1 $(BIN)/pytest tests/compose $(ARGS)
 
 train: .venv/.installed  ## trains the embedded models: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
-	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
+	$(BIN)/python -m lab.training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
 
 pins: $(TOOLS)/.installed  ## updates constraints.txt with hashes; ARGS="--upgrade"

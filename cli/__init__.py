@@ -1,8 +1,8 @@
-"""The command line: `diptych generate | chat | captions | evaluate | mlperf | quantize | bench | serve | api | worker |
-keys` and `models`.
+"""The command line: `diptych generate | chat | evaluate | mlperf | quantize | serve | api | worker | keys | models`.
 
 Exit code 2 means input that cannot be used. Each family of commands has a file, which is imported for these commands
-alone, and imports other packages only when needed: imports are most of a short command's time.
+alone, and imports other packages only when needed: imports are most of a short command's time. Further commands are
+those of other packages (plugins.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from cli import plugins
 from cli.arguments import CommandFailed, UsageError
 from cli.interruption import Interruption
 from contract.printable import printable_lines
 from core.threads import exit_process
 
 _FAMILIES = (
-    "generate", "chat", "serve", "keys", "models", "doctor", "convert", "quantize", "captions", "evaluate", "tune",
-    "bench", "mlperf", "tune_kernels",
+    "generate", "chat", "serve", "keys", "models", "doctor", "convert", "quantize", "evaluate", "tune", "mlperf",
 )  # fmt: skip
-_FAMILY_OF = {"api": "serve", "worker": "serve", "tune-kernels": "tune_kernels"}  # of commands that have another name
+_FAMILY_OF = {"api": "serve", "worker": "serve"}  # of commands that have another name
 _SERVICES = ("serve", "api", "worker")  # for which SIGTERM is the usual end
 
 
@@ -70,12 +70,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _families(words: Sequence[str]) -> Sequence[str]:
-    """The families of the command that these words name; all of them where they name none."""
+    """The family of the command that these words name, or its name if another package adds it; else all of them."""
     if "--version" in words[:1]:
         return ()
     command = next((word for word in words if not word.startswith("-")), "")
     family = _FAMILY_OF.get(command, command)
-    return (family,) if family in _FAMILIES else _FAMILIES
+    if family in _FAMILIES:
+        return (family,)
+    added = plugins.names()  # reads what is installed, which takes a while
+    return (command,) if command in added else (*_FAMILIES, *added)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,14 +94,17 @@ class _Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
-def parser(families: Sequence[str] = _FAMILIES) -> argparse.ArgumentParser:
-    """The commands of these families, and their options."""
+def parser(families: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The commands of these families, and their options; of all, and of other packages, by default."""
     root = _Parser(prog="diptych", description="Text-to-image serving, batched step by step.")
     root.add_argument("--version", action=_Version)
     root.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for family in families:
-        importlib.import_module(f".{family}", __name__).add(commands)
+    for family in (*_FAMILIES, *plugins.names()) if families is None else families:
+        if family in _FAMILIES:
+            importlib.import_module(f".{family}", __name__).add(commands)
+        else:
+            plugins.add(commands, family)
     return root
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import closed_division, compare, drawing, scenes
+from cli import closed_division, compare, drawing, plugins
 from cli.arguments import Commands, UsageError, add_command, add_model, add_plan, check_range, read_settings
 from cli.request import SHARED, add_request
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
@@ -63,9 +63,9 @@ def add(commands: Commands) -> None:
         _EXAMPLES,
     )
     add_arguments(evaluate)
-    parts = evaluate.add_subparsers(metavar="compare, sweep, scenes, mlperf")
+    added = plugins.names("evaluate")
+    parts = evaluate.add_subparsers(metavar=", ".join(("compare", "sweep", "mlperf", *added)))
     compare.add(parts)
-    scenes.add(parts)
     closed_division.add(parts, add_arguments)
     sweep = add_command(
         parts,
@@ -81,6 +81,8 @@ def add(commands: Commands) -> None:
         "--variants", nargs="+", default=["fp32", "int8", "int8+2"], metavar="HOW", help="default: fp32 int8 int8+2"
     )
     sweep.set_defaults(run=_sweep, compile=None, against=[])
+    for name in added:
+        plugins.add(parts, name, "evaluate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -278,9 +278,9 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
     from core.quant.store import QuantizedStoreError
-    from llm.load import TextModelError, load
-    from llm.quantized import Layerwise, make
-    from llm.recipe import llama
+    from llm.checkpoints.load import TextModelError, load
+    from llm.checkpoints.quantized import Layerwise, make
+    from llm.families.recipe import llama
 
     if options.out is None:
         raise UsageError("--out: is needed with --text-model: the folder of its model, or another")

@@ -30,8 +30,8 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lpips", type=Path, metavar="FILE", help="torchvision's AlexNet; default: no LPIPS")
     parser.add_argument(
         "--judge", action="append", default=[], metavar="FIGURE=DIR",
-        help="a further figure, over a folder with its weights: fd-dinov2, cmmd, pickscore, hpsv2, imagereward, hpsv3; "
-        "or scenes, over the data set of the embedded model; may be given more than once",
+        help="a further figure, over a folder with its weights: fd-dinov2, cmmd, pickscore, hpsv2, imagereward, hpsv3, "
+        "or what another package adds, such as scenes; may be given more than once",
     )  # fmt: skip
     parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
 
@@ -51,13 +51,14 @@ def open_lens(
 
 def _judges(texts: list[str]) -> dict[str, Path]:
     """The folders by figure. Raises `UsageError`."""
-    from evaluation.judges import JUDGES
+    from evaluation.judges import figures
 
+    known = figures() if texts else []
     folders: dict[str, Path] = {}
     for text in texts:
         figure, _, folder = text.partition("=")
-        if figure not in JUDGES or not folder:
-            raise UsageError(f"--judge: must be one of {', '.join(JUDGES)}, with =DIR, not {text!r}")
+        if figure not in known or not folder:
+            raise UsageError(f"--judge: must be one of {', '.join(known)}, with =DIR, not {text!r}")
         if figure in folders:
             raise UsageError(f"--judge: names {figure} twice")
         folders[figure] = Path(folder)

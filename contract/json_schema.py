@@ -1,7 +1,7 @@
 """Bounds the JSON schemas that requests may constrain answers by: what compiling them, or a step in them, may cost.
 
 A walk in linear time over the schema as JSON, which stops at the first bound that is exceeded. Compiling one that is
-within them is quick as a rule; what makes exceptions is found by compiling (`llm/grammar_process.py`).
+within them is quick as a rule; what makes exceptions is found by compiling (`llm/grammars/grammar_process.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tools of chats in OpenAI's shapes: functions that an answer may call, and the text in which models write calls.
 
 Models are told of tools by their chat template, and write calls as text. `CALLS` has the formats that are read; which
-of them a model writes is read off its template (`llm/tool_calls.py`).
+of them a model writes is read off its template (`llm/grammars/tool_calls.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's architecture with ran
 AUTO = "auto"
 _TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # query parameters allowed in redis_url
 _OF_ONE_MODEL = ("unet", "lora", "tiny_vae", "refiner", "plans")
-_OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/harness/provenance.py
+_OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by lab/bench/harness/provenance.py
 
 log = logging.getLogger(__name__)
 

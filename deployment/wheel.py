@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -42,8 +43,8 @@ __all__ = [
 TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".jinja", ".js", ".json", ".lua", ".svg", ".txt"}
-# For the checkout only: measurements behind the docs, and the chart.
-_LEFT_OUT = ("benchmarks/results/", "benchmarks/history/", "deployment/helm/")
+# For the checkout only: measurements behind the docs, the training, and the chart.
+_LEFT_OUT = ("lab/bench/results/", "lab/bench/history/", "lab/training/", "deployment/helm/")
 
 
 class BuildError(ValueError):
@@ -65,21 +66,23 @@ def build_wheel(
 
 
 def packages_of(root: Path) -> frozenset[str]:
-    """The top-level packages of a checkout that are installed: all but the tests, the training and `diptych` itself."""
-    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", "training", TOP}
+    """The top-level packages of a checkout that are installed: all but the tests and `diptych` itself."""
+    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", TOP}
 
 
 def stage(root: Path, folder: Path) -> None:
     """Copy a wheel's content into `folder`: `diptych/`, with packages and models in it, and the files that the metadata
     needs.
     """
+    packages = packages_of(root)
     for name in _BESIDE:
         shutil.copy2(root / name, folder / name)
+    project = folder / "pyproject.toml"
+    project.write_text(_rename_entry_points(project.read_text("utf-8"), packages), "utf-8")
     if address := os.environ.get("DIPTYCH_PROJECT_URL", "").rstrip("/"):
-        with (folder / "pyproject.toml").open("a", encoding="utf-8") as project:
-            project.write(f"\n[project.urls]\nRepository = {json.dumps(address)}\n")
+        with project.open("a", encoding="utf-8") as file:
+            file.write(f"\n[project.urls]\nRepository = {json.dumps(address)}\n")
     shutil.copytree(root / "LICENSES", folder / "LICENSES")
-    packages = packages_of(root)
     modules = {_dotted(path, root) for room in packages for path in (root / room).rglob("*.py")}
     for model in assets.INCLUDED:
         for name, path in assets.files(root / "models" / model):
@@ -99,6 +102,15 @@ def stage(root: Path, folder: Path) -> None:
             elif path.suffix in _DATA:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, target)
+
+
+def _rename_entry_points(project: str, packages: frozenset[str]) -> str:
+    """The text of pyproject.toml with `diptych.` before the modules of ours that entry points name."""
+    for points in tomllib.loads(project)["project"].get("entry-points", {}).values():
+        for value in points.values():
+            if _top(value) in packages:
+                project = project.replace(f'"{value}"', f'"{TOP}.{value}"')
+    return project
 
 
 def rename_imports(source: bytes, modules: set[str], name: str) -> bytes:

@@ -1,9 +1,14 @@
-"""Further published figures over local weights, behind one interface: distances of sets, and rewards."""
+"""Further published figures over local weights, behind one interface: distances of sets, and rewards.
+
+Another package adds a figure with an entry point of the group "diptych.judges": its name is the figure's, its object an
+`Open`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +20,8 @@ from evaluation.features import Extractor, PairScorer
 from evaluation.hpsv3 import HpsV3
 from evaluation.image_reward import ImageReward
 from evaluation.inception import WeightsError
-from evaluation.scenes.judge import SceneJudge
+
+GROUP = "diptych.judges"
 
 
 class Kind(StrEnum):
@@ -65,15 +71,9 @@ def _hpsv3(folder: Path, device: str) -> Judge:
     return Judge("hpsv3", Kind.PAIR, HpsV3(folder, device="cuda" if torch.cuda.is_available() else device))
 
 
-def _scenes(folder: Path, device: str) -> Judge:
-    """1 for an image of all that its caption says, else 0; the folder is the data set's, with `emoji/`."""
-    try:
-        return Judge("scenes", Kind.PAIR, SceneJudge(folder, device=device))
-    except (ValueError, OSError) as error:
-        raise WeightsError(f"{folder}: has no emoji to check scenes by ({error})") from None
-
-
-JUDGES: dict[str, Callable[[Path, str], Judge]] = {
+Open = Callable[[Path, str], Judge]
+"""Loads a figure's network from a folder, for a device. Raises `inception.WeightsError`."""
+JUDGES: dict[str, Open] = {
     # Stein et al. (2023): ViT-L/14.
     "fd-dinov2": lambda folder, device: Judge("fd-dinov2", Kind.FRECHET, DinoV2(folder, device=device)),
     # Jayasumana et al. (2024): CLIP ViT-L/14 at 336 pixels.
@@ -83,10 +83,21 @@ JUDGES: dict[str, Callable[[Path, str], Judge]] = {
     "hpsv2": lambda folder, device: Judge("hpsv2", Kind.REWARD, Clip(folder, device=device, padded=True), 100.0),
     "imagereward": lambda folder, device: Judge("imagereward", Kind.PAIR, ImageReward(folder, device=device)),
     "hpsv3": _hpsv3,
-    "scenes": _scenes,
 }
+
+
+def figures() -> list[str]:
+    """Return the names of all figures, those of other packages last."""
+    return [*JUDGES, *sorted(entry_points(group=GROUP).names - JUDGES.keys())]
 
 
 def open_judge(figure: str, folder: Path, *, device: str = "cpu") -> Judge:
     """Load a figure's network from a folder. Raises `inception.WeightsError`, KeyError for an unknown figure."""
-    return JUDGES[figure](folder, device)
+    if figure in JUDGES:
+        return JUDGES[figure](folder, device)
+    added = entry_points(group=GROUP)[figure]
+    try:
+        load: Open = added.load()
+    except Exception as error:  # of another package
+        raise WeightsError(f"{figure} ({added.value}) does not load ({type(error).__name__}: {error})") from error
+    return load(folder, device)

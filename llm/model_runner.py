@@ -1,4 +1,4 @@
-"""Runs a model on one iteration's tokens: guesses, one forward of all rows, and the choice of next tokens."""
+"""Runs a model on the shares of one step: guesses, one forward of all rows, and the choice of next tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import Tensor
 from contract.errors import Invalid
 from core.failures import NotFinite
 from core.kernels.kv_cache import PAGE, TokenBatch
-from llm.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
-from llm.constrain import GrammarMatcher
-from llm.execution import TextExecution
-from llm.parts import ScheduledTokens, Step, gather_step
-from llm.pending import PendingTokens
-from llm.sample import likeliest
-from llm.speculator import Speculator
-from llm.token_counts import TokenCounts
+from llm.backends.backend import TextBackend
+from llm.backends.forward import Forward
+from llm.drafts.speculator import Speculator
+from llm.grammars.constrain import GrammarMatcher
+from llm.sampling.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
+from llm.sampling.pending import PendingToken, PendingTokens
+from llm.sampling.sample import likeliest
+from llm.sampling.token_counts import TokenCounts
+from llm.step import Share, Step, StepResult
 
 
 class Timing(NamedTuple):
@@ -74,25 +75,67 @@ _SCORE_ROWS = 16, 256  # at least and at most
 _PROMPT = 128  # tokens, in forwards that are timed
 
 
+class _UnderWay(NamedTuple):
+    """A forward that was submitted, as far as the host is yet to wait for it or to choose its tokens."""
+
+    shares: Sequence[Share]
+    results: Sequence[StepResult]
+    step: Step
+    forward: Forward
+    timer: _Timer
+    ahead: bool  # the device draws its tokens, and the next step collects them
+    verified: PendingTokens | None  # its most likely tokens and the numbers of right guesses
+
+
+class StepHandle:
+    """A step that was submitted. `shares` have the guesses that were made for them."""
+
+    def __init__(self, runner: ModelRunner, shares: Sequence[Share], results: Sequence[StepResult]) -> None:
+        self.shares, self.results = shares, results
+        self.timings: list[Timing] = []  # of forwards that have ended
+        self._runner = runner
+        self.last: _UnderWay | None = None
+        self.previous: Sequence[tuple[PendingTokens, _Timer]] = ()  # forwards of the step before
+
+    @torch.inference_mode()
+    def collect(self) -> Sequence[StepResult]:
+        """Wait for the step's results, those of each share; of answers that run ahead for the tokens of the step
+        before.
+        """
+        try:
+            if self.last is not None:
+                self.timings += self._runner.finish(self.last)
+        finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
+            self.wait()
+        for share, result in zip(self.shares, self.results, strict=True):
+            if (pending := share.sequence.pending) is not None:
+                self._runner.prepend(result, pending)
+        return self.results
+
+    def wait(self) -> None:
+        """Wait for the forwards of the step before."""
+        self.timings[:0] = collected(self.previous)
+
+
 class ModelRunner:
     """A model, and its draft if there is one. Called by one thread at a time.
 
-    `score_rows` is how many tokens of prompts one forward gives log probabilities of: an iteration with more of them is
+    `score_rows` is how many tokens of prompts one forward gives log probabilities of: a step with more of them is
     several forwards, so that logits take bounded memory.
     """
 
-    def __init__(self, execution: TextExecution, guessing: Speculator, *, ahead: bool = False) -> None:
-        """`ahead`: an iteration is submitted to the device before the tokens of the one before are known here, where
-        the device itself can draw all of its tokens.
+    def __init__(self, backend: TextBackend, guessing: Speculator, *, ahead: bool = False) -> None:
+        """`ahead`: a step is submitted to the device before the tokens of the one before are known here, where the
+        device itself can draw all of its tokens.
         """
-        self.execution = execution
+        self.backend = backend
         self._guessing = guessing
         self._ahead = ahead
-        model, rows = execution.model, len(execution.cache.table)
+        model, rows = backend.model, len(backend.cache.table)
         self._counts = TokenCounts(model.vocabulary, model.device, rows=rows)
         self._submitted: list[tuple[PendingTokens, _Timer]] = []  # forwards whose tokens are to be collected
         least, most = _SCORE_ROWS
-        self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * execution.model.vocabulary)))
+        self.score_rows = max(least, min(most, _SCORE_BYTES // (4 * model.vocabulary)))
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
         # Starts its thread now, not when memory may be short.
         self._masks.submit(_compute, (), threading.Event()).result()
@@ -100,73 +143,65 @@ class ModelRunner:
     def close(self) -> None:
         """End the thread that computes masks, and wait for what still runs: it writes to memory that is freed next."""
         self._masks.shutdown()
-        self._collect(self._submitted)
+        collected(self._submitted)
         self._submitted = []
 
     @torch.inference_mode()
-    def __call__(self, parts: Sequence[ScheduledTokens]) -> list[Timing]:
-        """Submit an iteration's forwards, then collect the tokens of those that the iteration before submitted.
-
-        Results are in the parts; returns the timings of the forwards that have ended.
-        """
-        self._guessing.make(parts)
-        previous, self._submitted = self._submitted, []
-        timings: list[Timing] = []
+    def __call__(self, shares: Sequence[Share]) -> StepHandle:
+        """Submit a step's forwards. Waits for the device only between several of them."""
+        shares = self._guessing.make(shares)
+        handle = StepHandle(self, shares, [StepResult() for _ in shares])
+        handle.previous, self._submitted = self._submitted, []
         try:
-            for run in self._runs(parts):
-                timings += self._forward(parts[run])
-        finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
-            timings[:0] = self._collect(previous)
-        for part in parts:
-            if (pending := part.work.pending) is not None:
-                self._prepend(part, pending)
-        return timings
+            *others, last = self._runs(shares)
+            for run in others:
+                if (under_way := self._submit(shares[run], handle.results[run])) is not None:
+                    handle.timings += self.finish(under_way)
+            handle.last = self._submit(shares[last], handle.results[last])
+        except BaseException:
+            handle.wait()
+            raise
+        return handle
 
-    def _runs(self, parts: Sequence[ScheduledTokens]) -> Iterator[slice]:
-        """The parts of each forward, of which there is one unless prompts are scored."""
+    def _runs(self, shares: Sequence[Share]) -> Iterator[slice]:
+        """The shares of each forward, of which there is one unless prompts are scored."""
         first = scored = 0
-        for i, part in enumerate(parts):
-            count = len(part.scored) if part.work.parameters.prompt_logprobs else 0
+        for i, share in enumerate(shares):
+            count = len(share.scored) if share.sequence.parameters.prompt_logprobs else 0
             if scored and scored + count > self.score_rows:
                 yield slice(first, i)
                 first, scored = i, 0
             scored += count
-        yield slice(first, len(parts))
+        yield slice(first, len(shares))
 
-    # -- submit: a forward, and tokens that the device draws -------------------------------------------------------
+    # -- submit: a forward, and what the device does behind it without the host -----------------------------------
 
-    def _forward(self, parts: Sequence[ScheduledTokens]) -> list[Timing]:
-        """Compute these parts; returns the forward's timing, unless it is one to collect."""
-        step = gather_step(parts)
-        if not (rows := len(step.tokens.tokens)):  # last tokens alone are waited for
-            return []
-        timer = _Timer(self.execution.model.device, rows)
-        logits = self._logits(step, timer)
-        verified = None
+    def _submit(self, shares: Sequence[Share], results: Sequence[StepResult]) -> _UnderWay | None:
+        """Submit the forward of these shares; None where last tokens alone are waited for."""
+        step = Step.of(shares, results)
+        if not (rows := len(step.tokens.tokens)):
+            return None
+        timer = _Timer(self.backend.model.device, rows)
+        forward, verified = self._forward(step, timer), None
         if ahead := self._runs_ahead(step):
-            self._submitted.append((self._draw(step, logits), timer))
-        elif (verified := self._guessing.verify(step, self.execution)) is None:
-            self._guessing.fetch(step, self.execution)
-            self._choose(step, logits)
-        timer.stop()
-        if verified is not None:
-            tokens, guess = verified
+            self._submitted.append((self._draw(step, forward), timer))
+            timer.stop()
+            self._guessing.read(shares, results, forward)
+        elif (verification := self._guessing.verify(step, forward)) is not None:
+            verified, guess = verification
+            timer.stop()
             guess()  # from what the device knows, while the host takes in the tokens
-            self._accept(step, tokens.wait())
-        self._guessing.read(parts, self.execution.features)
-        if step.pooled:
-            self._pool(step)
-        return [] if ahead else [timer.timing()]
+        return _UnderWay(shares, results, step, forward, timer, ahead, verified)
 
-    def _logits(self, step: Step, timer: _Timer) -> Tensor:
-        """The forward's logits [L, V]; the masks of its grammars are computed beside it, as far as time allows."""
-        matchers = [matcher for part in step.sampled if (matcher := part.work.matcher) is not None]
+    def _forward(self, step: Step, timer: _Timer) -> Forward:
+        """Submit the forward; the masks of its grammars are computed beside it, as far as time allows."""
+        matchers = [matcher for part in step.sampled if (matcher := part.sequence.matcher) is not None]
         if not matchers:
-            return self.execution(step.tokens)
+            return self.backend.forward(step.tokens)
         enough = threading.Event()
         masks = self._masks.submit(_compute, matchers, enough)
         try:
-            return self.execution(step.tokens)
+            return self.backend.forward(step.tokens)
         finally:
             computed = timer.now()
             wait([masks], _MASKS_S)
@@ -178,86 +213,96 @@ class ModelRunner:
         """Return whether the device alone can draw all tokens of the step, and the host need not know any to guess."""
         if not self._ahead or step.scored:
             return False
-        return all(part.work.drawn_on_device and not part.work.guessable for part in step.sampled)
+        return all(part.sequence.drawn_on_device and not part.sequence.guessable for part in step.sampled)
 
-    def _draw(self, step: Step, logits: Tensor) -> PendingTokens:
-        """Draw the step's tokens on the device, for the next iteration to collect."""
-        best = self.execution.best
-        pending = draw_on_device(logits, step.sampled, likeliest(logits) if best is None else best, self._counts)
-        if pending.on_device is not best:
-            self.execution.keep(step.tokens, pending.on_device)
+    def _draw(self, step: Step, forward: Forward) -> PendingTokens:
+        """Draw the step's tokens on the device, for the next step to collect."""
+        best = likeliest(forward.logits) if forward.best is None else forward.best
+        pending = draw_on_device(forward.logits, step.sampled, best, self._counts)
+        if step.tokens.logits or forward.best is None:  # else the device itself has kept the most likely ones
+            self.backend.keep(step.tokens, pending.on_device)
         for part in step.sampled:
-            part.pending = pending
+            part.result.pending = PendingToken(pending, part.first)
         return pending
 
-    # -- collect: what the host waits for --------------------------------------------------------------------------
+    # -- finish: what the host waits for ---------------------------------------------------------------------------
 
-    def _collect(self, submitted: Sequence[tuple[PendingTokens, _Timer]]) -> list[Timing]:
-        """Wait for forwards' tokens; returns their timings."""
-        for tokens, _ in submitted:
-            tokens.wait()
-        return [timer.timing() for _, timer in submitted]
+    def finish(self, under_way: _UnderWay) -> list[Timing]:
+        """Fill in the results of a forward; returns its timing, unless the next step collects it."""
+        shares, results, step, forward, timer, ahead, verified = under_way
+        if verified is not None:
+            self._accept(step, verified.wait())
+        elif not ahead:
+            self._choose(step, forward)
+            timer.stop()
+        if not ahead:
+            self._guessing.read(shares, results, forward)
+        if forward.states is not None:
+            self._pool(step, forward.states)
+        return [] if ahead else [timer.timing()]
 
-    def _prepend(self, part: ScheduledTokens, pending: PendingTokens) -> None:
-        """Put the token that was pending before those of this iteration."""
-        row = part.work.pending_row
-        if (token := pending.at(row)) < 0:
-            part.error = self._nan()
-        part.tokens = (token,) if part.tokens is None else (token, *part.tokens)
-        if logprobs := pending.logprobs(row):
-            part.logprobs = (*logprobs, *part.logprobs)
+    def prepend(self, result: StepResult, pending: PendingToken) -> None:
+        """Put a share's token that was pending before those of this step."""
+        if (token := pending.token) < 0:
+            result.error = self._nan()
+        result.tokens = (token,) if result.tokens is None else (token, *result.tokens)
+        if logprobs := pending.step.logprobs(pending.row):
+            result.logprobs = (*logprobs, *result.logprobs)
 
-    def _choose(self, step: Step, logits: Tensor) -> None:
+    def _choose(self, step: Step, forward: Forward) -> None:
         """Wait for the logits, and choose the tokens after them; prompts are scored."""
-        for part in step.sampled:
-            if part.work.matcher is not None and not part.work.matcher.ready:
-                part.tokens = ()
-        sampled = [part for part in step.sampled if part.tokens is None]
-        best = greedy_tokens(logits, sampled, self.execution.best)
-        nan = {row for row, token in enumerate(best) if token < 0}
-        for part, where in step.scored:  # before `choose`, which overwrites logits
-            if nan.isdisjoint(range(*where.indices(len(best)))):
-                part.scores = prompt_logprobs(logits[where], part)
+        logits, sampled = forward.logits, []
+        for part in self._guessing.fetch(step, forward):
+            if part.sequence.matcher is not None and not part.sequence.matcher.ready:
+                part.result.tokens = ()
             else:
-                part.error = self._nan()
+                sampled.append(part)
+        best = greedy_tokens(logits, sampled, forward.best)
+        nan = {row for row, token in enumerate(best) if token < 0}
+        for share, result, rows in step.scored:  # before `choose`, which overwrites logits
+            if nan.isdisjoint(range(*rows.indices(len(best)))):
+                result.scores = prompt_logprobs(logits[rows], share)
+            else:
+                result.error = self._nan()
         if nan:
             for part in sampled:
                 if part.first in nan:
-                    part.error = self._nan()
+                    part.result.error = self._nan()
             # Nobody uses rows behind a wrong guess; which these are is known once tokens are chosen.
             logits[sorted(nan)] = 0
             best = [max(0, token) for token in best]
-        sampled = [part for part in sampled if part.error is None]
+        sampled = [part for part in sampled if part.result.error is None]
         for part, chosen in zip(sampled, choose(logits, sampled, best, self._counts), strict=True):
+            result = part.result
             if isinstance(chosen, Invalid):
-                part.error = chosen
+                result.error = chosen
             elif not nan.isdisjoint(part.rows[: len(chosen.tokens)]):
-                part.error = self._nan()
+                result.error = self._nan()
             else:
-                part.tokens, part.logprobs = chosen
+                result.tokens, result.logprobs = chosen
+                result.accepted = len(chosen.tokens) - 1
 
     def _accept(self, step: Step, known: Sequence[int]) -> None:
-        """Take the tokens of greedy parts from the most likely ones, and the numbers of right guesses behind them."""
+        """Take the tokens of greedy shares from the most likely ones, and the numbers of right guesses behind them."""
         counts = iter(known[len(step.tokens.output_rows) :])
         for part in step.sampled:
-            right = next(counts) if part.guess.tokens else 0
-            part.tokens = known[part.first : part.first + right + 1]
-            if min(part.tokens) < 0:
-                part.error = self._nan()
+            result, right = part.result, next(counts) if part.guess.tokens else 0
+            result.tokens, result.accepted = known[part.first : part.first + right + 1], right
+            if min(result.tokens) < 0:
+                result.error = self._nan()
 
-    def _pool(self, step: Step) -> None:
+    def _pool(self, step: Step, states: Tensor) -> None:
         """Pool the forward's hidden states; prompts whose states are not finite get an error."""
-        assert self.execution.states is not None
-        states = self.execution.states.float().cpu()
+        states = states.float().cpu()
         finite = states.isfinite().all(-1)
-        for part, rows in step.pooled:
+        for share, result, rows in step.pooled:
             if bool(finite[rows].all()):
-                part.pooled = part.work.pooled.plus(states[rows])
+                result.pooled = share.sequence.pooled.plus(states[rows])
             else:
-                part.error = self._nan()
+                result.error = self._nan()
 
     def _nan(self) -> NotFinite:
-        model = self.execution.model
+        model = self.backend.model
         return NotFinite(f"{model.name} in {model.precision}")
 
     # -- before it serves ------------------------------------------------------------------------------------------
@@ -267,7 +312,7 @@ class ModelRunner:
 
         Each has a row of as many sequences as there may be; beyond these the first ones read prompts.
         """
-        longest = min(_PROMPT, self.execution.cache.table.shape[1] * PAGE)
+        longest = min(_PROMPT, self.backend.cache.table.shape[1] * PAGE)
         for width in widths:
             counts = [1] * min(width, sequences)
             for i in range(len(counts)):
@@ -281,9 +326,17 @@ class ModelRunner:
                 if time.monotonic() >= until:
                     return
                 started = time.perf_counter()
-                greedy_tokens(self.execution(step), [], self.execution.best)  # waits for the device
+                forward = self.backend.forward(step)
+                greedy_tokens(forward.logits, [], forward.best)  # waits for the device
                 if run:  # the first run is warm-up
                     yield width, time.perf_counter() - started
+
+
+def collected(submitted: Sequence[tuple[PendingTokens, _Timer]]) -> list[Timing]:
+    """Wait for forwards' tokens; returns their timings."""
+    for tokens, _ in submitted:
+        tokens.wait()
+    return [timer.timing() for _, timer in submitted]
 
 
 def _compute(matchers: Sequence[GrammarMatcher], enough: threading.Event) -> None:

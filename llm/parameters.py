@@ -59,7 +59,7 @@ class TextParameters:
     logprobs: int | None = None
     prompt_logprobs: bool = False  # with `logprobs`
     json_schema: str | None = None
-    tool_grammar: str | None = None  # in place of a schema: llguidance's Lark, of llm/tool_calls.py
+    tool_grammar: str | None = None  # in place of a schema: llguidance's Lark, of llm/grammars/tool_calls.py
     logit_bias: tuple[tuple[int, float], ...] = ()
     continues: bool = False
     embed: bool = False
@@ -102,8 +102,8 @@ class TextDelta(NamedTuple):  # quicker to make than a frozen dataclass: one for
 class GeneratedText:
     """A finished continuation. `cached` of its prompt's tokens were found in the KV cache instead of computed.
 
-    `pooled` are the pooled hidden states of its prompt in fp32, if they were requested: `llm.pooling` makes the
-    embedding of them.
+    `pooled` are the pooled hidden states of its prompt in fp32, if they were requested: `llm.features.pooling` makes
+    the embedding of them.
     """
 
     text: str

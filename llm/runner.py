@@ -19,27 +19,28 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.kernels.kv_cache import Kind
 from llm import parameters
-from llm.adapters import AdapterSource
-from llm.beam_search import BeamSearch
-from llm.constrain import GrammarCompiler
-from llm.detokenizer import Detokenizer
-from llm.drafts import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
-from llm.execution import FUSED, TextExecution
-from llm.followers import Followers
-from llm.kv_allocator import KVAllocator
+from llm.backends.backend import FUSED, TextBackend
+from llm.backends.select import select, select_ranked
+from llm.cache.kv_allocator import KVAllocator
+from llm.cache.pages import PAGE, PageAllocator
+from llm.checkpoints.load import TextModel, TextModelError
+from llm.commit import commit
+from llm.drafts.drafter import Drafter, DrafterFactory, LookupDrafter, ModelDrafter
+from llm.drafts.speculate import MOST_AT_ONCE
+from llm.drafts.speculator import Speculator
+from llm.features.adapters import AdapterSource
+from llm.features.beam_search import BeamSearch
+from llm.grammars.constrain import GrammarCompiler
+from llm.grammars.mask_turns import MaskTurns
 from llm.lane import StreamLane, high_priority
-from llm.leading import LeadingExecution
-from llm.load import TextModel, TextModelError
-from llm.mask_turns import MaskTurns
-from llm.micro_batches import MicroBatches
-from llm.model_runner import ModelRunner, Timing
-from llm.pages import PAGE, PageAllocator
+from llm.model_runner import ModelRunner, StepHandle
+from llm.parallel.followers import Followers
+from llm.parallel.micro_batches import MicroBatches
 from llm.parameters import Logprob, TextDelta
-from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST_AT_ONCE
-from llm.speculator import Speculator
+from llm.step import Share, StepResult
 from llm.step_planner import DECODE, PREFILL, StepPlanner
+from llm.text.detokenizer import Detokenizer
 
 GROUP = "text"
 _ADAPTERS = "text adapters"  # a resource
@@ -100,9 +101,9 @@ class TextRunner:
         if followers is not None and (names := getattr(draft, "features", ())):
             raise TextModelError(f"text_draft: reads layers {names}, which are spread over GPUs; take lookup or none")
         self.execution = (
-            TextExecution(model, **size, kernels=kernels, features=getattr(draft, "features", ()))
+            select(model, **size, kernels=kernels, features=getattr(draft, "features", ()))
             if followers is None
-            else LeadingExecution(model, followers, **size)
+            else select_ranked(model, followers, **size)
         )
         self.guessing = Speculator(_drafter(draft, self.execution, **size, kernels=kernels))
         self.pipeline = stages = 1 if followers is None else followers.parallel.pipeline
@@ -152,7 +153,7 @@ class TextRunner:
 
     def _check_beams(self, search: parameters.TextParameters) -> None:
         """Reject a search whose beams cannot all be in the cache, or in one forward."""
-        if isinstance(self.execution, LeadingExecution):  # pages are copied in this rank's cache only
+        if self.execution.spread:  # pages are copied in this rank's cache only
             raise Invalid("use_beam_search", "is not supported where the model is spread over GPUs", UNSUPPORTED)
         if search.beams > (most := min(self._sequences, self._max_rows)):
             raise Invalid("n", f"{search.beams} beams are more than the {most} sequences that run at once here")
@@ -263,25 +264,32 @@ class TextRunner:
         lane, model_runner = self._lanes[self.group(requests[0])]
         waiting = self._waiting_for_masks(requests)
         requests = [request for request in requests if request.id not in waiting] if waiting else requests
-        shares = [self._parts(request) for request in requests]
-        parts = [part for share in shares for part in share]
+        planned = [self._shares(request) for request in requests]
+        shares = [share for each in planned for share in each]
 
-        def commit(timings: Sequence[Timing]) -> dict[str, Outcome]:
+        def compute() -> StepHandle:
+            handle = model_runner(shares)
+            handle.collect()
+            return handle
+
+        def take_in(handle: StepHandle) -> dict[str, Outcome]:
             started = time.perf_counter()
-            outcomes = {
-                request.id: self._commit(request.work, share) for request, share in zip(requests, shares, strict=True)
-            }
+            outcomes, at = dict[str, Outcome](), 0
+            for request, own in zip(requests, planned, strict=True):
+                end = at + len(own)
+                outcomes[request.id] = self._commit(request.work, handle.shares[at:end], handle.results[at:end])
+                at = end
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
-            self._planner.plan_all(going, decoding=sum(part.last for part in parts))
-            ahead = any(part.pending is not None for part in parts)  # then this was while the device computed
+            self._planner.plan_all(going, decoding=sum(share.last for share in shares))
+            ahead = any(result.pending is not None for result in handle.results)  # the device computed meanwhile
             host_s = 0.0 if ahead else time.perf_counter() - started
-            for rows, seconds, masks_s in timings:
+            for rows, seconds, masks_s in handle.timings:
                 self._costs[GROUP].observe(rows, seconds + host_s)
                 self._forwards[GROUP].observe(rows, seconds - masks_s)
                 self.guessing.observe(rows, seconds - masks_s)
             return outcomes | waiting
 
-        return lane.start(lambda: model_runner(parts), commit)
+        return lane.start(compute, take_in)
 
     def _waiting_for_masks(self, requests: Sequence[Request]) -> dict[str, Outcome]:
         """Answers that are left out of this iteration, since masks of their grammars would delay the others."""
@@ -292,67 +300,54 @@ class TextRunner:
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
         return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
 
-    def _parts(self, request: Request) -> list[ScheduledTokens]:
-        """The request's share of an iteration: one part, or one of each of its beams."""
-        work: SequenceState = request.work
-        if work.beams is not None and work.beams.states:
-            count = self._beam_rows(work.beams)
-            return [ScheduledTokens(s, s.computed, count, not s.unread) for s in work.beams.states]
+    def _shares(self, request: Request) -> list[Share]:
+        """The request's shares of a step: one, or one of each of its beams."""
+        sequence: SequenceState = request.work
+        if sequence.beams is not None and sequence.beams.states:
+            count = self._beam_rows(sequence.beams)
+            return [Share(state, state.computed, count, not state.unread) for state in sequence.beams.states]
         if request.phase == DECODE:
-            complete = work.pending is not None and work.complete
-            return [ScheduledTokens(work, work.computed, 0 if complete else 1, not complete)]
+            complete = sequence.pending is not None and sequence.complete
+            return [Share(sequence, sequence.computed, 0 if complete else 1, not complete)]
         count = self.rows(request)
-        return [ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))]
+        return [Share(sequence, sequence.computed, count, sequence.computed + count == len(sequence.tokens))]
 
-    def _commit(self, work: SequenceState, parts: Sequence[ScheduledTokens]) -> Outcome:
-        for part in parts:
-            if part.error is not None:
-                return Outcome(error=part.error)
+    def _commit(self, sequence: SequenceState, shares: Sequence[Share], results: Sequence[StepResult]) -> Outcome:
+        """Take in a request's results."""
+        for result in results:
+            if result.error is not None:
+                return Outcome(error=result.error)
         try:
-            return self._commit_part(parts[0]) if work.beams is None else self._commit_beams(work, parts)
+            if sequence.beams is not None:
+                return self._commit_beams(sequence, shares, results)
+            (share,), (result,) = shares, results
+            if result.late:
+                return Outcome()
+            if self.guessing.active:
+                self.guessing.settle(share, result)
+            outcome = commit(sequence, share, result, self.model.ends)
+            if sequence.computed >= (sequence.holding.published + 1) * PAGE:  # another page may be complete
+                self._publish(sequence, min(sequence.computed, len(sequence.tokens) - 1))
+            return outcome
         except Exception as error:  # with one request's text: the others' must not be generated again
             return Outcome(error=error)
 
-    def _commit_part(self, part: ScheduledTokens) -> Outcome:
-        work, tokens, accepted = part.work, part.tokens, 0
-        total = work.parameters.max_tokens
-        if tokens is not None:
-            if not tokens:
-                return Outcome()
-            accepted = len(tokens) - 1 if part.guess.tokens else 0
-        work.pending, work.pending_row = part.pending, part.first
-        news = text = None
-        if self.guessing.active:
-            self.guessing.settle(part, accepted)
-        work.computed = part.start + part.count + accepted
-        if part.scores:
-            work.prompt_logprobs += part.scores
-        if part.pooled is not None:
-            work.pooled = part.pooled
-        if tokens is not None or (part.last and not total):
-            news, text = work.take(tokens or (), part.logprobs, self.model.ends)
-        if work.computed >= (work.holding.published + 1) * PAGE:  # another page may be complete
-            computed = min(work.computed, len(work.tokens) - 1)
-            if self.guessing.active:
-                computed = min(computed, work.drafted)
-            self._allocator.publish(work, computed)
-        progress = (0 if tokens is None else work.answered, total)
-        return Outcome(progress, None, news, text, None, text is not None)
+    def _publish(self, sequence: SequenceState, computed: int) -> None:
+        """Let others find the pages of so many tokens, as far as the drafter has read them too."""
+        self._allocator.publish(sequence, min(computed, sequence.drafted) if self.guessing.active else computed)
 
-    def _commit_beams(self, work: SequenceState, parts: Sequence[ScheduledTokens]) -> Outcome:
-        """Let beams go on, by the results of their parts; or begin, by that of what they have in common."""
+    def _commit_beams(self, work: SequenceState, shares: Sequence[Share], results: Sequence[StepResult]) -> Outcome:
+        """Let beams go on, by the results of their shares; or begin, by that of what they have in common."""
         beams, candidates = work.beams, list[Logprob]()
         assert beams is not None
-        for part in parts:
+        for share, result in zip(shares, results, strict=True):
             if self.guessing.active:
-                self.guessing.settle(part, 0)
-            part.work.computed = computed = part.start + part.count
-            self._allocator.publish(
-                part.work, computed if not self.guessing.active else min(computed, part.work.drafted)
-            )
-            candidates += part.logprobs
+                self.guessing.settle(share, result)
+            share.sequence.computed = share.start + share.length
+            self._publish(share.sequence, share.sequence.computed)
+            candidates += result.logprobs
         total = beams.width * beams.parameters.max_tokens
-        if len(candidates) < len(parts):  # more is to be read
+        if len(candidates) < len(shares):  # more is to be read
             return Outcome((beams.width * beams.length, total))
         resumed = beams.length > 0 and not beams.states
         parents = [0] * len(beams.running) if resumed else beams.advance(candidates)
@@ -377,7 +372,7 @@ class TextRunner:
         )  # fmt: skip
 
     @property
-    def _executions(self) -> list[TextExecution | Drafter]:
+    def _executions(self) -> list[TextBackend | Drafter]:
         return [self.execution, *([] if self.guessing.drafter is None else [self.guessing.drafter])]
 
     # -- before and after --------------------------------------------------------------------------------------------
@@ -426,22 +421,21 @@ class TextRunner:
             if lane is not self._lane or self._own_lane:
                 lane.close()
             model_runner.close()
-        if isinstance(self.execution, LeadingExecution):
-            self.execution.close()
+        self.execution.close()
 
 
 def _drafter(
-    draft: TextModel | Literal["lookup"] | DrafterFactory | None, execution: TextExecution, **size: Any
+    draft: TextModel | Literal["lookup"] | DrafterFactory | None, backend: TextBackend, **size: Any
 ) -> Drafter | None:
     """Raises `TextModelError` for a draft that does not fit the model."""
     if draft is None or draft == "lookup":
         return None if draft is None else LookupDrafter()
     if not isinstance(draft, TextModel):
-        return draft(execution, **size)
-    model = execution.model
+        return draft(backend, **size)
+    model = backend.model
     if draft.vocabulary != model.vocabulary or draft.context < size["context"]:
         raise TextModelError(
             f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
             f"{model.name} has {model.vocabulary} and {size['context']}"
         )
-    return ModelDrafter(TextExecution(draft, **size, companion=execution.cache))
+    return ModelDrafter(select(draft, **size, companion=backend.cache))

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from contract.text import MAX_BIAS
-from llm import sample
-from llm.adapters import TextAdapter
-from llm.beam_search import BeamSearch
-from llm.constrain import GrammarMatcher
-from llm.detokenizer import Detokenizer
-from llm.pages import SequencePages
+from llm.cache.pages import SequencePages
+from llm.drafts.speculate import AcceptanceRate
+from llm.features.adapters import TextAdapter
+from llm.features.beam_search import BeamSearch
+from llm.features.pooling import PooledStates, Pooling
+from llm.grammars.constrain import GrammarMatcher
 from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
-from llm.pending import PendingTokens
-from llm.pooling import PooledStates, Pooling
-from llm.speculate import AcceptanceRate
+from llm.sampling import sample
+from llm.sampling.pending import PendingToken
+from llm.text.detokenizer import Detokenizer
 
 
 class SequenceState:
@@ -29,7 +29,7 @@ class SequenceState:
     __slots__ = (
         "__weakref__", "_bias", "_first_bias", "adapter", "beams", "cached", "computed", "drafted", "drawn_on_device",
         "features", "finish", "guessable", "guessed", "guesses", "holding", "index", "logprobs", "matcher",
-        "modifies_logits", "own", "pace", "parameters", "pending", "pending_row", "plain", "pooled", "pooling",
+        "modifies_logits", "own", "pace", "parameters", "pending", "plain", "pooled", "pooling",
         "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
     )  # fmt: skip
 
@@ -63,8 +63,7 @@ class SequenceState:
         self.features: Tensor | None = None  # of the positions after these, which the drafter is yet to read
         self.own: Any = None  # what a drafter keeps besides, of the tokens alone
         self.cached = 0
-        self.pending: PendingTokens | None = None  # has the token after `tokens`, which the device may still compute
-        self.pending_row = 0  # of `pending`
+        self.pending: PendingToken | None = None  # the token after `tokens`, which the device may still compute
         self.guesses = 0  # in the next iteration
         self.guessable = False  # whether guesses would pay off, once its next token is known
         self.guessed = 0  # of these, on the device already

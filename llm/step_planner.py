@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from core.batching.cost import CostCurve
 from core.batching.request import Request
-from llm.pages import PAGE
+from llm.cache.pages import PAGE
+from llm.drafts.speculate import DraftLengths
+from llm.drafts.speculator import Speculator
 from llm.sequence import SequenceState
-from llm.speculate import DraftLengths
-from llm.speculator import Speculator
 
 PREFILL, DECODE = "prefill", "decode"
 

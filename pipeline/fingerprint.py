@@ -32,8 +32,8 @@ CODE = (
     "contract/strict.py", "contract/students.py", "contract/tuned.py", "contract/upscale.py",
     "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/hub_cache.py", "core/json_files.py",
     "core/kernels", "core/ops", "core/peft_config.py", "core/quant", "core/transfers.py",
-    "llm/encoder.py", "llm/family.py",
-    "core/pictures.py", "llm/network.py", "pipeline", "unet_opt", "workers/images/formats.py",
+    "llm/families/encoder.py", "llm/families/family.py",
+    "core/pictures.py", "llm/families/network.py", "pipeline", "unet_opt", "workers/images/formats.py",
     "workers/images/text_encoder.py",
 )  # fmt: skip
 _CUDA = ("core/kernels/cuda", "core/ops")

@@ -16,6 +16,12 @@ HEAD = """\
 | layer | package | imports |
 |---|---|---|
 """
+LABORATORY = """
+The laboratory, which nothing above imports; without `lab/` the page ends here.
+
+| layer | package | imports |
+|---|---|---|
+"""
 
 
 def imports() -> dict[str, set[str]]:
@@ -33,7 +39,10 @@ def imports() -> dict[str, set[str]]:
 def page() -> str:
     """Return the text of docs/internals/rooms.md."""
     lists = {name: ", ".join(f"`{one}`" for one in sorted(there)) or "–" for name, there in imports().items()}
-    return HEAD + "".join(f"| {FLOORS[name]} | `{name}` | {named} |\n" for name, named in lists.items())
+    rows = {name: f"| {FLOORS[name]} | `{name}` | {named} |\n" for name, named in lists.items()}
+    lab = [row for name, row in rows.items() if within(name, "lab")]
+    product = [row for name, row in rows.items() if not within(name, "lab")]
+    return "".join([HEAD, *product, *([LABORATORY, *lab] if (ROOT / "lab").is_dir() else [])])
 
 
 if __name__ == "__main__":

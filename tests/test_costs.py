@@ -12,7 +12,9 @@ from tests import costs, test_parallel
 
 def test_files_of_the_table_are_there_and_in_its_order() -> None:
     table = json.loads(costs.TABLE.read_text("utf-8"))
-    assert [file for file in table if not (costs.ROOT / file).is_file()] == []
+    lab = "" if (costs.ROOT / "lab").is_dir() else "tests/lab/"  # whose tests are deleted with it
+    missing = [file for file in table if not (costs.ROOT / file).is_file()]
+    assert [file for file in missing if not lab or not file.startswith(lab)] == []
     assert list(table.values()) == sorted(table.values(), reverse=True)
     assert min(table.values()) >= costs.LEAST_S
 

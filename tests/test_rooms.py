@@ -4,4 +4,7 @@ from tests import rooms
 
 
 def test_the_page_is_current() -> None:
-    assert rooms.PAGE.read_text("utf-8") == rooms.page(), "run `make rooms`; the code's imports have changed"
+    written, lab = rooms.PAGE.read_text("utf-8"), (rooms.ROOT / "lab").is_dir()
+    assert written == rooms.page() or (not lab and written.startswith(rooms.page())), (
+        "run `make rooms`; the code's imports have changed"
+    )

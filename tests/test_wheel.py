@@ -16,6 +16,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from configparser import ConfigParser
 from email.parser import Parser
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.core.quant.stage import CACHE
 from tests.deployment.served import Served
 
 ROOT = Path(__file__).resolve().parents[1]
+LAB = (ROOT / "lab").is_dir()  # what measures, whose commands the wheel has where the tree has them
 PAGE = "https://forge.example/someone/diptych"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -151,7 +153,7 @@ def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
     assert {Path(name).parts[0] for name in files if not name.startswith("../")} == {"diptych", told.name}
     assert {".py", ".cpp", ".h", ".html", ".js", ".json", ".safetensors"} <= {Path(name).suffix for name in files}
     assert not [
-        name for name in files if "/results/" in name or name.startswith(("diptych/tests/", "diptych/training/"))
+        name for name in files if "/results/" in name or name.startswith(("diptych/tests/", "diptych/lab/training/"))
     ]
 
 
@@ -192,6 +194,27 @@ def test_nothing_in_it_imports_a_room_by_its_own_name(bare: Path) -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             left += [f"{path.name}: {name}" for name in names if name.partition(".")[0] in ours]
     assert left == []
+
+
+def test_its_entry_points_name_what_it_holds(bare: Path) -> None:
+    """The commands that measure are there under the wheel's one name; what trains is not."""
+    (metadata,) = packages(bare.parent).glob("diptych-*.dist-info")
+    groups = ConfigParser()
+    groups.read_string((metadata / "entry_points.txt").read_text("utf-8"))
+    declared = PROJECT.get("entry-points", {})
+    assert set(groups.sections()) == {"console_scripts", *declared}
+    for group, points in declared.items():
+        assert set(groups[group]) == points.keys()
+        for name, value in groups[group].items():
+            module, _, function = value.partition(":")
+            assert value == f"diptych.{points[name]}"
+            source = packages(bare.parent).joinpath(*module.split(".")).with_suffix(".py").read_text("utf-8")
+            assert f"\ndef {function}(" in source
+    if LAB:
+        done = run(bare, "bench", "--help", where=bare)
+        assert done.returncode == 0 and "simulate" in done.stdout and not done.stderr
+    done = run(bare, "--help", where=bare)
+    assert done.returncode == 0 and ("captions" in done.stdout) == LAB and not done.stderr
 
 
 def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
@@ -236,12 +259,14 @@ def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) ->
     words = (
         ("models", "add", str(asset(model, bare.parent))),
         ("models", "list"),
-        ("captions", "--count", "2", "-o", "captions.tsv"),
+        *([("captions", "--count", "2", "-o", "captions.tsv")] if LAB else []),
         ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--steps", "1", "--resamples", "2",
          "--model", model, "--lens", "emoji-clip"),
     )  # fmt: skip
     code = f"import sys, diptych.cli as cli; sys.exit(any([cli.main(one) for one in {words}]))"
     variables = {**environment(bare), "DIPTYCH_MODELS_DIR": str(tmp_path / "models")}
+    if not LAB:
+        (tmp_path / "captions.tsv").write_text("id\tcaption\n1\ta hat\n2\ta cat\n")
     done = subprocess.run(
         [bare / "python", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )
@@ -306,7 +331,7 @@ def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
 
 # -- what the build rewrites -------------------------------------------------------------------------------------------
 
-MODULES = {"core", "core.config", "workers.claims.prefetch", "benchmarks", "cli"}
+MODULES = {"core", "core.config", "workers.claims.prefetch", "lab", "cli"}
 
 
 @pytest.mark.parametrize(
@@ -322,7 +347,7 @@ MODULES = {"core", "core.config", "workers.claims.prefetch", "benchmarks", "cli"
         ),
         ("x = 'workers.gone:Steady', 'core/config.py', 'core'", "same"),
         ("run([python, '-P', '-m', 'cli', 'api'])", "run([python, '-P', '-m', 'diptych.cli', 'api'])"),
-        ("import_module(f'benchmarks.{what}')", "import_module(f'diptych.benchmarks.{what}')"),
+        ("import_module(f'lab.bench.{what}')", "import_module(f'diptych.lab.bench.{what}')"),
         ("'10 × 2'; from core import config", "'10 × 2'; from diptych.core import config"),
     ],
 )  # fmt: skip

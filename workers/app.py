@@ -91,7 +91,7 @@ def _build(settings: Settings, say: Say) -> ServingRuntime:
 
 def _check_texts(models: Sequence[Settings]) -> None:
     """Reject names that lead to no text model. Raises `ModelError`."""
-    from llm.load import TextModelError, check_name
+    from llm.checkpoints.load import TextModelError, check_name
     from pipeline.checkpoints.folder import ModelError
 
     for model in models:

@@ -13,7 +13,7 @@ from core.batching.runner import Lane
 from core.config import Settings
 from core.kernels.device import lacks
 from core.transfers import beside
-from llm.pages import PAGE
+from llm.cache.pages import PAGE
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import short_name
 from pipeline.extensions.asset_cache import ReadFile
@@ -21,9 +21,9 @@ from workers.devices import check_gpu, compile_kernels, describe, device_of, fre
 from workers.variants import Say
 
 if TYPE_CHECKING:
-    from llm.adapters import AdapterSource
-    from llm.followers import Followers
-    from llm.load import TextModel
+    from llm.checkpoints.load import TextModel
+    from llm.features.adapters import AdapterSource
+    from llm.parallel.followers import Followers
     from llm.runner import TextRunner
     from workers.text.pool import TextPool
 
@@ -52,8 +52,8 @@ def text_runner(
     `pages`; 0: as the settings say. It is loaded on the lane, or with `beside_lane` on this thread.
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
-    from llm.load import TextModelError
-    from llm.load_draft import load as load_draft
+    from llm.checkpoints.load import TextModelError
+    from llm.drafts.load_draft import load as load_draft
     from llm.runner import TextRunner
 
     name = settings.text_model_name
@@ -125,9 +125,9 @@ def _load_text(
     """
     import torch
 
-    from llm.followers import Followers
-    from llm.precision import load as load_text
-    from llm.shards import Rank
+    from llm.checkpoints.precision import load as load_text
+    from llm.parallel.followers import Followers
+    from llm.parallel.shards import Rank
 
     split, rank = parse(settings.text_parallel), None
     if split.ranks > 1:
@@ -187,7 +187,7 @@ def _pages(settings: Settings, model: TextModel) -> int:
 
 def others_bytes(text_settings: Sequence[Settings], first: TextRunner) -> int:
     """Return the memory that all may take later, and others than the first with their caches, as of images."""
-    from llm.load import TextModelError, file_bytes
+    from llm.checkpoints.load import TextModelError, file_bytes
     from workers.text.pool import later_bytes, size_bytes
 
     files, own = [0] * len(text_settings), size_bytes(first)

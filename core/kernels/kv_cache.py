@@ -1,6 +1,6 @@
 """The KV cache's memory: pages for all layers, in floats, int8 or E4M3, and the page tables of sequences.
 
-`llm.pages` allocates pages.
+`llm.cache.pages` allocates pages.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from contract.embeddings import EmbeddingFields
 from contract.errors import Invalid
 from contract.text import MAX_EMBEDDED, MAX_INPUTS
 from core.config import Settings
-from llm import tiny
-from llm.pooling import Pooling
+from llm.families import tiny
+from llm.features.pooling import Pooling
 from tests.api.test_text_batches import done, whole
 from tests.api.world import Api, check_error, eventually
 from tests.api.writing import TextWorker

@@ -22,7 +22,7 @@ from api.text_answers import TextAnswers
 from core.artifacts import LAID, Artifacts
 from core.config import Settings
 from core.jobs.record import JobState
-from llm import tiny
+from llm.families import tiny
 from tests.api.world import TEXT, Api, Worker, check_error, eventually
 from tests.api.writing import TextWorker
 from tests.llm import stage

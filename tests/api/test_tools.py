@@ -21,7 +21,7 @@ from contract.chat import ChatFields
 from contract.tools import HERMES, JSON, PLAIN
 from core.config import Settings
 from core.jobs.record import Job
-from llm.load import TextModel
+from llm.checkpoints.load import TextModel
 from tests.api.test_round_trips import chunks_of, job_of, result_of, whole_of
 from tests.api.world import Api, check_error
 from tests.api.writing import written

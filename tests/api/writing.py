@@ -20,7 +20,7 @@ from core.jobs.broker import PRIORITY_STEPS, Envelope, list_key, model_queue
 from core.jobs.cards import WorkerCard
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
-from llm.load import TextModel
+from llm.checkpoints.load import TextModel
 from llm.runner import TextRunner
 from tests.api.world import Api
 from tests.llm import stage

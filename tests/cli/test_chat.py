@@ -11,7 +11,7 @@ import pytest
 
 from contract.printable import printable_lines
 from deployment.redis import free_port
-from llm.tiny import TINY
+from llm.families.tiny import TINY
 from tests.cli.shell import Shell
 from tests.http_server import Handler, LocalServer
 from tests.llm import stage

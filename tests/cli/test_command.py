@@ -77,9 +77,14 @@ def test_help_and_refusals_do_not_wait_for_torch() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["", "generate", "serve", "api", "worker", "models", "bench", "bench ladder", "bench arrivals", "bench serve"],
+    ["", "generate", "serve", "api", "worker", "models"],
 )
 def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
+    check_help(shell, words)
+
+
+def check_help(shell: Shell, words: str) -> None:
+    """Assert that the help of a command has a text for each of its options."""
     said = shell.done(*words.split(), "--help")
     assert said.err == ""
     lines = said.out.splitlines()
@@ -99,7 +104,7 @@ def test_help_is_grouped_and_begins_with_an_example(shell: Shell) -> None:
         assert f"  {flag} " in parts[group], flag
     assert "  diptych evaluate sweep --prompts" in "\n".join(shell("evaluate", "sweep", "--help").out.splitlines()[:6])
     names = re.findall(r"^    (\S+)", shell("--help").out, re.MULTILINE)
-    assert names[-2:] == ["mlperf", "tune-kernels"]
+    assert names[0] == "generate" and names.index("evaluate") + 2 == names.index("mlperf")
 
 
 def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from llm import tiny
-from llm.load import load
+from llm.checkpoints.load import load
+from llm.families import tiny
 from pipeline.checkpoints import tiny as tiny_image
 from pipeline.checkpoints.load import load as load_image_model
 from pipeline.checkpoints.tiny import TINY

@@ -170,16 +170,6 @@ def test_a_cache_that_cannot_be_made_is_named(shell: Shell, monkeypatch: pytest.
     assert shell.generate("x").code == 0  # without --compile there is no cache
 
 
-def test_benchmarks_refuse_too(shell: Shell) -> None:
-    for name, words, told in (
-        ("ladder", "--steps 0", "--steps: must be between 1 and 1000, not 0"),
-        ("serve", "--steps 0", "--steps: must be between 1 and 1000, not 0"),
-        ("arrivals", "--model /nowhere", "model: /nowhere"),
-    ):
-        assert f"diptych: {told}" in shell.refusal("bench", name, *words.split())
-    assert list(shell.folder.iterdir()) == []
-
-
 @pytest.mark.parametrize("command", ["serve", "api", "worker"])
 def test_an_install_without_what_serving_needs_is_told_so(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, command: str

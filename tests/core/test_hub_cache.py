@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.hub_cache import model_name, snapshot
-from llm import load as text_load
-from llm.load import TextModelError
+from llm.checkpoints import load as text_load
+from llm.checkpoints.load import TextModelError
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load

@@ -275,7 +275,7 @@ def test_what_is_no_picture_says_why(data: bytes) -> None:
 def test_nothing_else_opens_or_converts_pictures() -> None:
     """A conversion that does not look at the mode is how 16 bits turned white."""
     elsewhere = []
-    for folder in ("api", "cli", "contract", "core", "evaluation", "llm", "pipeline", "training", "workers"):
+    for folder in ("api", "cli", "contract", "core", "evaluation", "lab", "llm", "pipeline", "workers"):
         for path in (ROOT / folder).rglob("*.py"):
             if path == ROOT / "core" / "pictures.py":
                 continue

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 import cli
 from core.batching.request import Request
 from core.config import EMBEDDED_TEXT_MODEL
-from llm import tiny as tiny_text
-from llm.load import load
+from llm.checkpoints.load import load
+from llm.families import tiny as tiny_text
 from llm.parameters import TextParameters
 from pipeline.checkpoints import tiny
 from tests.deployment.served import Served, ready, wait_until

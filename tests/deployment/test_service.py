@@ -21,8 +21,6 @@ from PIL import Image
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from tests.cli.conftest import shell
-from tests.cli.shell import Shell
-from tests.cli.test_captions import write
 from tests.deployment.served import ROOT, Served, environment, ready, wait_until
 from tests.unet_opt.shapes import tiny_vae
 
@@ -112,14 +110,6 @@ def test_requests_choose_the_decoder(service: Served, taesd: Path) -> None:
     seen = wait_until(lambda: (found := service.call(f"{path}/preview"))[0] == 200 and found[1], "a preview")
     assert "{}x{}".format(*Image.open(io.BytesIO(seen)).size) == model["native_size"]
     service.call(f"{path}/cancel", {})
-
-
-def test_it_writes_the_captions_that_the_command_writes_by_itself(service: Served, shell: Shell) -> None:
-    whole = write(shell, "here.tsv", 20)
-    assert write(shell, "there.tsv", 20, "--server", service.url) == whole
-    refused = shell("captions", "--count", "2", "--out", "no.tsv", "--server", service.url, "--text-model", "x")
-    assert refused.code == 1 and "no text model x; there: " in refused.err
-    assert not list(shell.folder.glob("no.tsv*"))
 
 
 # -- how it runs ---------------------------------------------------------------------------------------------------

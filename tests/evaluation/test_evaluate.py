@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import cli
 from evaluation import compare, report, scoring_networks
 from evaluation.run import EvaluationRun
 from pipeline import plans
@@ -212,11 +210,3 @@ def test_a_tuned_plan_or_the_model_says_what_the_options_leave_open(shell: Shell
 def test_only_one_word_is_needed_to_be_told_what_is_missing(shell: Shell) -> None:
     assert "--prompts: must be given" in shell("evaluate").err
     assert "--out: must be given" in shell("evaluate", "--prompts", str(CLIP / "README.md")).err
-
-
-def test_the_pages_commands_are_ones_that_diptych_takes() -> None:
-    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
-    commands = [line.strip() for line in page.splitlines() if line.startswith("    diptych ")]
-    assert len(commands) > 8
-    for line in commands:
-        cli.parser().parse_args(shlex.split(line)[1:])

@@ -14,6 +14,7 @@ from evaluation import judges, mmd, pixels
 from evaluation.clip import Clip
 from evaluation.dinov2 import DinoV2
 from evaluation.fid import FrechetDistance
+from evaluation.inception import WeightsError
 from evaluation.run import EvaluationRun
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, blocks, evaluate, read_json
@@ -80,7 +81,7 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--judge hps=x", f"--judge: must be one of {', '.join(judges.JUDGES)}, with =DIR, not 'hps=x'"),
+        ("--judge hps=x", f"--judge: must be one of {', '.join(judges.figures())}, with =DIR, not 'hps=x'"),
         ("--judge cmmd", "not 'cmmd'"),
         ("--judge cmmd=a --judge cmmd=b", "--judge: names cmmd twice"),
         ("--judge pickscore=gone", "gone: is not a CLIP model"),
@@ -92,3 +93,24 @@ def test_a_judge_that_cannot_be_is_refused_before_it_draws(words: str, told: str
     answer = evaluate(shell, f"--out run {words}")
     assert answer.code == 2 and told in answer.err, answer
     assert not (shell.folder / "run").exists()
+
+
+def test_another_package_adds_a_figure_and_one_that_does_not_load_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "packages"
+    metadata = folder / "bonfire-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / "bonfire.py").write_text("def warmth(folder, device):\n    return folder, device\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bonfire\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[{judges.GROUP}]\nwarmth = bonfire:warmth\nrain = bonfire:rain\ncmmd = bonfire:warmth\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    assert judges.figures()[: len(judges.JUDGES)] == [*judges.JUDGES] and judges.figures().count("cmmd") == 1
+    assert {"warmth", "rain"} <= {*judges.figures()}
+    assert judges.open_judge("warmth", tmp_path) == (tmp_path, "cpu")
+    with pytest.raises(WeightsError, match=r"^rain \(bonfire:rain\) does not load \(AttributeError: "):
+        judges.open_judge("rain", tmp_path)
+    with pytest.raises(KeyError):
+        judges.open_judge("hail", tmp_path)

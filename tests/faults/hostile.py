@@ -1,16 +1,9 @@
-"""Sends thousands of hostile requests to an API and monitors it: `python -m tests.faults.hostile --bodies 10000`.
-
-A process of its own polls /healthz meanwhile (monitor.py), and reads the API's memory. The exit code is 1 if a request
-got a 5xx other than 503 or no answer, or if the API exited. The result is benchmarks/results/hostile.json.
-"""
+"""Sends hostile requests to an API, while another process polls /healthz and reads the API's memory (monitor.py)."""
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import socket
-import sys
-import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import record
-from benchmarks.harness.record import table
 from tests.faults.bodies import HostileRequest, requests
 from tests.faults.lone_api import lone_api
 from tests.faults.monitor import Monitor
@@ -103,27 +94,3 @@ def summary(found: Attack) -> dict[str, Any]:
         "healthz_worst_ms": round(health[-1] * 1e3, 1),
         "rss_mib": [round(sum(part) / len(part), 1) for part in (rss[fifth : 2 * fifth] or rss, rss[-fifth:])],
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.hostile", description=__doc__)
-    parser.add_argument("--bodies", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    with record.alone(), tempfile.TemporaryDirectory() as folder:
-        found = attack(options.bodies, options.seed, Path(folder))
-    result = summary(found)
-    header = ("kind", "requests", "answers: count")
-    rows = [
-        (kind, str(one.total()), ", ".join(f"{status}: {n}" for status, n in sorted(one.items())))
-        for kind, one in sorted(found.statuses.items())
-    ]
-    table("hostile requests", header, rows)
-    record.publish("hostile", result, artifacts=("api", "core/jobs", "tests/faults"))
-    for fault in found.faults:
-        print(f"wrong: {fault}", file=sys.stderr)
-    return int(bool(found.faults))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -233,6 +233,9 @@ WRONG: dict[str, list[History]] = {
         # That it exists is told by any other answer than that of a thing that does not.
         job(refused("probe job requeue", 60, "a", status, owner="anna", tenant=tenant))
         for tenant, status in (("bert", 400), ("bert", 403), ("bert", 409), ("bert", 401), ("", 404), ("", 403))
+    ] + [
+        job(call("batch", 2, "file-1", ids=("batch_1",), owner="bert", wants=("stolen x",)),
+            call("batch_end", 60, "batch_1", code="completed", got=("stolen x",)))
     ],
     "refusals_are_due": [
         job(full(60, SHARE), limits=SHARED),

@@ -113,6 +113,11 @@ def strangers(world: World, client: Client) -> list[Fault]:
             for tenant in ("carl", ""):
                 ask(client.line, tenant, thing, name)
     client.made.clear()  # a stranger may have deleted it
+    owner, client.tenant = client.tenant, "bert"
+    client.long_text()  # lists have large records, too
+    client.edit()
+    client.tenant = owner
+    client.steal()
     file = client.line.upload("bert", bytes(1000))
     client.line.forget("bert", file.ids[0])
     return []
@@ -206,7 +211,8 @@ GROUPS: list[tuple[tuple[Callable[[World, Client], list[Fault]], ...], float, di
     ((peaceful, strangers), PATIENCE_S, {
         planted.LINK: ("bytes_of_their_request", "link of"), planted.AFTER: ("events_in_order", "after its end"),
         planted.FILES: (STRANGERS, "probe file content: carl"), planted.JOBS: (STRANGERS, "probe job look: carl"),
-        planted.BATCHES: (STRANGERS, "probe batch look: carl"), planted.OPEN: (STRANGERS, "nobody was let"),
+        planted.BATCHES: (STRANGERS, "probe batch look: carl"), planted.LINES: (STRANGERS, "batch line: anna"),
+        planted.OPEN: (STRANGERS, "nobody was let"),
         planted.QUOTA: (QUIET, "upload of"),
     }),
     ((strangers, stalled, spoiled), PATIENCE_S, {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llm.constrain import GrammarCompiler
+from llm.grammars.constrain import GrammarCompiler
 from tests.llm import stage
 
 

@@ -13,16 +13,16 @@ import torch
 
 from contract.parallel import parse
 from core.batching.engine import Engine
-from llm import follower
-from llm.followers import Followers
-from llm.load import TextModel, load
+from llm.checkpoints.load import TextModel, load
+from llm.parallel import follower
+from llm.parallel.followers import Followers
+from llm.parallel.shards import Rank
 from llm.runner import TextRunner
-from llm.shards import Rank
 from tests.llm import stage
 
 
 class ThreadedRank(threading.Thread):
-    """A follower as `llm.followers.Process`."""
+    """A follower as `llm.parallel.followers.Process`."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(daemon=True)

@@ -22,17 +22,17 @@ from torch import Tensor
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
 from core.kernels.kv_cache import TokenBatch
-from llm import tiny
-from llm.adapters import CONFIG, WEIGHTS
-from llm.attention import cacheless
-from llm.block_drafter import BlockDraft
-from llm.load import TextModel, load
+from llm.backends.attention import cacheless
+from llm.backends.step_graphs import StepGraphs
+from llm.checkpoints.load import TextModel, load
+from llm.drafts.block_drafter import BlockDraft
+from llm.drafts.speculate import NO_GUESS, DraftTokens
+from llm.families import tiny
+from llm.features.adapters import CONFIG, WEIGHTS
 from llm.parameters import GeneratedText, TextParameters
-from llm.parts import ScheduledTokens
 from llm.runner import TextRunner
 from llm.sequence import SequenceState
-from llm.speculate import NO_GUESS, DraftTokens
-from llm.step_graphs import StepGraphs
+from llm.step import Output, StepResult
 from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 
@@ -83,7 +83,7 @@ def read(execution: Any, texts: Sequence[Sequence[int]], *counts: Sequence[int])
         ends = [len(found) + count for found, count in zip(logits, next(steps), strict=True)]
         rows = [(s, t) for s, text in enumerate(texts) for t in range(len(logits[s]), min(ends[s], len(text)))]
         tokens, positions, sequences = [texts[s][t] for s, t in rows], [t for _, t in rows], [s for s, _ in rows]
-        found = execution(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).clone()
+        found = execution.forward(TokenBatch.of(tokens, positions, sequences, [*range(len(rows))])).logits.clone()
         for s, row in zip(sequences, found, strict=True):
             logits[s].append(row)
     return [torch.stack(each) for each in logits]
@@ -258,7 +258,7 @@ def state_of(parameters: TextParameters, matcher: Any = None, vocabulary: int = 
     return SequenceState(parameters, small().tokenizer, vocabulary, matcher)
 
 
-def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> ScheduledTokens:
+def asking(work: SequenceState, first: int, guess: DraftTokens = NO_GUESS) -> Output:
     """What asks for a next token, by the logits at row `first`."""
     work.row = first
-    return ScheduledTokens(work, work.computed, 1, True, guess, first)
+    return Output(work, work.computed, guess, first, StepResult())

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from core.batching.engine import Engine
-from llm.load import TextModel
-from llm.speculator import Speculator
+from llm.checkpoints.load import TextModel
+from llm.drafts.speculator import Speculator
 from tests.llm import stage
 
 MOST = 32

@@ -20,15 +20,15 @@ from contract.errors import Invalid
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
-from llm.drafts import DraftRequest, LookupDrafter
-from llm.load import TextModel, TextModelError
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import TextModel, TextModelError
+from llm.drafts.drafter import DraftRequest, LookupDrafter
+from llm.drafts.speculate import DraftTokens
+from llm.drafts.speculator import Speculator
 from llm.model_runner import ModelRunner
-from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
-from llm.pending import PendingTokens
 from llm.runner import TextRunner
-from llm.speculate import DraftTokens
-from llm.speculator import Speculator
+from llm.sampling.pending import PendingTokens
 from tests.llm import stage
 from tests.llm.test_exact import watch
 
@@ -55,20 +55,20 @@ def test_a_seed_means_one_text_whatever_the_companions(draft: Any) -> None:
 
 
 class Failing:
-    """An execution every n-th step of which runs out of memory with several sequences, after it has begun."""
+    """A backend every n-th forward of which runs out of memory with several sequences, after it has begun."""
 
-    def __init__(self, execution: Any, every: int) -> None:
-        self._execution, self._steps = execution, itertools.cycle(range(every))
+    def __init__(self, backend: Any, every: int) -> None:
+        self._backend, self._steps = backend, itertools.cycle(range(every))
 
-    def __call__(self, step: Any) -> Any:
-        logits = self._execution(step)
+    def forward(self, step: Any) -> Any:
+        forward = self._backend.forward(step)
         if next(self._steps) == 0 and len(step.sequences.unique()) > 1:
-            self.latest.fill_(77)
+            self.latest.table.fill_(77)
             raise OutOfMemory("planted")
-        return logits
+        return forward
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._execution, name)
+        return getattr(self._backend, name)
 
 
 def of_all_kinds(model: stage.TextModel) -> list[TextParameters]:
@@ -99,7 +99,7 @@ def test_iterations_ahead_of_their_tokens_write_the_same(monkeypatch: pytest.Mon
             patch.delattr(ModelRunner, "_choose")  # the device alone draws all of these
             texts = stage.answers(engine, drawn)
         assert [(text.tokens, text.logprobs) for text in texts] == [(text.tokens, text.logprobs) for text in expected]
-        runner._model_runner.execution = Failing(runner.execution, every=5)
+        runner._model_runner.backend = Failing(runner.execution, every=5)
         several = [i for i, request in enumerate(requests) if request.max_tokens > 1]
         texts = stage.answers(engine, [drawn[i] for i in several])
         assert [text.tokens for text in texts] == [expected[i].tokens for i in several]

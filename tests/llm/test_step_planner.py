@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from core.batching.cost import CostCurve
-from llm.pages import PAGE
-from llm.speculator import Speculator
+from llm.cache.pages import PAGE
+from llm.drafts.speculator import Speculator
 from llm.step_planner import StepPlanner
 
 

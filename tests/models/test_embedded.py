@@ -13,12 +13,11 @@ import torch
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from llm.block_drafter import BlockDraft
-from llm.load import load as load_text
+from llm.drafts.block_drafter import BlockDraft
+from llm.checkpoints.load import load as load_text
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny_zimage import STEPS
 from tests.pipeline.worlds import Crank, Watching, apart, levels
-from training import phrases
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 ASKED = (
@@ -118,7 +117,6 @@ def test_emoji_lm_expands_a_prompt_and_its_draft_fits_it() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     config = json.loads((folder / "config.json").read_text())
     assert config["num_key_value_heads"] < model.config.num_attention_heads
-    assert config["expansion_instruction"] == phrases.SYSTEM, "what it was trained to be told"
     chat = [{"role": "user", "content": "an emoji of cry sad"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids

@@ -21,9 +21,9 @@ from core.kernels.cpu import library as kernels
 from core.kernels.cpu.library import KernelsUnavailable
 from core.kernels.cuda import driver
 from core.kernels.device import say
-from llm import tiny as texts
-from llm.load import load as load_text
-from llm.quantized import make as quantize_text
+from llm.checkpoints.load import load as load_text
+from llm.checkpoints.quantized import make as quantize_text
+from llm.families import tiny as texts
 from llm.runner import TextRunner
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.programs import ProgramBackend

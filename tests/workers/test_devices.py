@@ -14,7 +14,7 @@ from core.kernels import describe as description
 from core.kernels.cpu.library import identity
 from core.kernels.cuda import driver
 from core.kernels.device import DeviceInfo, say
-from llm import tiny as tiny_text
+from llm.families import tiny as tiny_text
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from tests.core.kernels.test_device import A100, L4, NO_TRITON, V100

@@ -24,8 +24,8 @@ from core.config import Settings
 from core.jobs.broker import QUEUES, Envelope, read_message
 from core.jobs.record import JobDraft, JobState, new_id
 from deployment.redis import RedisServer
-from llm import tiny
-from llm.followers import RANK_LOST
+from llm.families import tiny
+from llm.parallel.followers import RANK_LOST
 from tests.core import refusals
 from tests.faults.histories.proxy import Proxy
 from tests.forks import REAL
@@ -357,7 +357,7 @@ def test_a_rank_is_killed_and_another_worker_finishes_its_job(crew: Crew, reaper
     (rank,) = (
         child
         for child in psutil.Process(worker.process.pid).children(recursive=True)
-        if "llm.follower" in " ".join(child.cmdline())
+        if "llm.parallel.follower" in " ".join(child.cmdline())
     )
     parameters = TextJob(prompts=[[1, 40, 41]], max_tokens=400, temperature=0.0, logit_bias={"2": -100}).to_dict()
     id = crew.store.create(JobDraft(new_id(), "text", tiny.TINY, parameters)).id

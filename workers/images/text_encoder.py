@@ -12,7 +12,7 @@ from core.config import Settings
 from core.ops.cpu import CpuLowering
 from core.ops.cuda import CudaLowering
 from core.ops.ops import Lowering
-from llm.encoder import PromptEncoder
+from llm.families.encoder import PromptEncoder
 from pipeline.families.family import ImageModel
 from workers.backends import GRAPHS, PROGRAMS
 from workers.devices import kernels

@@ -26,8 +26,9 @@ from contract.text import (
 )
 from contract.tools import CALLS, MESSAGES, PLAIN, TOOLS, texts_in
 from core.batching.request import Outcome
-from llm import token_text, tool_calls
+from llm.grammars import tool_calls
 from llm.parameters import Logprob, TextParameters, check
+from llm.text import token_text
 from workers.handlers import Output
 from workers.text.stream_buffer import StreamBuffer
 
@@ -219,7 +220,7 @@ class TextJobHandler:
 
     def _embeddings(self, job: TextJob, outputs: Sequence[GeneratedText]) -> dict[str, Any]:
         """The result of an embedding job: vectors in fp32, little-endian, as base64."""
-        from llm.pooling import embedding
+        from llm.features.pooling import embedding
 
         pooling = self._pooling
         vectors = [embedding(text.pooled, pooling, job.dimensions) for text in outputs]
@@ -268,7 +269,7 @@ class TextJobHandler:
         """How many tokens may come after a prompt. Raises `Invalid`, naming its field, if there is no room for one."""
         room = self._most_tokens - len(prompt)
         if job.beams:  # each with pages of its own, and two to come
-            from llm.pages import PAGE
+            from llm.cache.pages import PAGE
 
             pages = (self._offer.cache_tokens - len(prompt)) // PAGE // job.beams
             room = min(room, (pages - 2) * PAGE)

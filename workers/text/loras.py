@@ -9,9 +9,9 @@ from pathlib import Path
 
 from contract.errors import Invalid
 from contract.loras import is_name, normal
-from llm import adapters
-from llm.adapters import CONFIG, WEIGHTS, TextAdapter
-from llm.execution import TextExecution
+from llm.backends.backend import TextBackend
+from llm.features import adapters
+from llm.features.adapters import CONFIG, WEIGHTS, TextAdapter
 from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.extensions import weight_files
 from pipeline.extensions.asset_cache import ReadFile
@@ -22,15 +22,15 @@ _FIELD = "model"  # of requests, which names them
 
 
 class TextLoraFolder(AssetFolder[TextAdapter]):
-    """The adapters of one folder that requests of one model may name: an `llm.adapters.AdapterSource`."""
+    """The adapters of one folder that requests of one model may name: an `llm.features.adapters.AdapterSource`."""
 
     kind, setting = "lora", "DIPTYCH_TEXT_LORAS_MIB"
     missing = "there is no {} in the folder of text LoRAs"
 
-    def __init__(self, folder: Path, execution: TextExecution, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, backend: TextBackend, capacity_bytes: int) -> None:
         """`capacity_bytes` limits what they take as packed for the kernels, those in use included."""
         super().__init__(folder, capacity_bytes)
-        self._execution = execution
+        self._backend = backend
 
     def asset_names(self) -> list[str]:
         try:
@@ -83,7 +83,7 @@ class TextLoraFolder(AssetFolder[TextAdapter]):
                 raise ValueError(f"{CONFIG} is larger than {_MOST_CONFIG} bytes")
             text = path.read_bytes()
             state = weight_files.tensors(data)
-            packed = self._execution.pack(adapters.factors(json.loads(text), state, self._execution.model.network))
+            packed = self._backend.pack(adapters.factors(json.loads(text), state, self._backend.model.network))
         except (OSError, ValueError, RecursionError) as error:
             raise self._error(key, f"does not fit ({first_line(error)})") from error
         digest = hashlib.sha256(hashlib.sha256(text).digest() + hashlib.sha256(data).digest()).hexdigest()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from core.batching.request import Request
 from core.batching.runner import NotYet
 from core.config import Settings
-from llm.micro_batches import MicroBatches
+from llm.parallel.micro_batches import MicroBatches
 from llm.runner import TextRunner
-from llm.token_counts import table_bytes
+from llm.sampling.token_counts import table_bytes
 from pipeline.model_pool import Checked, ModelPool
 
 

@@ -22,7 +22,7 @@ _UNIT = 128  # a part's tokens are a multiple of it, and a block has no more
 _LEAST = 16  # minimum tile rows of the tensor cores
 
 # Keys at a time, warps, and blocks in flight, by bytes per number: the fastest of those tried on an H200
-# (`benchmarks/kernels.py`).
+# (`lab/bench/kernels.py`).
 shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
 
 

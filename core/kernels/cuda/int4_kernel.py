@@ -103,8 +103,7 @@ def choose(
 
     Five of the smallest programs are on a multiprocessor at once, and the depth is split until about all places are
     taken, alike for all rows up to `FEW`. A stage is as long as a block, in which a row of inputs takes four times the
-    bytes of a column of weights, in INT8 twice; Triton holds one stage less of these. The tiles are those of an H100
-    (`benchmarks/weights.py`).
+    bytes of a column of weights, in INT8 twice; Triton holds one stage less of these. The tiles are those of an H100.
     """
     tile = _tile(rows, columns, blocks, processors, size, gated=gated)
     words, inputs = 2 * QUARTER * tile.columns, 4 * QUARTER * size * tile.rows

@@ -1,7 +1,7 @@
 """A Triton kernel that restricts distributions to their top k and top p, without sorting them.
 
 The value of the last token that is kept is found digit by digit in the bits of fp32 numbers, whose order is that of the
-numbers: 15 passes over a row, in place of a sort. The reference is the sort in `llm.sample`.
+numbers: 15 passes over a row, in place of a sort. The reference is the sort in `llm.sampling.sample`.
 """
 
 from __future__ import annotations

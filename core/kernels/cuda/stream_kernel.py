@@ -49,7 +49,7 @@ def choose(
     tile, six of them in flight, up to three programs per multiprocessor, are several times that. So the depth is split
     until there are about as many programs. A gated product is never split: its programs hold gate and up of the same
     columns and finish them. Nor are products as wide as a vocabulary. The tiles were the fastest, or within 3%, of
-    their neighbours on an H200 (`benchmarks/kernels.py`). Small depths (of models for tests) get small tiles.
+    their neighbours on an H200 (`lab/bench/kernels.py`). Small depths (of models for tests) get small tiles.
     """
     tile_rows = 16 if rows <= 16 else 64 if rows <= FEW else 128
     deep = min(max(128 // size, 32), max(32, 1 << (depth - 1).bit_length()))

@@ -194,12 +194,19 @@ def own_things_only(index: Index) -> Iterator[str]:
 
 
 def strangers_get_nothing(index: Index) -> Iterator[str]:
-    """A thing that is another's is answered as one that does not exist; without a key, every thing as needing one."""
+    """A thing that is another's is answered as one that does not exist; without a key, every thing as needing one. A
+    batch may name it in its lines, and nothing comes of these.
+    """
+    drawn = {call.about for call in index.calls if call.op == "batch_end" and call.got}
     for call in index.calls:
         if not call.owner or call.owner == call.tenant:
             continue
         early = 400 if call.op in EARLY else 0
         who, whose = call.tenant or "nobody", f"{call.about}, which is {call.owner}'s"
+        if call.op == "batch":
+            if not drawn.isdisjoint(call.ids):
+                yield f"{call.op} line: {who} was let at {whose}"
+            continue
         if call.outcome == OK:
             yield f"{call.op}: {who} was let at {whose}"
         elif call.outcome == REFUSED and call.status not in (404 if call.tenant else 401, 429, early):

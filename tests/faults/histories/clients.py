@@ -13,7 +13,7 @@ import httpx2
 from tests.faults.histories.gallery import Gallery, digest
 from tests.faults.histories.line import Line, bytes_of
 from tests.faults.histories.record import OK, UNKNOWN, Call
-from tests.faults.histories.strangers import Thing, probe
+from tests.faults.histories.strangers import EDITS, PICTURE, Thing, probe, stolen_line
 from tests.faults.histories.world import RATES
 
 LONG = 12_000, 120_000  # characters
@@ -198,6 +198,19 @@ class Client(threading.Thread):
                 self.batches.append(call)
                 self._made("batch", call.ids[0])
 
+    def steal(self) -> None:
+        """A batch of the client's own, whose line names another's picture: nothing may come of it."""
+        pictures = [thing for thing in self.things[-60:] if thing.kind == PICTURE and thing.owner != self.tenant]
+        if not pictures or self.tenant in RATES:  # a line that is refused is charged until its batch ends
+            return
+        thing = self.line.random.choice(pictures)
+        file = self._file(stolen_line(thing), "file")
+        if file is not None:
+            call = self.line.batch(self.tenant, file, (), EDITS, about=thing.id, owner=thing.owner)
+            if call.outcome == OK:
+                self.batches.append(call)
+                self._made("batch", call.ids[0])
+
     def large_batch(self) -> None:
         """A batch of more pictures than the tenant may have at once, which is refused, or of a few."""
         self._batch(int(RATES[self.tenant][1].partition("/")[0]) + 5 if self.tenant in RATES else 3)
@@ -228,5 +241,5 @@ class Client(threading.Thread):
 WHAT = {
     "put": 9, "post": 5, "resolve": 3, "reuse": 4, "erase": 2, "erase_logo": 4, "cancel": 2, "look": 6, "follow": 4,
     "fetch": 5, "link": 4, "list": 2, "probe": 6, "text": 3, "files": 2, "batch": 0.7, "edit": 0.7,
-    "long_text": 0.7, "large_batch": 0.3,
+    "long_text": 0.7, "large_batch": 0.3, "steal": 0.7,
 }  # fmt: skip

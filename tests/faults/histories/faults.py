@@ -221,6 +221,7 @@ def _slow_readers(world: World, fault: Fault) -> Undo | None:
                     f"Authorization: Bearer {world.tokens[tenant]}\r\n\r\n".encode()
                 )
                 open_.append(reader)
+                world.unread.append((time.monotonic(), tenant, id))
 
     def end() -> None:
         for reader in open_:

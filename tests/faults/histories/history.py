@@ -87,6 +87,9 @@ def play(
         times = begin - book.started, end - book.started
         book.write(Call("hostile", HOSTILE, *times, outcome, status, about=kind))
     world.statuses.clear()
+    for begin, tenant, id in world.unread:  # each counts against its tenant's rate, when it is taken up
+        book.write(Call("unread events", tenant, begin - book.started, book.now(), UNKNOWN, about=id))
+    world.unread.clear()
     history.miscounted += sorted(world.miscounted)
     world.miscounted.clear()
     history.calls, history.seconds = book.calls, book.now()

@@ -168,10 +168,20 @@ class Line:
     def forget(self, tenant: str, id: str, **about: Any) -> Call:
         return self.call("forget", tenant, "DELETE", f"/v1/files/{id}", about=id, **about)[0]
 
-    def batch(self, tenant: str, file: str, wants: tuple[str, ...]) -> Call:
-        fields = {"input_file_id": file, "endpoint": "/v1/images/generations", "completion_window": "24h"}
+    def batch(
+        self, tenant: str, file: str, wants: tuple[str, ...], endpoint: str = "/v1/images/generations", **about: Any
+    ) -> Call:
+        fields = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
         return self.call(
-            "batch", tenant, "POST", "/v1/batches", _named, given={"json": fields}, wants=wants, cost=len(wants)
+            "batch",
+            tenant,
+            "POST",
+            "/v1/batches",
+            _named,
+            given={"json": fields},
+            wants=wants,
+            cost=len(wants),
+            **about,
         )[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,8 +11,13 @@ from tests.faults.histories.line import Line
 from tests.faults.histories.record import Call
 
 JOB, FILE, PICTURE, BATCH = "job", "file", "picture", "batch"  # kinds; a picture is a file, to be edited
-# Asks that a model without control networks refuses before it looks for the picture.
-EARLY = ("probe picture control", "probe picture image prompt")
+EDITS = "/v1/images/edits"
+# Asks that are answered 400 about what does not exist: a model without control networks refuses before it looks for the
+# picture, and a list knows no place after it.
+EARLY = (
+    "probe picture control", "probe picture image prompt",
+    *(f"probe {kind} list after" for kind in (JOB, FILE, PICTURE, BATCH)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,17 @@ def _asks(kind: str, id: str) -> dict[str, _Ask]:
             "look": _Ask("GET", path), "events": _Ask("GET", f"{path}/events"),
             "picture": _Ask("GET", f"{path}/images/0"), "cancel": _Ask("POST", f"{path}/cancel"),
             "requeue": _Ask("POST", f"{path}/requeue"), "erase": _Ask("DELETE", path),
+            "list after": _Ask("GET", f"/v1/jobs?after={id}"),
         }  # fmt: skip
     if kind == BATCH:
-        return {"look": _Ask("GET", f"/v1/batches/{id}"), "cancel": _Ask("POST", f"/v1/batches/{id}/cancel")}
+        return {
+            "look": _Ask("GET", f"/v1/batches/{id}"), "cancel": _Ask("POST", f"/v1/batches/{id}/cancel"),
+            "list after": _Ask("GET", f"/v1/batches?after={id}"),
+        }  # fmt: skip
     path, named = f"/v1/files/{id}", {"file_id": id}
     asks = {
         "look": _Ask("GET", path), "content": _Ask("GET", f"{path}/content"), "forget": _Ask("DELETE", path),
+        "list after": _Ask("GET", f"/v1/files?after={id}"),
     }  # fmt: skip
     if kind == FILE:
         fields = {"input_file_id": id, "endpoint": "/v1/images/generations", "completion_window": "24h"}
@@ -78,6 +89,13 @@ def ask(line: Line, tenant: str, thing: Thing, name: str) -> Call:
     given = {} if body is None else {"json": body}
     about = {"about": thing.id, "owner": thing.owner}
     return line.call(f"probe {thing.kind} {name}", tenant, method, path, None, given=given, **about)[0]
+
+
+def stolen_line(thing: Thing) -> bytes:
+    """A batch's file, whose only line edits this picture."""
+    body = {"prompt": "a stranger's", "steps": 1, "size": "32x32", "images": [{"file_id": thing.id}]}
+    body["response_format"] = "b64_json"
+    return json.dumps({"custom_id": "stolen", "method": "POST", "url": EDITS, "body": body}).encode()
 
 
 def ways(kind: str) -> list[str]:

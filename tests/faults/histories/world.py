@@ -97,6 +97,7 @@ class World:
     threads: list[threading.Thread] = field(default_factory=list)  # that send it
     miscounted: set[str] = field(default_factory=set)  # what no look at Redis should have shown
     statuses: list[tuple[float, float, str, int]] = field(default_factory=list)  # answers: from, to, kind, status
+    unread: list[tuple[float, str, str]] = field(default_factory=list)  # requests that nobody reads: from, tenant, id
     # For the windows of rates to pass, for connections and memory to be given back, and for twice DIPTYCH_STORAGE_S.
     patience_s: float = 20.0
     parts: list[Part] = field(default_factory=list)

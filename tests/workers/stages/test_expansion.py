@@ -20,7 +20,6 @@ from core.jobs.record import JobState
 from tests.workers.crew import Crew, eventually
 from tests.workers.desk import Desk, images, torch_settings
 from tests.workers.stage import StageText, picture
-from training.phrases import SYSTEM
 from workers.build import Runtime, build
 from workers.serving_runtime import handlers_of
 from workers.stages import expansion
@@ -162,7 +161,7 @@ def test_a_model_is_told_what_it_was_trained_on() -> None:
             return [parameters]
 
     handler = Panel(0.0)
-    for own, expected in ("", expansion.INSTRUCTION), (SYSTEM, SYSTEM):
+    for own, expected in ("", expansion.INSTRUCTION), ("Name an emoji.", "Name an emoji."):
         handler.expansion_instruction = own
         expansion.expansion_requests({0: CAT}, handler)
         system, user = handler.asked.messages

@@ -18,7 +18,7 @@ from contract.text import TextJob
 from core.artifacts import Artifacts
 from core.batching.request import Outcome, Request
 from core.jobs.record import to_json
-from llm import tiny
+from llm.families import tiny
 from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage

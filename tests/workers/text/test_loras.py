@@ -19,9 +19,9 @@ from contract.errors import Invalid
 from core.batching.engine import Aborted
 from core.batching.request import Request
 from core.kernels.kv_cache import Kind
-from llm import tiny
-from llm.adapters import CONFIG, WEIGHTS
-from llm.load import TextModel, load
+from llm.checkpoints.load import TextModel, load
+from llm.families import tiny
+from llm.features.adapters import CONFIG, WEIGHTS
 from llm.parameters import TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage

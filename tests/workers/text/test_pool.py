@@ -15,9 +15,9 @@ import pytest
 
 from core.batching.request import Request
 from core.batching.runner import Lane
-from llm import tiny
-from llm.load import TextModel, load
-from llm.pages import PAGE
+from llm.cache.pages import PAGE
+from llm.checkpoints.load import TextModel, load
+from llm.families import tiny
 from llm.parameters import GeneratedText, TextParameters
 from llm.runner import TextRunner
 from pipeline.extensions.asset_cache import ReadFile

@@ -9,7 +9,7 @@ from tests.core.kernels.cuda.device import DEVICE
 
 # isort: split
 from core.kernels.cuda import narrow_kernel
-from llm import sample
+from llm.sampling import sample
 
 
 def test_what_a_sort_keeps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import shutil
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels
 from core.kernels.cuda import tiles
 from core.kernels.cuda.gemm import GemmArguments
 from core.kernels.cuda.gemm_source import LOCATE, TYPES
@@ -71,7 +71,7 @@ def test_each_shape_has_the_owners_tiles_else_the_shipped_else_a_siblings(
         assert f"{own} is not read" in caplog.text
         caplog.clear()
     measured = {shape: {"8": [1, 64, 1, 0]} for shape in ("64,32", next(iter(h100["linear"])))}
-    kernels.write({"linear": measured}, PROCESSORS, own)
+    own.write_text(json.dumps({"multiprocessors": PROCESSORS, "linear": measured}))
     tiles._forget()
     assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {**shipped, "linear": {**shipped["linear"], **measured}}
     with tiles.using({}):

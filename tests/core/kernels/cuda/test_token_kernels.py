@@ -10,7 +10,7 @@ from tests.core.kernels.cuda.device import DEVICE, ints, seeded
 
 # isort: split
 from core.kernels.cuda import token_kernels
-from llm import sample
+from llm.sampling import sample
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 70), (5, 40), (3, 64)])

@@ -1,0 +1,1 @@
+"""The laboratory: it measures, simulates, trains and judges. Nothing of the product imports it."""

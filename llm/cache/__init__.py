@@ -1,0 +1,1 @@
+"""Allocates the KV cache's pages to sequences."""

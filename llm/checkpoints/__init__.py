@@ -1,0 +1,1 @@
+"""Loads text models, and makes their quantized variants."""

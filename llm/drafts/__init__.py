@@ -1,0 +1,1 @@
+"""Guesses the next tokens, which the model verifies: speculative decoding."""

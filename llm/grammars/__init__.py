@@ -1,0 +1,1 @@
+"""Constrains answers to JSON schemas, grammars and calls of tools."""

@@ -1,0 +1,1 @@
+"""Chooses the next tokens from logits."""

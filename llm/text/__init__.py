@@ -1,0 +1,1 @@
+"""Turns tokens into text."""
