@@ -61,7 +61,7 @@ def model_queue(queue: str, model: str) -> str:
     """The kombu queue of messages for the workers that serve a model; without a model, that of versions before it.
 
     The name contains no separator, whatever the model's contains: kombu cuts the level off at the last one. Equal to
-    `model_queue` in `lua/shared/transitions.lua`.
+    `model_queue` in `lua/shared/fairness.lua`.
     """
     return f"{queue}.{model.replace('%', '%25').replace(SEPARATOR, '%3A')}" if model else queue
 

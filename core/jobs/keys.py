@@ -1,4 +1,4 @@
-"""Names of the Redis keys that both Python and Lua use. `lua/shared/transitions.lua` documents their contents."""
+"""Names of the Redis keys that both Python and Lua use. `lua/shared/record.lua` documents their contents."""
 
 from __future__ import annotations
 

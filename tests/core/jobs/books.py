@@ -1,6 +1,6 @@
 """Redis read past the store: counts everything anew, holds it to the house's rules, and lets time pass.
 
-Knows the keys that `core/jobs/lua/shared/transitions.lua` names. Shares no code with the store, so that both can be
+Knows the keys that `core/jobs/lua/shared/record.lua` names. Shares no code with the store, so that both can be
 wrong only apart.
 """
 

@@ -105,7 +105,7 @@ CAUSES: dict[str, Callable[[Causes], None]] = {
     "it is erased": Causes.erase,
     "its retention ends": Causes.end_retention,
 }
-WAYS: dict[JobState | None, tuple[Callable[[Causes], None], ...]] = {
+STEPS_TO: dict[JobState | None, tuple[Callable[[Causes], None], ...]] = {
     None: (),
     JobState.QUEUED: (Causes.create,),
     JobState.RUNNING: (Causes.create, Causes.claim),
@@ -125,21 +125,21 @@ def causes(request: pytest.FixtureRequest, redis_url: str, client: redis.Redis) 
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-@pytest.mark.parametrize("before", WAYS)
+@pytest.mark.parametrize("before", STEPS_TO)
 def test_a_state_changes_by_arrows_alone(
     before: JobState | None, cause: str, causes: Causes, client: redis.Redis
 ) -> None:
-    for step in WAYS[before]:
+    for step in STEPS_TO[before]:
         step(causes)
     assert causes.state is before
-    told = client.xlen(f"diptych:events:{ID}")
+    event_count = client.xlen(f"diptych:events:{ID}")
     after = [arrow.after for arrow in ARROWS if (arrow.before, arrow.cause) == (before, cause)]
     CAUSES[cause](causes)
     (expected,) = after or [before]
     assert causes.state is expected
     if expected is not None:
         last = client.xrevrange(f"diptych:events:{ID}", count=1)[0][1]  # type: ignore[index]
-        assert (client.xlen(f"diptych:events:{ID}") > told, last["type"]) == (bool(after), expected.value)
+        assert (client.xlen(f"diptych:events:{ID}") > event_count, last["type"]) == (bool(after), expected.value)
     books.Books.of(client).check()
 
 

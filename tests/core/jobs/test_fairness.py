@@ -26,7 +26,7 @@ from tests.core.jobs import books
 from tests.core.jobs.drafts import draft
 
 COLD = "nobody's"
-WINDOW, SPARE = 4, 8  # of lua/shared/transitions.lua
+WINDOW, SPARE = 4, 8  # of lua/shared/fairness.lua
 QUEUE, TEXTS = books.kombu("image", "emoji-xl"), books.kombu("text", "emoji-lm")
 OWNERS = ("ada", "bob", "eve")
 DEADLINE_S, LEASE_S = 500, 300

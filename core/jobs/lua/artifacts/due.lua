@@ -1,5 +1,5 @@
 -- Returns artifacts that no record, file or batch references any more; the caller deletes them.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 limit
 -- Answer: {artifact, …}

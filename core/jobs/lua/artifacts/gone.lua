@@ -1,5 +1,5 @@
 -- Records that artifacts were deleted.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2… artifacts
 -- Answer: nothing

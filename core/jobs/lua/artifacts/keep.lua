@@ -1,5 +1,5 @@
 -- Announces that an artifact is about to be written, and keeps it for a time.
--- include: shared/transitions shared/holding
+-- include: shared/holding
 -- KEYS: none
 -- ARGV: 2 keep_ms, 3 artifact, 4 '1': keep it even if jobs are erased meanwhile
 -- Answer: 1: it may be written and is kept for at least keep_ms; 0: it is being deleted now

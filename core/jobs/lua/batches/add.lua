@@ -1,5 +1,5 @@
 -- Creates a batch's record. An input file written by a version without holds gets no hold here either.
--- include: shared/transitions shared/holding shared/footprint
+-- include: shared/holding shared/footprint
 -- KEYS: none
 -- ARGV: 2 batch, 3 owner, 4 input file, 5 whether it is in progress (1 or 0), 6 kept_ms, 7 held_ms, 8 whether the request
 -- came without a key ('1' or ''), 9 bytes that the owner's records may take or '', 10… field, value

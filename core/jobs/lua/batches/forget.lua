@@ -1,5 +1,5 @@
 -- Deletes a batch's record and what it keeps, whether or not it has ended. Its jobs stay.
--- include: shared/transitions shared/holding
+-- include: shared/footprint shared/holding
 -- KEYS: none
 -- ARGV: 2 id
 -- Answer: whether the record existed

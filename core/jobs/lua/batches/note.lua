@@ -2,7 +2,7 @@
 --
 -- A text job's record is kept until its result is copied here; from then on normal retention applies, and a large request
 -- is dropped. An image job's record stays, because it references the image.
--- include: shared/transitions
+-- include: shared/retention shared/footprint
 -- KEYS: none
 -- ARGV: 2 batch, 3 line, 4 result, 5 kind ('': it did not run), 6 retention_ms
 -- Answer: whether the line was in progress

@@ -1,5 +1,5 @@
 -- Changes a batch's status; a batch that ends leaves the list of active batches.
--- include: shared/transitions shared/holding
+-- include: shared/footprint shared/holding
 -- KEYS: none
 -- ARGV: 2 batch, 3 expected status, 4… field, value
 -- Answer: whether the batch had the expected status

@@ -1,5 +1,5 @@
 -- Creates a file's record. An existing record of the same id stays unchanged.
--- include: shared/sizes
+-- include: shared/footprint shared/sizes
 -- KEYS: none
 -- ARGV: 2 id, 3 owner, 4 name, 5 purpose, 6 size, 7 key, 8 kept_ms, 9 quota in bytes or '', 10 and 11 width and height of a
 -- picture or '', 12 whether the request came without a key ('1' or ''), 13 bytes that the owner's records may take or ''

@@ -1,5 +1,5 @@
 -- Places a hold on the artifact of a file that is about to be written.
--- include: shared/transitions shared/holding
+-- include: shared/holding
 -- KEYS: none
 -- ARGV: 2 id, 3 artifact, 4 ms
 -- Answer: 1: it may be written, and is held that long for the file of this id; 0: it is being deleted

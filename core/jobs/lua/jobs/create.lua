@@ -3,7 +3,7 @@
 --
 -- It is one script, so that no record is left without a message and no rejected job is charged. If the id is taken, the
 -- caller checks whether the existing job is the same.
--- include: shared/transitions shared/positions shared/charge shared/summary
+-- include: shared/events shared/footprint shared/positions shared/charge shared/summary
 -- KEYS: none
 -- ARGV: 2 one JSON array of strings (a command of thirty arguments is slower to encode than the script is to run): id,
 --   modality, model, parameters, priority, level, deadline in ms from now or '', work_ms, max_queued, owner, digest,

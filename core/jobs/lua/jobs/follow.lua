@@ -1,5 +1,5 @@
 -- Publishes a live job's progress events from now on, even if the job was created without them.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 id, 3 incarnation or ''
 -- Answer: 1, or 0: the job is not live

@@ -1,5 +1,5 @@
 -- Lists jobs, newest first, and drops index entries whose record is gone.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 owner ('*': all owners), 3 state or '', 4 model or '', 5 limit, 6 cursor: id to continue after or '',
 --   7 maximum number of entries to examine, 8 first rank, 9 modality or ''

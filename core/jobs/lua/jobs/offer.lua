@@ -1,5 +1,5 @@
 -- Offers a queued job to workers: pushes messages into their own lists, which vanish if not emptied in time.
--- include: shared/transitions
+-- include: shared/queue
 -- KEYS: none
 -- ARGV: 2 id, 3 for how many ms, 4… kombu's list, message
 -- Answer: 1, or 0: the job is not queued

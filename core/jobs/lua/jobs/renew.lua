@@ -1,5 +1,5 @@
 -- Renews the leases of a worker's jobs.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 worker, 3 lease_ms, 4… id, fencing token of each job
 -- Answer: the ids that this worker no longer holds

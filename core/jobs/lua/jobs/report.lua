@@ -2,7 +2,7 @@
 --
 -- A text job's result is sent in pieces, in events only: the record's progress stays small, and the bytes written are
 -- linear in the length of the text; they count as bytes of its owner's. A job that nobody follows (`followed` is 0, set only at creation) gets no event.
--- include: shared/transitions
+-- include: shared/events shared/retention shared/moments shared/footprint
 -- KEYS: none
 -- ARGV: for each job: id, fencing token, data, the event's data or '' (same as the record's), whether it replaces all
 --   earlier progress ('1', ''), how many values follow, picture, preview, …

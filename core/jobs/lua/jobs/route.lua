@@ -1,5 +1,5 @@
 -- Moves a queued job, which an older version has sent to the queue of all models, to the queue of its model.
--- include: shared/transitions
+-- include: shared/queue
 -- KEYS: none
 -- ARGV: 2 id
 -- Answer: {the queue, the model, the level}; or nothing: the job is not queued, of a newer version, or there already

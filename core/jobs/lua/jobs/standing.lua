@@ -1,5 +1,5 @@
 -- Returns a queued job's position and its queue's backlog.
--- include: shared/transitions shared/positions
+-- include: shared/positions
 -- KEYS: none
 -- ARGV: 2 id
 -- Answer: {jobs ahead of it, jobs queued, their ms, jobs running, their ms}; or nothing: the job is not queued

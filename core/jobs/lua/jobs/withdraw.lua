@@ -1,5 +1,5 @@
 -- Prevents a pending call from creating a job with this id. An existing job is erased by erase.lua.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 id
 -- Answer: nothing

@@ -1,5 +1,5 @@
 -- Deletes an API key. Keys of older versions have no marker, so it is written before the last of them is deleted.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 id, 3 whether to refuse new jobs of this owner from now on (1 or 0)
 -- Answer: whether the key existed

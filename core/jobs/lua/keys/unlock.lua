@@ -1,5 +1,5 @@
 -- Lifts the key requirement of a service whose keys were all deleted.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: none
 -- Answer: 1, or 0: keys exist

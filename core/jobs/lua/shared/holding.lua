@@ -3,7 +3,7 @@
 -- An artifact is deleted once nothing holds it and no job references it.
 --
 --   held:{artifact}    zset: file or batch → end of the hold; `made`: the artifact is being written again now
--- include: shared/transitions
+-- include: shared/record
 
 local named_ms = 600000  -- grace period between writing an artifact and the record that references it
 local jobs_ms = 176400000  -- two days and an hour: longest retention of a job that has ended and references it

@@ -5,7 +5,7 @@
 --   webhook_owners             zset: owner → its next turn
 --   webhook_lanes:{owner}      zset: receiver → its next turn
 --   webhooks:{owner}|{receiver}    zset: job → its next delivery
--- include: shared/transitions
+-- include: shared/record
 
 local owners = P .. 'webhook_owners'
 

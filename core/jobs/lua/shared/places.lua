@@ -1,5 +1,5 @@
 -- Counts the places of workers: how many jobs of each queue all of them take at once.
--- include: shared/transitions
+-- include: shared/record
 
 -- Takes a worker's places out of the sums. Its first write frees memory.
 local function forget_places(worker)

@@ -1,5 +1,5 @@
 -- Computes the queue position of a job.
--- include: shared/transitions
+-- include: shared/queue
 
 -- Returns how many jobs are served before a queued one: those whose messages are before its, of all models, or, for one
 -- that is held back itself, as if all owners whose messages are held back took turns.

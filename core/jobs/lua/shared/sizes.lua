@@ -1,5 +1,5 @@
 -- Maintains the total size of an owner's files in bytes.
--- include: shared/transitions shared/holding
+-- include: shared/holding
 
 local function discount(owner, id)
   local sizes = P .. 'file_sizes:' .. owner

@@ -1,5 +1,5 @@
 -- Returns webhooks that are due and hides them for a time; they become due again unless they are settled.
--- include: shared/lanes
+-- include: shared/moments shared/lanes
 -- KEYS: none
 -- ARGV: 2 visibility timeout in ms, 3 limit, 4 limit per owner, 5 limit per lane, 6 {owners: {…}, lanes: {…}} to skip,
 --   as JSON

@@ -1,7 +1,7 @@
 -- Removes a webhook from its lane, or schedules a retry.
 --
 -- The job's record is kept until its webhook is settled; normal retention applies from then on.
--- include: shared/lanes
+-- include: shared/moments shared/lanes
 -- KEYS: none
 -- ARGV: 2 job, 3 owner, 4 receiver, 5 ms until the retry or '': it is settled, 6 whether this was an attempt (1 or 0),
 --   7 retention_ms, 8 incarnation: a later job with the same id stays untouched, 9 whether the message was of a

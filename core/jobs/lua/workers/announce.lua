@@ -1,5 +1,5 @@
 -- Writes a worker's card and those of its models, and counts its places.
--- include: shared/transitions shared/places
+-- include: shared/places
 -- KEYS: none
 -- ARGV: 2 worker, 3 card, 4 ttl_ms, 5 keep_ms, 6 of how many models it takes jobs, then kombu queue, jobs at once of each,
 --   then model, card of each

@@ -1,5 +1,5 @@
 -- Removes a worker that ends: its card, its control stream and its places.
--- include: shared/transitions shared/places
+-- include: shared/places
 -- KEYS: none
 -- ARGV: 2 worker
 -- Answer: nothing

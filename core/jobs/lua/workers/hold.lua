@@ -1,5 +1,5 @@
 -- Records which files a worker has in memory, for jobs that name them.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 worker, 3 ttl_ms, 4 how many files it has, 5… these, and then those that it has no more
 -- Answer: nothing

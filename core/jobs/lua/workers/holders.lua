@@ -1,5 +1,5 @@
 -- Finds workers that have all of these files in memory, those first that announced them longest ago.
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2… files
 -- Answer: workers

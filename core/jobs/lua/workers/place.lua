@@ -1,7 +1,7 @@
 -- Announces how soon a worker could run jobs of its models; tells who would be first, and what waits.
 --
 --   delays:{kombu}   zset: worker that serves the model → ms after which it could run the next job of it
--- include: shared/transitions
+-- include: shared/record
 -- KEYS: none
 -- ARGV: 2 worker, 3 ttl_ms, 4… kombu queue, delay in ms or '' for a model that is served no more
 -- Answer: of each queue with a delay: 1 if no other worker's is less, else 0, and for how many ms the job whose message
