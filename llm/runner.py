@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from contract.errors import CONTEXT_LENGTH, UNSUPPORTED, Invalid
-from contract.text import EMBEDS_ONLY, NO_EMBEDDINGS
-from contract.tools import TOOLS
+from contract.errors import UNSUPPORTED, Invalid
+from contract.text import EMBEDS_ONLY
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
@@ -29,21 +28,18 @@ from llm.drafts.drafter import Drafter, DrafterFactory, LookupDrafter, ModelDraf
 from llm.drafts.speculate import MOST_AT_ONCE
 from llm.drafts.speculator import Speculator
 from llm.features.adapters import AdapterSource
-from llm.features.beam_search import BeamSearch
-from llm.grammars.constrain import GrammarCompiler
-from llm.grammars.mask_turns import MaskTurns
+from llm.features.feature import RunnerParts, SequenceFeature
+from llm.features.registry import FEATURES
 from llm.lane import StreamLane, high_priority
 from llm.model_runner import ModelRunner, StepHandle
 from llm.parallel.followers import Followers
 from llm.parallel.micro_batches import MicroBatches
-from llm.parameters import Logprob, TextDelta
 from llm.sequence import SequenceState
 from llm.step import Share, StepResult
 from llm.step_planner import DECODE, PREFILL, StepPlanner
 from llm.text.detokenizer import Detokenizer
 
 GROUP = "text"
-_ADAPTERS = "text adapters"  # a resource
 _GUESS_S = 0.005  # of an iteration, before anything was measured
 _ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of one prompt in it
 
@@ -119,11 +115,15 @@ class TextRunner:
         self._sequences = max_requests
         self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
         Detokenizer(model.tokenizer)  # builds the table of its tokens here, not on the engine's thread
-        self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
-        self._mask_turns = MaskTurns()
         self._costs = CostTable(guess_s=_GUESS_S)
         self._forwards = CostTable(guess_s=_GUESS_S)  # the same without masks
         self._planner = StepPlanner(self.guessing, self._costs[GROUP], chunk=chunk, pace_s=pace_s)
+        self._parts = RunnerParts(
+            model, self.execution, self.pages, self._allocator, self._planner, self.guessing, self._model_runner,
+            lambda: self.adapters, max_requests, self._max_rows,
+        )  # fmt: skip
+        self._features = {kind.name: kind(self._parts) for kind in FEATURES}
+        self._scarce = [feature for feature in self._features.values() if feature.resource]
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -133,48 +133,25 @@ class TextRunner:
             raise Invalid("parameters", f"must be TextParameters, not {type(text_parameters).__name__}")
         limit = min(self.context, self.pages.tokens)
         parameters.check(text_parameters, vocabulary=self.model.vocabulary, context=limit)
-        if text_parameters.embed and self.model.pooling.reason:
-            raise Invalid("model", f"{NO_EMBEDDINGS}: {self.model.pooling.reason}", UNSUPPORTED)
         if text_parameters.max_tokens and not self.model.generates:
             raise Invalid("model", EMBEDS_ONLY, UNSUPPORTED)
-        if text_parameters.adapter:
-            if self.adapters is None:
-                raise Invalid("model", "has no adapters", UNSUPPORTED)
-            self.adapters.check(text_parameters.adapter)
-        if text_parameters.beams:
-            self._check_beams(text_parameters)
-        if text_parameters.json_schema is not None:
-            request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
-        if text_parameters.tool_grammar is not None:
-            try:
-                request.checked = self._grammars.compile_lark(text_parameters.tool_grammar, request.tenant)
-            except Invalid as error:
-                raise error.of(TOOLS) from error
-
-    def _check_beams(self, search: parameters.TextParameters) -> None:
-        """Reject a search whose beams cannot all be in the cache, or in one forward."""
-        if self.execution.spread:  # pages are copied in this rank's cache only
-            raise Invalid("use_beam_search", "is not supported where the model is spread over GPUs", UNSUPPORTED)
-        if search.beams > (most := min(self._sequences, self._max_rows)):
-            raise Invalid("n", f"{search.beams} beams are more than the {most} sequences that run at once here")
-        pages = -(-len(search.prompt) // PAGE) + search.beams * (2 + -(-search.max_tokens // PAGE))
-        if pages > self.pages.capacity:
-            raise Invalid("max_tokens", f"{search.beams} beams of so many tokens do not fit the cache", CONTEXT_LENGTH)
+        for feature in self._features.values():
+            if feature.is_requested(text_parameters):
+                feature.check(request)
 
     def resources(self, request: Request) -> frozenset[str]:
-        return frozenset([_ADAPTERS] if getattr(request.parameters, "adapter", "") else ())
+        return frozenset(each.resource for each in self._scarce if each.is_requested(request.parameters))
 
     def admit(self, request: Request) -> NotYet | None:
         if self._allocator.full:
             return NotYet()
         work: SequenceState = request.work or self._sequence(request)
-        if request.parameters.adapter and work.adapter is None:
-            assert self.adapters is not None
-            work.adapter = self.adapters.acquire(request.parameters.adapter, wait=self._allocator.held > 0)
-            if work.adapter is None:
-                return NotYet(_ADAPTERS)
+        for feature in self._uses(work):
+            if not feature.admit(work, wait=self._allocator.held > 0):
+                self._give_back(work)
+                return NotYet(feature.resource)
         if not self._allocator.allocate(work):
-            self._release_adapter(work)
+            self._give_back(work)
             return NotYet()
         request.work = work
         self._micro_batches.add(request.id)
@@ -185,29 +162,30 @@ class TextRunner:
         self.preempt(request)
         request.work = None
 
-    def _release_adapter(self, work: SequenceState) -> None:
-        if work.adapter is not None and self.adapters is not None:
-            self.adapters.release(work.adapter)
-            work.adapter = None
-
     def preempt(self, request: Request) -> None:
         self._micro_batches.release(request.id)
         work: SequenceState = request.work
         work.pending = None  # it will be drawn again, the same
         self._allocator.free(work)
-        self._release_adapter(work)
-        if work.beams is not None and work.beams.running:  # what they have in common is read again first, as a prompt
-            work.tokens = [*request.parameters.prompt, *work.beams.common]
-            work.prompt = len(work.tokens)
+        self._give_back(work)
+
+    def _uses(self, sequence: SequenceState) -> Iterator[SequenceFeature]:
+        """The features that a sequence was asked for."""
+        return map(self._features.__getitem__, sequence.uses)
+
+    def _give_back(self, sequence: SequenceState) -> None:
+        for feature in self._uses(sequence):
+            feature.release(sequence)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
         spare = self.guessing.ahead and self.pages.free > 4 * len(requests)
         for request in requests:
             work: SequenceState = request.work
-            if (beams := work.beams) is not None:
-                if not self._allocator.grow_beams(beams, self._beam_rows(beams)):
+            if work.uses:
+                answers = [feature.reserve(work) for feature in self._uses(work)]
+                if False in answers:
                     return False
-                if beams.states:  # they have all pages that they need
+                if True in answers:  # it has all pages that it needs
                     continue
             if spare and work.guesses:  # the device may make the next guesses too
                 self._allocator.grow(work, min(work.computed + 2 * work.guesses + 2, self.context))
@@ -226,17 +204,10 @@ class TextRunner:
 
     def rows(self, request: Request) -> int:
         work: SequenceState = request.work
-        if work.beams is not None and work.beams.states:
-            return len(work.beams.states) * self._beam_rows(work.beams)
-        if request.phase == DECODE:
-            return 1 + work.guesses
-        scored = self._model_runner.score_rows if work.scored else work.unread
-        return min(self._planner.chunk, work.unread, scored)
-
-    def _beam_rows(self, beams: BeamSearch[SequenceState]) -> int:
-        """The tokens of each running beam in the next iteration: one, or more that a preempted search reads again."""
-        unread = max((state.unread for state in beams.states), default=0)
-        return min(unread, max(1, self._planner.chunk // beams.width)) or 1
+        rows = 1 + work.guesses if request.phase == DECODE else min(self._planner.chunk, work.unread)
+        for feature in self._uses(work):
+            rows = feature.rows(work, rows)
+        return rows
 
     def iterations(self, request: Request) -> int:
         work: SequenceState = request.work
@@ -262,7 +233,7 @@ class TextRunner:
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         lane, model_runner = self._lanes[self.group(requests[0])]
-        waiting = self._waiting_for_masks(requests)
+        waiting = self._deferred(requests)
         requests = [request for request in requests if request.id not in waiting] if waiting else requests
         planned = [self._shares(request) for request in requests]
         shares = [share for each in planned for share in each]
@@ -291,21 +262,22 @@ class TextRunner:
 
         return lane.start(compute, take_in)
 
-    def _waiting_for_masks(self, requests: Sequence[Request]) -> dict[str, Outcome]:
-        """Answers that are left out of this iteration, since masks of their grammars would delay the others."""
-        if not any(request.work.matcher for request in requests):  # most iterations of most servers
+    def _deferred(self, requests: Sequence[Request]) -> dict[str, Outcome]:
+        """Return the requests that are left out of this step, with the outcomes of none."""
+        if not any(request.work.uses for request in requests):  # most steps of most servers
             return {}
-        matchers = [request.work.matcher if request.phase == DECODE else None for request in requests]
-        answers = [(request.tenant, matcher) for request, matcher in zip(requests, matchers, strict=True)]
+        uses = {name for request in requests for name in request.work.uses}
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
-        return {requests[i].id: Outcome() for i in self._mask_turns.waiting(answers, forward_s)}
+        deferred = [self._features[name].deferred(requests, forward_s) for name in sorted(uses)]
+        return {id: Outcome() for ids in deferred for id in ids}
 
     def _shares(self, request: Request) -> list[Share]:
-        """The request's shares of a step: one, or one of each of its beams."""
+        """The request's shares of a step: one, unless a feature has others."""
         sequence: SequenceState = request.work
-        if sequence.beams is not None and sequence.beams.states:
-            count = self._beam_rows(sequence.beams)
-            return [Share(state, state.computed, count, not state.unread) for state in sequence.beams.states]
+        if sequence.uses:
+            for feature in self._uses(sequence):
+                if (shares := feature.shares(sequence)) is not None:
+                    return shares
         if request.phase == DECODE:
             complete = sequence.pending is not None and sequence.complete
             return [Share(sequence, sequence.computed, 0 if complete else 1, not complete)]
@@ -318,58 +290,27 @@ class TextRunner:
             if result.error is not None:
                 return Outcome(error=result.error)
         try:
-            if sequence.beams is not None:
-                return self._commit_beams(sequence, shares, results)
+            features = [*self._uses(sequence)] if sequence.uses else []
+            for feature in features:
+                if (outcome := feature.outcome(sequence, shares, results)) is not None:
+                    return outcome
             (share,), (result,) = shares, results
             if result.late:
                 return Outcome()
             if self.guessing.active:
                 self.guessing.settle(share, result)
-            outcome = commit(sequence, share, result, self.model.ends)
+            outcome = commit(sequence, share, result, self.model.ends, features)
             if sequence.computed >= (sequence.holding.published + 1) * PAGE:  # another page may be complete
-                self._publish(sequence, min(sequence.computed, len(sequence.tokens) - 1))
+                self._parts.publish(sequence, min(sequence.computed, len(sequence.tokens) - 1))
             return outcome
         except Exception as error:  # with one request's text: the others' must not be generated again
             return Outcome(error=error)
 
-    def _publish(self, sequence: SequenceState, computed: int) -> None:
-        """Let others find the pages of so many tokens, as far as the drafter has read them too."""
-        self._allocator.publish(sequence, min(computed, sequence.drafted) if self.guessing.active else computed)
-
-    def _commit_beams(self, work: SequenceState, shares: Sequence[Share], results: Sequence[StepResult]) -> Outcome:
-        """Let beams go on, by the results of their shares; or begin, by that of what they have in common."""
-        beams, candidates = work.beams, list[Logprob]()
-        assert beams is not None
-        for share, result in zip(shares, results, strict=True):
-            if self.guessing.active:
-                self.guessing.settle(share, result)
-            share.sequence.computed = share.start + share.length
-            self._publish(share.sequence, share.sequence.computed)
-            candidates += result.logprobs
-        total = beams.width * beams.parameters.max_tokens
-        if len(candidates) < len(shares):  # more is to be read
-            return Outcome((beams.width * beams.length, total))
-        resumed = beams.length > 0 and not beams.states
-        parents = [0] * len(beams.running) if resumed else beams.advance(candidates)
-        news, text = TextDelta("", tuple(beam.tokens[-1] for beam in beams.running)), None
-        if parents:
-            beams.states = beams.states or [work]
-            self._allocator.fork(beams, parents)
-            for state, beam in zip(beams.states, beams.running, strict=True):
-                state.tokens, state.prompt = [*beams.parameters.prompt, *beam.tokens], len(beams.parameters.prompt)
-        else:
-            text = beams.result(self.model.tokenizer, work.cached)
-        progress = (beams.width * beams.length, total)
-        return Outcome(progress, token=news, result=text, finished=text is not None)
-
     def _sequence(self, request: Request) -> SequenceState:
-        parameters, grammar = request.parameters, request.checked
-        matcher = None if grammar is None else grammar.matcher(request.tenant)
-        return SequenceState(
-            parameters, self.model.tokenizer, self.model.vocabulary, matcher, ends=self.model.ends,
-            pooling=self.model.pooling if parameters.embed else None,
-            beams=BeamSearch(parameters, self.model.ends, self.model.vocabulary) if parameters.beams else None,
-        )  # fmt: skip
+        model, parameters = self.model, request.parameters
+        uses = [name for name, feature in self._features.items() if feature.is_requested(parameters)]
+        options = {key: value for name in uses for key, value in self._features[name].options(request).items()}
+        return SequenceState(parameters, model.tokenizer, model.vocabulary, uses=uses, ends=model.ends, **options)
 
     @property
     def _executions(self) -> list[TextBackend | Drafter]:
@@ -415,8 +356,9 @@ class TextRunner:
         return self._costs.measured()
 
     def close(self) -> None:
-        """Stop the process that checks schemas, the thread of masks, and the lane if it is the runner's own."""
-        self._grammars.close()
+        """Stop the features' processes, the thread of masks, and the lane if it is the runner's own."""
+        for feature in self._features.values():
+            feature.close()
         for lane, model_runner in self._lanes.values():
             if lane is not self._lane or self._own_lane:
                 lane.close()

@@ -30,7 +30,7 @@ class SequenceState:
         "__weakref__", "_bias", "_first_bias", "adapter", "beams", "cached", "computed", "drafted", "drawn_on_device",
         "features", "finish", "guessable", "guessed", "guesses", "holding", "index", "logprobs", "matcher",
         "modifies_logits", "own", "pace", "parameters", "pending", "plain", "pooled", "pooling",
-        "prompt", "prompt_logprobs", "row", "settings", "tokens", "writer",
+        "prompt", "prompt_logprobs", "row", "settings", "tokens", "uses", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -38,15 +38,17 @@ class SequenceState:
         parameters: TextParameters,
         tokenizer: Any,
         vocabulary: int,
-        matcher: GrammarMatcher | None,
+        matcher: GrammarMatcher | None = None,
         *,
+        uses: Sequence[str] = (),
         ends: Collection[int] = (),
         pooling: Pooling | None = None,
         beams: BeamSearch[SequenceState] | None = None,
     ) -> None:
-        """`ends` are the tokens that end an answer of the model. `pooling` is that of a prompt that is embedded.
-        `beams` is the search that this is the prompt of.
+        """`uses` are the names of the features that it was asked for. `ends` are the tokens that end an answer of the
+        model. `pooling` is that of a prompt that is embedded. `beams` is the search that this is the prompt of.
         """
+        self.uses = uses
         self.beams = beams
         self.adapter: TextAdapter | None = None
         if beams is not None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from llm.commit import commit
+from llm.features.embeddings import EmbeddingFeature
 from llm.features.pooling import PooledStates
+from llm.features.prompt_scores import PromptScoreFeature
+from llm.parameters import Logprob
 from llm.sampling.pending import PendingToken, PendingTokens
 from llm.step import Share, StepResult
 from tests.llm import stage
@@ -54,6 +60,11 @@ def test_a_pending_token_is_kept_for_the_next_step() -> None:
 def test_scores_and_pooled_states_are_kept_and_end_a_request_without_tokens() -> None:
     sequence = stage.state_of(stage.greedy(PROMPT, 0))
     pooled = PooledStates().plus(torch.ones(4, 8))
-    outcome = commit(sequence, Share(sequence, 0, 4, True), result(pooled=pooled), {2})
+    parts: Any = SimpleNamespace()
+    features = [EmbeddingFeature(parts), PromptScoreFeature(parts)]
+    scores = [Logprob(40, -1.0, ()), Logprob(41, -2.0, ())]
+    taken = result(pooled=pooled, scores=scores)
+    outcome = commit(sequence, Share(sequence, 0, 4, True), taken, {2}, features)
     assert outcome.finished and outcome.result.finish == "length"
     assert torch.frombuffer(bytearray(outcome.result.pooled), dtype=torch.float32).tolist() == [1.0] * 8
+    assert [*outcome.result.prompt_logprobs] == scores
