@@ -2,7 +2,7 @@
 # Downloads into .whl the wheels that gpu.sh needs on a GPU machine without a network that has Python 3.12, torch,
 # Triton and transformers. Versions are those of constraints.txt.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 names="diffusers pytest pluggy iniconfig hypothesis sortedcontainers rich markdown-it-py mdurl pygments
   pydantic pydantic-core pydantic-settings python-dotenv annotated-types typing-inspection"
 pins=$(for name in $names; do grep -iE "^$name==" constraints.txt | cut -d' ' -f1; done)
