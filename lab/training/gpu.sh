@@ -25,7 +25,7 @@ said() { echo "$(date +%T) $*" && "$@"; }
 # stage NAME GPU OPTION...: trains it on one GPU, with its log in LOG or NAME.log. Fails where the stage does.
 stage() {
     local log="$WORK/${LOG:-$1}.log"
-    CUDA_VISIBLE_DEVICES=$2 said "$PYTHON" -m "training.$1" "${COMMON[@]}" "${@:3}" >>"$log" 2>&1 ||
+    CUDA_VISIBLE_DEVICES=$2 said "$PYTHON" -m "lab.training.$1" "${COMMON[@]}" "${@:3}" >>"$log" 2>&1 ||
         { echo "${LOG:-$1} failed" && tail -n 30 "$log" && return 1; }
 }
 
