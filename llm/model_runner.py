@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from llm.backends.backend import TextBackend
 from llm.backends.forward import Forward
 from llm.drafts.speculator import Speculator
 from llm.grammars.constrain import GrammarMatcher
-from llm.sampling.choose import choose, draw_on_device, greedy_tokens, prompt_logprobs
+from llm.sampling.choose import choose, draw_on_device, greedy_tokens
 from llm.sampling.pending import PendingToken, PendingTokens
 from llm.sampling.sample import likeliest
 from llm.sampling.token_counts import TokenCounts
-from llm.step import Share, Step, StepResult
+from llm.step import Reader, Share, Step, StepResult
 
 
 class Timing(NamedTuple):
@@ -129,6 +129,7 @@ class ModelRunner:
         device itself can draw all of its tokens.
         """
         self.backend = backend
+        self.readers: Mapping[str, Reader] = {}  # of forwards, by the names that sequences use
         self._guessing = guessing
         self._ahead = ahead
         model, rows = backend.model, len(backend.cache.table)
@@ -164,10 +165,13 @@ class ModelRunner:
         return handle
 
     def _runs(self, shares: Sequence[Share]) -> Iterator[slice]:
-        """The shares of each forward, of which there is one unless prompts are scored."""
+        """The shares of each forward, of which there is one unless many logits are read."""
         first = scored = 0
         for i, share in enumerate(shares):
-            count = len(share.scored) if share.sequence.parameters.prompt_logprobs else 0
+            count = 0
+            for name in share.sequence.uses:
+                if (reader := self.readers.get(name)) is not None and not reader.reads_states:
+                    count += len(reader.places(share))
             if scored and scored + count > self.score_rows:
                 yield slice(first, i)
                 first, scored = i, 0
@@ -178,7 +182,7 @@ class ModelRunner:
 
     def _submit(self, shares: Sequence[Share], results: Sequence[StepResult]) -> _UnderWay | None:
         """Submit the forward of these shares; None where last tokens alone are waited for."""
-        step = Step.of(shares, results)
+        step = Step.of(shares, results, self.readers)
         if not (rows := len(step.tokens.tokens)):
             return None
         timer = _Timer(self.backend.model.device, rows)
@@ -211,7 +215,7 @@ class ModelRunner:
 
     def _runs_ahead(self, step: Step) -> bool:
         """Return whether the device alone can draw all tokens of the step, and the host need not know any to guess."""
-        if not self._ahead or step.scored:
+        if not self._ahead or step.logits:
             return False
         return all(part.sequence.drawn_on_device and not part.sequence.guessable for part in step.sampled)
 
@@ -238,7 +242,7 @@ class ModelRunner:
         if not ahead:
             self._guessing.read(shares, results, forward)
         if forward.states is not None:
-            self._pool(step, forward.states)
+            self._read_states(step, forward.states)
         return [] if ahead else [timer.timing()]
 
     def prepend(self, result: StepResult, pending: PendingToken) -> None:
@@ -250,7 +254,7 @@ class ModelRunner:
             result.logprobs = (*logprobs, *result.logprobs)
 
     def _choose(self, step: Step, forward: Forward) -> None:
-        """Wait for the logits, and choose the tokens after them; prompts are scored."""
+        """Wait for the logits, have them read, and choose the tokens after them."""
         logits, sampled = forward.logits, []
         for part in self._guessing.fetch(step, forward):
             if part.sequence.matcher is not None and not part.sequence.matcher.ready:
@@ -259,9 +263,9 @@ class ModelRunner:
                 sampled.append(part)
         best = greedy_tokens(logits, sampled, forward.best)
         nan = {row for row, token in enumerate(best) if token < 0}
-        for share, result, rows in step.scored:  # before `choose`, which overwrites logits
+        for reader, share, result, rows in step.logits:  # before `choose`, which overwrites logits
             if nan.isdisjoint(range(*rows.indices(len(best)))):
-                result.scores = prompt_logprobs(logits[rows], share)
+                reader.fill(share, result, logits[rows])
             else:
                 result.error = self._nan()
         if nan:
@@ -291,13 +295,13 @@ class ModelRunner:
             if min(result.tokens) < 0:
                 result.error = self._nan()
 
-    def _pool(self, step: Step, states: Tensor) -> None:
-        """Pool the forward's hidden states; prompts whose states are not finite get an error."""
+    def _read_states(self, step: Step, states: Tensor) -> None:
+        """Have the forward's hidden states read; shares whose states are not finite get an error."""
         states = states.float().cpu()
         finite = states.isfinite().all(-1)
-        for share, result, rows in step.pooled:
+        for reader, share, result, rows in step.states:
             if bool(finite[rows].all()):
-                result.pooled = share.sequence.pooled.plus(states[rows])
+                reader.fill(share, result, states[rows])
             else:
                 result.error = self._nan()
 

@@ -123,6 +123,8 @@ class TextRunner:
             lambda: self.adapters, max_requests, self._max_rows,
         )  # fmt: skip
         self._features = {kind.name: kind(self._parts) for kind in FEATURES}
+        for _, model_runner in self._lanes.values():
+            model_runner.readers = {n: each.reader for n, each in self._features.items() if each.reader is not None}
         self._scarce = [feature for feature in self._features.values() if feature.resource]
 
     # -- called by the scheduler ------------------------------------------------------------------------------------

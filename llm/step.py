@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from llm.features.pooling import PooledStates
 from llm.parameters import Logprob
 from llm.sampling.pending import PendingToken
 from llm.sequence import SequenceState
+
+_NO_READERS: Mapping[str, Reader] = MappingProxyType({})
 
 
 class Share(NamedTuple):
@@ -33,17 +36,8 @@ class Share(NamedTuple):
         """The number of its rows in the forward."""
         return self.length + len(self.guess.tokens)
 
-    @property
-    def scored(self) -> range:
-        """The positions among its tokens whose logits give log probabilities of the prompt."""
-        return self._among(self.sequence.scored)
-
-    @property
-    def pooling(self) -> range:
-        """The positions among its tokens whose hidden states are pooled."""
-        return self._among(self.sequence.unpooled)
-
-    def _among(self, positions: range) -> range:
+    def among(self, positions: range) -> range:
+        """Return those of a sequence's positions that are among the share's tokens."""
         start, stop = max(self.start, positions.start), min(self.start + self.length, positions.stop)
         return range(start, max(start, stop))
 
@@ -100,25 +94,49 @@ class Output:
         return range(self.first, self.first + len(self.guess.tokens) + 1)
 
 
+class Reader(Protocol):
+    """A reader of a forward: it wants the logits, or the hidden states, at some of a share's positions."""
+
+    reads_states: bool  # else logits
+
+    def places(self, share: Share) -> range:
+        """Return the positions, all among the share's tokens, in order."""
+        ...
+
+    def fill(self, share: Share, result: StepResult, x: Tensor) -> None:
+        """Fill in the result from finite logits [n, V], or states [n, C] in fp32 on the host, at these positions."""
+        ...
+
+
+class Reading(NamedTuple):
+    """A reader's rows among the logits, or the states, of a forward."""
+
+    reader: Reader
+    share: Share
+    result: StepResult
+    rows: slice
+
+
 class Step(NamedTuple):
     """One forward's tokens, and the shares that want something of it."""
 
     tokens: TokenBatch
     sampled: list[Output]  # shares that want a next token
-    scored: list[tuple[Share, StepResult, slice]]  # log probabilities of the prompt, from these rows of the logits
-    pooled: list[tuple[Share, StepResult, slice]]  # pooled states: these of the step's
+    logits: list[Reading]
+    states: list[Reading]
 
     @classmethod
-    def of(cls, shares: Sequence[Share], results: Sequence[StepResult]) -> Step:
-        """Collect shares as one step, which fills in their results."""
+    def of(
+        cls, shares: Sequence[Share], results: Sequence[StepResult], readers: Mapping[str, Reader] = _NO_READERS
+    ) -> Step:
+        """Collect shares as one step, which fills in their results. `readers` are by names that sequences use."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
         output_rows: list[int] = []
         state_rows: list[int] = []
         sampled: list[Output] = []
-        scored: list[tuple[Share, StepResult, slice]] = []
-        pooled: list[tuple[Share, StepResult, slice]] = []
+        readings: tuple[list[Reading], list[Reading]] = [], []  # of logits and of states
         plain = True  # the most likely tokens suffice
         for share, result in zip(shares, results, strict=True):
             sequence, start, length, last, guess = share
@@ -139,12 +157,12 @@ class Step(NamedTuple):
                 positions += range(start, start + rows)
                 sequences += [sequence.row] * rows
             zero = len(tokens) - len(guess.tokens) - length - start  # position 0's row
-            if sequence.parameters.prompt_logprobs and (places := share.scored):
-                scored.append((share, result, slice(len(output_rows), len(output_rows) + len(places))))
-                output_rows += range(zero + places.start, zero + places.stop)
-            if sequence.pooling is not None and (places := share.pooling):
-                pooled.append((share, result, slice(len(state_rows), len(state_rows) + len(places))))
-                state_rows += range(zero + places.start, zero + places.stop)
+            for name in sequence.uses:
+                if (reader := readers.get(name)) is not None and (places := reader.places(share)):
+                    rows_of = state_rows if reader.reads_states else output_rows
+                    rows_read = slice(len(rows_of), len(rows_of) + len(places))
+                    readings[reader.reads_states].append(Reading(reader, share, result, rows_read))
+                    rows_of += range(zero + places.start, zero + places.stop)
             if last and sequence.parameters.max_tokens:
                 plain = plain and sequence.plain and not guess.tokens
                 sampled.append(Output(sequence, start, guess, len(output_rows), result))
@@ -154,6 +172,6 @@ class Step(NamedTuple):
             packed = [None if s.sequence.adapter is None else s.sequence.adapter.packed for s in shares]
             adapters = [own for own, share in zip(packed, shares, strict=True) for _ in range(share.rows)]
             batch = replace(batch, adapters=adapters)
-        if plain and not scored:
+        if plain and not readings[0]:
             batch = replace(batch, logits=False)
-        return cls(batch, sampled, scored, pooled)
+        return cls(batch, sampled, *readings)

@@ -85,7 +85,7 @@ class Speculator:
         graphs = None if self.drafter is None else self.drafter.graphs
         if graphs is None or not guessed or forward.best is None or not forward.recorded:
             return None
-        if step.scored or not all(part.sequence.plain for part in step.sampled):
+        if step.logits or not all(part.sequence.plain for part in step.sampled):
             return None
         rows, counts = step.tokens.output_rows.tolist(), [_next_guesses(part) for part in guessed]
         begun = graphs.begin([

@@ -5,19 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from contract.errors import UNSUPPORTED, Invalid
 from contract.text import NO_EMBEDDINGS
 from core.batching.request import Request
 from llm.features.feature import SequenceFeature
 from llm.parameters import TextParameters
 from llm.sequence import SequenceState
-from llm.step import StepResult
+from llm.step import Share, StepResult
+
+
+class PooledReader:
+    """Pools the hidden states of a prompt's chunks."""
+
+    reads_states = True
+
+    def places(self, share: Share) -> range:
+        return share.among(share.sequence.unpooled)
+
+    def fill(self, share: Share, result: StepResult, x: Tensor) -> None:
+        result.pooled = share.sequence.pooled.plus(x)
 
 
 class EmbeddingFeature(SequenceFeature):
     """The embedding of a prompt, as `llm.features.pooling` pools it."""
 
     name = "embedding"
+    reader = PooledReader()
 
     def is_requested(self, parameters: TextParameters) -> bool:
         return parameters.embed

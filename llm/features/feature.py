@@ -16,7 +16,7 @@ from llm.features.adapters import AdapterSource
 from llm.model_runner import ModelRunner
 from llm.parameters import TextParameters
 from llm.sequence import SequenceState
-from llm.step import Share, StepResult
+from llm.step import Reader, Share, StepResult
 from llm.step_planner import StepPlanner
 
 
@@ -47,6 +47,7 @@ class SequenceFeature:
     """
 
     name: ClassVar[str]
+    reader: ClassVar[Reader | None] = None  # which reads the logits, or the hidden states, of forwards
     resource: ClassVar[str] = ""  # what its requests may have to wait for
 
     def __init__(self, parts: RunnerParts) -> None:

@@ -19,7 +19,7 @@ from llm.parameters import Logprob
 from llm.sampling import sample
 from llm.sampling.pending import PendingTokens, RowLogprobs
 from llm.sampling.token_counts import TokenCounts
-from llm.step import Output, Share
+from llm.step import Output
 
 
 class SampledTokens(NamedTuple):
@@ -225,10 +225,9 @@ def _constrain_(logits: Tensor, parts: Sequence[Output]) -> dict[int, Invalid]:
     return refused
 
 
-def prompt_logprobs(logits: Tensor, share: Share) -> list[Logprob]:
-    """Log probabilities of a share's tokens of a prompt, under the logits [n, V] that precede them."""
-    targets = share.sequence.tokens[share.scored.start + 1 : share.scored.stop + 1]
-    return _logprobs(logits.log_softmax(-1), targets, share.sequence.parameters.logprobs or 0)
+def prompt_logprobs(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
+    """Log probabilities of a prompt's tokens [n] under the logits [n, V] before them, with the `count` largest."""
+    return _logprobs(logits.log_softmax(-1), tokens, count)
 
 
 def _sampled_logprobs(logs: Tensor, chosen: Sequence[tuple[Output, list[int]]]) -> list[list[Logprob]]:
