@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from core.jobs.keys import PREFIX
 from core.jobs.record import Job
 from tests.faults.histories import accounts, planted
 from tests.faults.histories.checker import Problem, check
@@ -119,6 +120,7 @@ def strangers(world: World, client: Client) -> list[Fault]:
     client.tenant = owner
     client.steal()
     file = client.line.upload("bert", bytes(1000))
+    assert file.outcome == OK, file
     client.line.forget("bert", file.ids[0])
     return []
 
@@ -237,6 +239,13 @@ GROUPS: list[tuple[tuple[Callable[[World, Client], list[Fault]], ...], float, di
 ]  # fmt: skip
 
 
+def restore_rates(world: World) -> None:
+    """Give each tenant the whole of its rates: the warm-up, earlier groups and their bugs have charged them."""
+    with world.direct(world.servers[0]) as client:
+        for counter in client.scan_iter(f"{PREFIX}limits:*"):
+            client.delete(counter)
+
+
 def broken(
     world: World, names: Iterable[str], *acts: Callable[[World, Client], list[Fault]], end_s: float = PATIENCE_S
 ) -> list[Problem]:
@@ -245,6 +254,7 @@ def broken(
     world.settle()
     if not world.warm:
         warm_up(world, world.gallery)
+    restore_rates(world)
     names = tuple(names)
     world.bug.write_text(" ".join(names))
     book, made, things, faults, left, held, stored = Book(), [], [], [], [], [], {}  # type: ignore[var-annotated]
