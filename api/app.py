@@ -18,38 +18,27 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 
-from api import (
-    batches,
-    document,
-    edits,
-    errors,
-    events,
-    files,
-    health,
-    images,
-    inference,
-    jobs,
-    metrics,
-    models,
-    pictures,
-    playground,
-    queues,
-    rate_limits,
-    text,
-)
-from api.batch_feeder import BatchFeeder
-from api.host_origin import HostOriginMiddleware
-from api.json_parts import dumps
-from api.methods import HeadAsGetMiddleware
-from api.paths import TrailingSlashMiddleware
-from api.predictions import routes as predictions
-from api.protocol import connection_limit, protocol
-from api.request_ids import HEADER, RequestIdMiddleware
+from api import document, errors, files, health, metrics, models, playground, queues, rate_limits
+from api.batches import routes as batches
+from api.batches.feeder import BatchFeeder
+from api.dialects import inference
+from api.dialects.predictions import routes as predictions
+from api.dialects.sdapi import extras, generation, listings, options, progress
+from api.http.host_origin import HostOriginMiddleware
+from api.http.json_parts import dumps
+from api.http.methods import HeadAsGetMiddleware
+from api.http.paths import TrailingSlashMiddleware
+from api.http.protocol import connection_limit, protocol
+from api.http.request_ids import HEADER, RequestIdMiddleware
+from api.http.tracing import TracingMiddleware
+from api.jobs import events
+from api.jobs import routes as jobs
+from api.jobs.webhook_sender import WebhookSender
+from api.pictures import downloads as pictures
+from api.pictures import edits, images
 from api.routers import add_routes
-from api.sdapi import extras, generation, listings, options, progress
 from api.service import Service
-from api.tracing import TracingMiddleware
-from api.webhook_sender import WebhookSender
+from api.text import routes as text
 from core import traces
 from core.config import Settings
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from api import request_ids
-from api.predictions import inputs
+from api.dialects.predictions import inputs
+from api.http import request_ids
 
 _HEADERS = {
     request_ids.HEADER: {

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.methods import allowed
+from api.http.methods import allowed
 from contract.content import REFUSED
 from contract.errors import INVALID_REQUEST, INVALID_VALUE, Invalid
 from core.artifacts import ArtifactError, ArtifactUnwritable, StorageDown, StorageFull

@@ -1,6 +1,6 @@
 """/v1/files: input and output files of batches, and images to be edited, in OpenAI's format.
 
-batches.py checks the lines of a file, picture_decoder.py checks images: once, and the record keeps their size.
+batches/routes.py checks the lines of a file, pictures/decoder.py checks images: once, and the record keeps their size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
-from api import body, stored_bytes
 from api.access import By, Caller, key_required
+from api.dialects.predictions.objects import file_object
 from api.errors import NO_RETRY, ApiError, invalid_field
-from api.forms import form, upload_source
-from api.paging import Pagination, missing, page
-from api.picture_decoder import PictureInfo
-from api.predictions.objects import file_object
+from api.http import body, stored_bytes
+from api.http.forms import form, upload_source
+from api.http.paging import Pagination, missing, page
+from api.pictures.decoder import PictureInfo
 from api.rate_limits import enforce_rate_limit, store_share_full, stored_limit
 from api.routers import new_router
 from api.service import Given, Service

@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from api import admission
 from api.access import By
 from api.errors import ApiError
+from api.jobs import admission
 from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.cards import WorkerCard

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access import By
 from api.cards import RegistrySnapshot
-from api.middleware import on_start
+from api.http.middleware import on_start
 from api.routers import new_router
 from api.service import Given, Service
 from core.jobs.record import QueueBacklog

@@ -9,11 +9,12 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from api import admission, schemas
+from api import schemas
 from api.access import By, Caller
 from api.cards import RegistrySnapshot
+from api.dialects.predictions import objects
 from api.errors import ApiError
-from api.predictions import objects
+from api.jobs import admission
 from api.routers import new_router
 from api.service import Given, Service
 from contract.bounds import MAX_EXACT

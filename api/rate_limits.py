@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access import Caller
 from api.errors import NO_RETRY, ApiError, invalid_field
-from api.middleware import on_start
+from api.http.middleware import on_start
 from api.service import Service
 from core.jobs.connection import StoreFull
 from core.jobs.rates import RateLimitCost, RateLimitState

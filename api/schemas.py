@@ -1,6 +1,6 @@
 """Pydantic models of requests and responses, as documented to clients.
 
-Holds the limits common to all models; admission.py checks against a model's card.
+Holds the limits common to all models; jobs/admission.py checks against a model's card.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from api.body import plain
 from api.errors import ApiError, invalid_field
+from api.http.body import plain
 from contract.bounds import FLAG, LIST, NOTHING, OBJECT, WORD, range_error
 from contract.characters import too_long
 from contract.errors import UNSUPPORTED
@@ -272,7 +272,7 @@ def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError
     return invalid_field(field, "is not valid")
 
 
-# -- responses: for the documentation only; presentation.py builds them --------------------------------------------
+# -- responses: for the documentation only; jobs/presentation.py builds them ---------------------------------------
 
 
 class ErrorDetail(BaseModel):

@@ -16,16 +16,16 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from api.cards import CardCache, ModelNames
-from api.fair_limiter import FairLimiter
-from api.held_bytes import HeldBytes
-from api.job_follower import JobFollower
+from api.concurrency.fair_limiter import FairLimiter
+from api.concurrency.held_bytes import HeldBytes
+from api.concurrency.timeout_pool import TimeoutThreadPool
+from api.jobs.follower import JobFollower
+from api.jobs.presentation import QueueForecast, running_forecast
+from api.jobs.queue import MessageProducer
 from api.key_limits import KeyLimits
-from api.links import ImageLinks
-from api.picture_decoder import PictureDecoder
-from api.picture_fetcher import PictureFetcher
-from api.presentation import QueueForecast, running_forecast
-from api.queue import MessageProducer
-from api.timeout_pool import TimeoutThreadPool
+from api.pictures.decoder import PictureDecoder
+from api.pictures.fetcher import PictureFetcher
+from api.pictures.links import ImageLinks
 from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.access import AccessReader

@@ -57,8 +57,8 @@ TORCH = {
 }  # fmt: skip
 # Third-party packages and the only files (or folders, ending in /) that may import them.
 KEPT_TO = {
-    "celery": ("workers/", "api/queue.py"),
-    "kombu": ("workers/", "api/queue.py"),
+    "celery": ("workers/", "api/jobs/queue.py"),
+    "kombu": ("workers/", "api/jobs/queue.py"),
     "fastapi": ("api/",),
     "starlette": ("api/",),
     "redis": ("core/jobs/",),
@@ -421,7 +421,7 @@ SOUND = {
     "api/app.py": (
         "import fastapi\nfrom contract import characters\nfrom core.jobs import JobStore\nfrom . import queue"
     ),
-    "api/queue.py": "import celery",
+    "api/jobs/queue.py": "import celery",
     "deployment/__init__.py": "",
     "deployment/serve.py": "from core.config import Settings",
     "lab/__init__.py": "",
@@ -487,7 +487,7 @@ FAILS = [
         ("core/batching/scheduler.py", "import importlib\nimportlib.import_module(x)", "run time"),
         ("core/config.py", "import torch", "core/config.py:1: imports torch"),
         ("core/batching/engine.py", "def f():\n    from core import quant", "core/quant/__init__.py:1: imports torch"),
-        ("api/queue.py", "def f():\n    import core.graphs", "core/graphs.py:1: imports torch"),
+        ("api/jobs/queue.py", "def f():\n    import core.graphs", "core/graphs.py:1: imports torch"),
     ]),
     *((check_kept_to, {path: source}, f"{path}:") for path, source in [
         ("pipeline/runner.py", "import celery"),

@@ -18,10 +18,10 @@ from playwright.sync_api import Browser, BrowserContext, Error, Page, sync_playw
 
 from core.config import Settings
 from deployment.redis import RedisServer
-from tests.api.browsing import PATIENCE_MS, visit, watched
 from tests.api.doors import House, Tenants, opened_house
 from tests.api.easel import Easel
 from tests.api.fixtures import easel
+from tests.api.web.browsing import PATIENCE_MS, visit, watched
 from tests.api.world import CARD, Api, Worker, client_of, opened, settings_of
 from tests.servers import redis_server, redis_url
 

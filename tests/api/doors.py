@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 import httpx2
 import pytest
 
-from api import cards, poller
+from api import cards
+from api.concurrency import poller
 from contract.card import ModelCard, TextOffer
 from core.config import Settings
 from core.jobs.keyring import Keyring
 from core.jobs.rates import RateLimitCost, RateLimiter
 from core.jobs.record import JobDraft, JobState
+from tests.api.batches.test_text_feeder import CARDS, Scribe
 from tests.api.easel import Easel
+from tests.api.pictures.test_edits import PNG
 from tests.api.test_access import Client, Guarded
-from tests.api.test_edits import PNG
-from tests.api.test_text_feeder import CARDS, Scribe
 from tests.api.world import BATCH, CARD, Api, eventually, ok
 
 IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"

@@ -16,11 +16,11 @@ import httpx2
 import pytest
 
 from api import cards
-from api.links import sign, signed
+from api.pictures.links import sign, signed
 from core.config import Settings, SettingsError, read
 from core.jobs.keyring import USUAL_SCOPES, Keyring
 from core.jobs.record import JobDraft, record_id
-from tests.api.test_webhooks import Receiver
+from tests.api.jobs.test_webhooks import Receiver
 from tests.api.world import (
     CARD,
     PATIENCE_S,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.api.doors import DOORS, IMAGES, OFFERED, WRITER, Door, House, Request
+from tests.api.pictures.test_edits import PNG
 from tests.api.test_access import Client
-from tests.api.test_edits import PNG
 from tests.api.world import BATCH, check_error, eventually, ok
 
 SETTINGS = {"sdapi": True, "rate": "100000/second", "batch_jobs": 2, "model_aliases": f"best={OFFERED.name}"}

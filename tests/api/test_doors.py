@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.api.doors import DOORS, DRAFTER, INLINE, OFFERED, Door, House, Request, Tenants
+from tests.api.pictures.test_edits import PNG, as_file, hole
 from tests.api.test_access import Client
-from tests.api.test_edits import PNG, as_file, hole
 
 SETTINGS = {"sdapi": True, "rate": "100000/second"}
 NEW = tuple(door for door in DOORS if "requeue" not in door.route)

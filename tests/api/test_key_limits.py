@@ -17,12 +17,12 @@ from core.config import Settings
 from core.jobs.keyring import ApiKey, Keyring
 from core.jobs.rates import RateLimitCost, RateLimiter
 from core.jobs.record import JobState
+from tests.api.batches.test_routes import URL, lines
+from tests.api.batches.test_text_feeder import CARDS, Scribe
 from tests.api.easel import asked
+from tests.api.pictures.test_edits import PNG
+from tests.api.pictures.test_references import inline
 from tests.api.test_access import JOB, Client, Guarded
-from tests.api.test_batches import URL, lines
-from tests.api.test_edits import PNG
-from tests.api.test_references import inline
-from tests.api.test_text_feeder import CARDS, Scribe
 from tests.api.world import BATCH, CARD, PATIENCE_S, SERVE, Api, changed, check_error, eventually, ok, process
 
 JOBS, CHAT = "/v1/jobs", "/v1/chat/completions"

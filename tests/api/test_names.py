@@ -13,13 +13,13 @@ from typing import Any
 import openai
 import pytest
 
-from api import submission
 from api.cards import ModelNames, RegistrySnapshot
+from api.jobs import submission
 from contract.card import ImageCard
 from core.config import Settings
+from tests.api.batches.test_routes import begin, ended, lines, told
 from tests.api.easel import Easel
-from tests.api.test_batches import begin, ended, lines, told
-from tests.api.test_edits import as_file, pixels
+from tests.api.pictures.test_edits import as_file, pixels
 from tests.api.world import (
     CARD,
     PATIENCE_S,

@@ -18,8 +18,8 @@ from schemathesis import Case, GenerationMode
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.test_conditions import inline
-from tests.api.test_edits import pixels
+from tests.api.pictures.test_conditions import inline
+from tests.api.pictures.test_edits import pixels
 from tests.api.test_openapi import TEXT, Document
 from tests.api.world import PATIENCE_S, SERVE, Worker, ok, process, settings_of
 

@@ -22,7 +22,7 @@ from core.jobs.keyring import Keyring
 from core.jobs.record import JobDraft, ProgressReport, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
-from tests.api.test_edits import PNG
+from tests.api.pictures.test_edits import PNG
 from tests.api.world import BATCH, PATIENCE_S, TEXT, Api, Worker, bearer, eventually, ok, settings_of, token_of
 from tests.core.present import present
 

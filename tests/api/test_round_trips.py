@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
-from api.text_answers import TextAnswers
-from api.text_drafts import CHAT, COMPLETIONS, WRITERS, read
-from api.text_events import Event
-from api.text_writers import ChatWriter, CompletionWriter, TextWriter
+from api.text.answers import TextAnswers
+from api.text.drafts import CHAT, COMPLETIONS, WRITERS, read
+from api.text.events import Event
+from api.text.writers import ChatWriter, CompletionWriter, TextWriter
 from contract.bounds import MAX_EXACT
 from contract.card import ImageLimits, TextOffer
 from contract.image_request import ImageRequest
 from core.jobs.record import Job, JobState
 from tests.api.easel import Easel
-from tests.api.test_conditions import KINDS, inline
-from tests.api.test_edits import as_file, hole, pixels
+from tests.api.pictures.test_conditions import KINDS, inline
+from tests.api.pictures.test_edits import as_file, hole, pixels
 from tests.api.test_openapi import numbers
 from tests.api.world import BATCH, CARD, TEXT, Api, Sent, Worker, eventually, ok, parsed
 

@@ -17,9 +17,9 @@ from core.config import Settings
 from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from core.jobs.tenants import TenantRecords
+from tests.api.batches.test_routes import URL, lines
 from tests.api.easel import asked
 from tests.api.test_access import JOB, Client, Guarded, guarding
-from tests.api.test_batches import URL, lines
 from tests.api.world import BATCH, PATIENCE_S, TEXT, changed, check_error, eventually, ok
 
 CHAT, EMBED = "/v1/chat/completions", "/v1/embeddings"

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from api import picture_codec
+from api.pictures import codec as picture_codec
 from cli.arguments import UsageError
 from cli.editing import add_edit, read_edit
 from contract.picture_input import Edit

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.api.easel import Easel
-from tests.api.test_edits import as_file, handed_on, pixels
+from tests.api.pictures.test_edits import as_file, handed_on, pixels
 from tests.api.world import Api, Worker
 from tests.faults.payloads import form_body
 

@@ -14,8 +14,8 @@ from PIL import Image
 
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.test_edits import as_file, handed_on, pixels
-from tests.api.test_webhooks import Receiver
+from tests.api.jobs.test_webhooks import Receiver
+from tests.api.pictures.test_edits import as_file, handed_on, pixels
 from tests.api.world import PATIENCE_S, Api, Worker, client_of, eventually
 
 replicate = pytest.importorskip("replicate", reason="pip install replicate")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from api.picture_codec import measure
+from api.pictures.codec import measure
 from tests.faults.lone_api import LoneApi
 from tests.faults.uploads import Body, _pictures, bodies, fault, site, split
 

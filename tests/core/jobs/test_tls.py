@@ -16,7 +16,7 @@ import pytest
 import redis
 
 import cli
-from api.queue import MessageProducer
+from api.jobs.queue import MessageProducer
 from core.config import SettingsError, read
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown

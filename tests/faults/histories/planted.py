@@ -139,8 +139,10 @@ def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> Any
 
 
 def _api() -> None:
-    from api import files, links, pictures
-    from api.fair_limiter import FairLimiter
+    from api import files
+    from api.concurrency.fair_limiter import FairLimiter
+    from api.pictures import downloads as pictures
+    from api.pictures import links
     from core.jobs.rates import RateLimitCost
     from core.jobs.submissions import Submissions
 
@@ -193,8 +195,9 @@ def _api() -> None:
 
 def _strangers() -> None:
     """Bugs by which a caller reaches what is another's."""
-    from api import access, batches, files
-    from api.batch_line_handler import BatchLineHandler
+    from api import access, files
+    from api.batches import routes as batches
+    from api.batches.line_handler import BatchLineHandler
     from api.errors import ApiError
     from api.service import of
     from core.jobs import job_lists

@@ -12,7 +12,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from api.queue import MessageProducer
+from api.jobs.queue import MessageProducer
 from core.jobs import keys
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
 from tests.faults.histories.world import World

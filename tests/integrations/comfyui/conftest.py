@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from contract.card import ImageCard
+from tests.api.dialects.sdapi.studio import CARD
 from tests.api.fixtures import api, easel, worker, world
-from tests.api.sdapi.studio import CARD
 from tests.api.world import Api
 from tests.integrations.comfyui.host import Host
 from tests.servers import redis_server

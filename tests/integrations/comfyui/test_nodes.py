@@ -22,9 +22,9 @@ from PIL import Image
 
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
+from tests.api.dialects.sdapi.studio import CARD
 from tests.api.easel import Easel
-from tests.api.sdapi.studio import CARD
-from tests.api.test_edits import handed_on, pixels
+from tests.api.pictures.test_edits import handed_on, pixels
 from tests.api.world import Api, Worker, eventually, opened, settings_of
 from tests.http_server import Handler, LocalServer
 from tests.integrations.comfyui.host import SAMPLER, Host, Interrupted

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.admission import work_s
+from api.jobs.admission import work_s
 from contract import plan
 from contract.bounds import MAX_SEED
 from contract.card import MAX_IMAGES, ImageCard, ImageCosts, read_card, to_data

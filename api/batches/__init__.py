@@ -1,0 +1,1 @@
+"""Batches: requests in a file, run as the queue has room."""

@@ -1,0 +1,1 @@
+"""Threads, child processes and memory that tenants share, with bounds for each tenant."""

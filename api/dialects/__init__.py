@@ -1,0 +1,1 @@
+"""The APIs of other servers, each a translation to the same jobs."""

@@ -1,0 +1,1 @@
+"""Jobs: checks and creates them, follows them to their ends, and tells receivers of webhooks."""

@@ -1,0 +1,1 @@
+"""Endpoints that write text and embed it, in OpenAI's shapes."""
