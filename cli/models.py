@@ -22,6 +22,7 @@ from cli.arguments import (
     read_settings,
 )
 from cli.convert import add_checkpoint, checkpoint_options
+from contract.card import is_placeholder
 from contract.precision import IMAGE_SCHEMES
 from contract.printable import printable
 from core.config import EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL
@@ -97,7 +98,7 @@ def _models(options: argparse.Namespace) -> int:
         return 0
     for model in offered:
         card = model["diptych"]
-        if card.get("loading") and not card["live"]:
+        if is_placeholder(card):
             print(printable(f"{model['id']}  {card['modality']}  (being loaded)"))
             continue
         state = "" if card["live"] else "  (not live)"

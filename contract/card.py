@@ -439,3 +439,8 @@ def invalid_card(error: ValidationError) -> Invalid:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"] if part not in ("image", "text")]
     return Invalid(".".join(path) or "modality", "is missing" if first["type"] == "missing" else "has another form")
+
+
+def is_placeholder(card: Mapping[str, Any]) -> bool:
+    """Return whether an entry of `/v1/models` is of a model that loads for the first time: its kind alone is known."""
+    return bool(card.get("loading")) and "precision" not in card

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from contract.card import is_placeholder
+
 _ATTEMPTS = 8
 _WAIT_S = (0.5, 30.0)  # the first and the longest pause before a retry
 _ANSWER_S = 3600.0  # a request may wait in a long queue
@@ -47,7 +49,7 @@ class ServiceClient:
         Raises `SourceError` if no service answers, or none has the model.
         """
         of_kind = [entry for entry in self._models() if entry["diptych"]["modality"] == modality]
-        loading = [entry["id"] for entry in of_kind if entry["diptych"].get("loading") and not entry["diptych"]["live"]]
+        loading = [entry["id"] for entry in of_kind if is_placeholder(entry["diptych"])]
         if name in loading:
             raise SourceError(f"{self.url}: {name} is being loaded; try again once it is ready")
         offered = [entry for entry in of_kind if entry["id"] not in loading]

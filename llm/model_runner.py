@@ -103,8 +103,9 @@ class StepHandle:
         before.
         """
         try:
-            if self.last is not None:
-                self.timings += self._runner.finish(self.last)
+            if (last := self.last) is not None:
+                self.last = None
+                self.timings += self._runner.finish(last)
         finally:  # also of a failed one: what it submitted may have replaced the latest tokens on the device
             self.wait()
         for share, result in zip(self.shares, self.results, strict=True):
@@ -158,6 +159,7 @@ class ModelRunner:
             for run in others:
                 if (under_way := self._submit(shares[run], handle.results[run])) is not None:
                     handle.timings += self.finish(under_way)
+                    del under_way  # its logits are freed before the next forward's are there
             handle.last = self._submit(shares[last], handle.results[last])
         except BaseException:
             handle.wait()

@@ -148,13 +148,17 @@ class TextRunner:
         if self._allocator.full:
             return NotYet()
         work: SequenceState = request.work or self._sequence(request)
-        for feature in self._uses(work):
-            if not feature.admit(work, wait=self._allocator.held > 0):
+        try:
+            for feature in self._uses(work):
+                if not feature.admit(work, wait=self._allocator.held > 0):
+                    self._give_back(work)
+                    return NotYet(feature.resource)
+            if not self._allocator.allocate(work):
                 self._give_back(work)
-                return NotYet(feature.resource)
-        if not self._allocator.allocate(work):
+                return NotYet()
+        except BaseException:  # the request ends, without a `release`: it was not admitted
             self._give_back(work)
-            return NotYet()
+            raise
         request.work = work
         self._micro_batches.add(request.id)
         self._planner.plan(request)

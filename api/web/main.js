@@ -35,7 +35,7 @@ async function look() {
 async function offer() {
   let models;
   try {
-    models = (await service.models()).filter(({ diptych }) => !diptych.alias_of && (diptych.live || !diptych.loading));
+    models = (await service.models()).filter(({ diptych }) => !diptych.alias_of && diptych.precision !== undefined);
     state.seen = models.length > 0;
   } catch (error) {
     if (error.status === 401) askKey(Boolean(service.key.get()));

@@ -32,8 +32,8 @@ class JobLists(RedisStore):
         self._summaries = self._client.script("jobs/summaries")
 
     def locate(self, id: str, owner: str, *, others: bool = False) -> str:
-        """Return the id of the record of the job that an owner calls by this id: of the one that it named so, or else
-        of its own with a record of this id, as all of 0.3.0 have; with `others` also of another owner's.
+        """Return the id of the record of the job that an owner calls by this id: of its own with a record of this id,
+        as all of 0.3.0 have, or else of the one that it named so; with `others` otherwise of another owner's.
         """
         named = record_id(owner, id)
         if named == id:
@@ -43,7 +43,7 @@ class JobLists(RedisStore):
             pipe.exists(keys.job(id))
             pipe.hget(keys.job(id), "owner")
             is_named, is_record, holder = pipe.execute()
-        return id if is_record and not is_named and (others or holder == owner) else named
+        return id if is_record and (holder == owner or (others and not is_named)) else named
 
     def summary(self, id: str) -> Job | None:
         """Read a record as `page` does. Raises `UnreadableRecord`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import OrderedDict
@@ -41,7 +42,7 @@ class Asset(Generic[T]):
     content: T | None  # None: evicted
     facts: Any = None
     pins: int = 0  # requests that use it
-    error: ModelError | None = None  # of the last attempt to read it again
+    error: BaseException | None = None  # of the last attempt to read it again
 
     @property
     def name(self) -> str:
@@ -149,7 +150,7 @@ class AssetCache(Generic[T]):
                 self._release(evicted)
 
     def content(self, asset: Asset[T]) -> T:
-        """Return what requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""
+        """Return what requests use of a taken file. Raises why it cannot be read again, if it was evicted."""
         with self._lock:
             load = self._load(asset.key, asset.stamp) if asset.content is None and asset.error is None else None
         if load is not None:
@@ -223,16 +224,18 @@ class AssetCache(Generic[T]):
             with self._lock:
                 asset, evicted = self._keep(key, stamp, read)
         except BaseException as error:
-            failure = error if isinstance(error, ModelError) else ModelError(f"{key}: {error}", kind=self._kind)
+            # Without its traceback, whose frames hold what was read. One that is not of the file stays what it is.
+            own = error if isinstance(error, ModelError) else None
+            failure = copy.copy(error) if own is None else own.without_traceback()
             with self._lock:
                 del self._loads[key, stamp]
-                if failure is error and failure.lasting:
-                    self._failures[key] = stamp, failure.without_traceback()
+                if own is not None and own.lasting:
+                    self._failures[key] = stamp, own.without_traceback()
                     self._failures.move_to_end(key)
                     if len(self._failures) > _MOST_FAILURES:
                         self._failures.popitem(last=False)
                 if (known := self._files.get(key)) is not None and known.content is None:
-                    known.error = failure.without_traceback()
+                    known.error = failure
             load.set_exception(error)
         else:
             load.set_result((asset, read.content))

@@ -258,10 +258,11 @@ async def model(owner: str, name: str, request: Request, service: Given, caller:
     only one.
     """
     id = f"{owner}/{name}"
-    named = service.cards.seen_by(caller.id).named(id)
-    if not isinstance(named, ImageCard | None):
+    seen = service.cards.seen_by(caller.id)
+    named = seen.named(id)
+    if not isinstance(named, ImageCard | None) or admission.loading_kind(seen, id) is not None:
         return await models.model(id, service, caller)
-    card = named or _card(service.cards.seen_by(caller.id), owner, name)
+    card = named or _card(seen, owner, name)
     base = service.links(request, caller.id).base
     fields = objects.model_fields(card, owner, name, base, models.started(card, service))
     listed = models.model_object(card, service, id if named else card.name, caller)
@@ -442,5 +443,5 @@ def _name(seen: RegistrySnapshot, owner: str, name: str) -> str:
 def _card(seen: RegistrySnapshot, owner: str, name: str) -> ImageCard:
     card = seen.model(_name(seen, owner, name), ImageCard)
     if card is None:
-        raise admission.unknown_model()
+        raise admission.missing_model(seen, name)
     return card

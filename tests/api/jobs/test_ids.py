@@ -203,6 +203,24 @@ def test_records_of_chosen_ids_are_found_by_their_key_alone(doors: Guarded, monk
     assert put(ann, name).json()["id"] == name and name not in doors.worker.ids(), "the next is the key's own"
 
 
+def test_both_records_of_an_id_are_reached_one_after_the_other(doors: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PUT that was repeated at an API of 0.3.0, in a rolling update."""
+    ann, name = doors.key(), new_name()
+    ok(ann.put(f"/v1/jobs/{name}", json=JOB), 202)
+    with monkeypatch.context() as patch:
+        patch.setattr("core.jobs.job_lists.record_id", lambda _, name: name)
+        ok(ann.put(f"/v1/jobs/{name}", json=JOB), 202)
+    assert [job["id"] for job in ann.get("/v1/jobs").json()["data"]] == [name] * 2
+    after, pages = {}, 0
+    while (listed := ok(ann.get("/v1/jobs", params={"limit": 1, **after})).json())["has_more"]:
+        after, pages = {"after": listed["last_id"]}, pages + 1
+        assert pages < 3, "a list has an end"
+    for is_kept in (True, False):
+        ok(ann.post(f"/v1/jobs/{name}/cancel"))
+        ok(ann.delete(f"/v1/jobs/{name}"))
+        assert (ann.get(f"/v1/jobs/{name}").status_code == 200) is is_kept
+
+
 def test_an_id_without_a_key_is_in_nobodys_way(doors: Guarded) -> None:
     ann, nobody, worker, name = doors.key(), doors.client(""), doors.worker, new_name()
     keys = worker.redis.hgetall("diptych:keys")

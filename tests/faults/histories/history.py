@@ -159,7 +159,7 @@ def streams(world: World, jobs: Iterable[tuple[str, str]]) -> Iterator[tuple[tup
     jobs = list(jobs)
     with world.direct(world.servers[0]) as client, client.pipeline(transaction=False) as pipe:
         for tenant, id in jobs:
-            pipe.xrange(keys.events(world.store.lists.locate(id, world.owners[tenant])))
+            pipe.xrange(keys.events(world.store.lists.locate(id, world.owners.get(tenant, ""))))
         found = pipe.execute()
     for job, entries in zip(jobs, found, strict=True):
         lives: dict[str, list[Told]] = {}

@@ -74,11 +74,15 @@ def _edits() -> dict[str, list[tuple[str, str, str]]]:
         "hand_back": [(LATE, r" or not holds\(job, ARGV\[3\]\)", "")],
         "erase": [(UNNAMED, r"(HINCRBY', P \.\. 'naming', artifact, -1\)) <= 0", r"\1 <= 1")],
     }
-    for name in ("claim", "cancel", "erase", "sweep", "finish", "create"):
-        edits.setdefault(name, []).append((SHARE, r"redis\.call\('SREM', (P \.\. 'waiting|waiting).*?\)(?= end)", ""))
-        edits[name].append((REQUEST, r"#parameters > most_kept", "false"))
-    for name in ("finish", "cancel", "claim", "erase", "sweep", "create", "report"):
-        edits[name].append((BYTES, r"bytes = math\.max\(0, bytes\)", "bytes = 0"))
+    everywhere = [
+        (SHARE, r"redis\.call\('SREM', (P \.\. 'waiting|waiting).*?\)(?= end)", ""),
+        (REQUEST, r"#parameters > most_kept", "false"),
+        (BYTES, r"bytes = math\.max\(0, bytes\)", "bytes = 0"),
+    ]
+    for edit in everywhere:  # where it is included
+        holders = [name for name in text if re.search(edit[1], text[name])]
+        for name in holders or text:
+            edits.setdefault(name, []).append(edit)
     for name in ("sweep", "hand_back"):
         edits[name].append((FORGETS, r"(  post\(job, 0, at\)\n  emit)", r"  job.owner = ''\n\1"))
     return {text[name]: changes for name, changes in edits.items()}

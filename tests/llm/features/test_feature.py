@@ -94,3 +94,24 @@ def test_what_it_refuses_is_refused_when_submitted(monkeypatch: pytest.MonkeyPat
         with pytest.raises(Invalid, match="is forbidden"):
             stage.submit(engine, stage.greedy((1, 2, 3), 4, stop=("forbidden",)))
         assert stage.submit(engine, stage.greedy((1, 2, 3), 4), "b").result(60).tokens
+
+
+class NoRoom(SmallChunks):
+    """Fails where a sequence is admitted, once those before it have reserved what they need."""
+
+    name = "no room"
+
+    def is_requested(self, parameters: TextParameters) -> bool:
+        return "fails" in parameters.stop
+
+    def admit(self, sequence: SequenceState, *, wait: bool) -> bool:
+        raise RuntimeError("no memory")
+
+
+def test_what_was_reserved_before_one_failed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "FEATURES", (*FEATURES, SmallChunks, NoRoom))
+    with stage.serving(stage.small()) as (engine, _):
+        with pytest.raises(RuntimeError, match="no memory"):
+            stage.submit(engine, stage.greedy((1, 2, 3), 4, stop=("fails",))).result(60)
+        answer = stage.submit(engine, stage.greedy((1, 2, 3), 4, stop=("never to be written",)), "b")
+        assert answer.result(60).tokens, "the turn is free again"
