@@ -285,4 +285,5 @@ def test_a_request_for_a_model_that_loads_for_long_is_told_so(
         assert answer.headers["retry-after"]
         for path in "", "/versions":  # as /v1/models lists it for Replicate's clients
             response = api.client.get(f"/v1/models/diptych/emoji-xl-turbo{path}")
-            assert response.status_code == 503 and "is being loaded" in response.text and response.headers["retry-after"]
+            assert response.status_code == 503 and response.headers["retry-after"]
+            assert "is being loaded" in response.text
