@@ -202,17 +202,20 @@ class WorkEstimates:
     """
 
     def __init__(self) -> None:
-        self._highest_s: dict[str, float] = {}  # of an image, by model, since its queue was empty last
+        self._highest_s: dict[str, float] = {}  # of an image, by model, since it had no live jobs last
 
     def shares(self, models: Iterable[ModelCard], backlogs: Mapping[str, QueueBacklog]) -> dict[str, float]:
-        """Return, by image model, by how much its costs have sunk since the oldest of its queued jobs was estimated at
+        """Return, by image model, by how much its costs have sunk since the oldest of its live jobs was estimated at
         the latest; 0.0 if no iteration has confirmed them, or if these jobs are older than what is known here.
+
+        A running job counts as well: it may be queued again, with the estimate that it has.
         """
         highest_s, shares = dict[str, float](), dict[str, float]()
         for card in models:
             if isinstance(card, ImageCard) and card.capacity_per_s > 0:
                 image_s, backlog = 1 / card.capacity_per_s, backlogs.get(card.name)
-                before_s = self._highest_s.get(card.name, math.inf) if backlog and backlog.queued else image_s
+                live = backlog is not None and (backlog.queued or backlog.running)
+                before_s = self._highest_s.get(card.name, math.inf) if live else image_s
                 highest_s[card.name] = max(before_s, image_s)
                 confirmed = any(card.least_costs.row_step_s.values())
                 shares[card.name] = image_s / highest_s[card.name] if confirmed else 0.0

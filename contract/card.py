@@ -336,8 +336,8 @@ class ImageCard(_Card):
     """The card of an image model.
 
     `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `costs` are expected,
-    `least_costs` what iterations have shown to be the least: 0 where none ran since the start, since a load that has
-    gone may have slowed what was measured then. `deepcache` is the default schedule, in the format of the request's
+    `least_costs` what iterations of the last minute have shown to be the least: 0 where none ran, since a load that has
+    gone may have slowed what was measured before. `deepcache` is the default schedule, in the format of the request's
     field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `embeddings` the textual inversions that prompts may name, `prompt_fields`
     those of `contract.prompts` that the model reads; None in cards of older workers. `scheduler_reason` says why

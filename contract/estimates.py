@@ -5,40 +5,51 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 from contract import control, plan
-from contract.card import TINY, BySize, ImageCard
+from contract.card import TINY, BySize, ImageCard, ImageCosts
 from contract.image import PICTURES, ImageJob
 
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job occupies one worker whose batches are full."""
-    steps_s = _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
-    return job.n * (card.costs.encode_s + steps_s + _vae_s(card, job))
+    return _work_s(card, job, card.costs)
 
 
 def solo_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job takes at best: on an idle worker, with its n images in one batch."""
-    # Measured with two rows; one row takes at least half of that.
-    steps_s = _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s) / 2
-    return max(card.costs.encode_s + steps_s + _vae_s(card, job), work_s(card, job))
+    return _solo_s(card, job, card.costs)
 
 
 def least_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job takes at best, as far as iterations have shown it: 0 before any ran."""
-    return solo_s(replace(card, costs=card.least_costs), job)
+    return _solo_s(card, job, card.least_costs, share=0.0)
 
 
-def _vae_s(card: ImageCard, job: ImageJob) -> float:
+def _work_s(card: ImageCard, job: ImageJob, costs: ImageCosts, share: float = 1.0) -> float:
+    """Return `work_s` by these costs; `share` of what an extension without a cost is taken for counts."""
+    steps_s = _steps_s(card, job, costs, costs.row_step_s, costs.shallow_row_step_s, share)
+    return job.n * (costs.encode_s + steps_s + _vae_s(card, job, costs))
+
+
+def _solo_s(card: ImageCard, job: ImageJob, costs: ImageCosts, share: float = 1.0) -> float:
+    # Measured with two rows; one row takes at least half of that.
+    steps_s = _steps_s(card, job, costs, costs.solo_step_s, costs.shallow_solo_step_s, share) / 2
+    return max(costs.encode_s + steps_s + _vae_s(card, job, costs), _work_s(card, job, costs, share))
+
+
+def _vae_s(card: ImageCard, job: ImageJob, costs: ImageCosts) -> float:
     """Seconds of an image's decoding and upscaling; by a tiny decoder without an announced cost as by the VAE."""
     tiny = job.picture.vae == TINY and card.costs.vae_tiny_s
     by_network = job.picture.upscale is not None and not job.picture.upscale.is_filter
-    enlarged = math.prod(job.picture.size) * 1e-6 * card.costs.upscale_megapixel_s if by_network else 0
-    return enlarged + (card.costs.vae_tiny_s if tiny else card.costs.vae_s)
+    enlarged = math.prod(job.picture.size) * 1e-6 * costs.upscale_megapixel_s if by_network else 0
+    return enlarged + (costs.vae_tiny_s if tiny else costs.vae_s)
 
 
-def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:
+def _steps_s(
+    card: ImageCard, job: ImageJob, costs: ImageCosts, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize],
+    share: float,
+) -> float:  # fmt: skip
     """Seconds of all rows of all steps that are run. Shallow steps without an announced cost count as deep."""
     step_count, (width, height) = job.picture.made, job.picture.size
     cached = _schedule(card, job, step_count)
@@ -48,9 +59,10 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
     row_count = card.defaults.rows(job.picture.guidance_scale)
     steps, depths = plan.rows_and_depths(cached, job.picture.guidance, step_count, row_count), job.picture.own_steps
     planned = [(rows, deep or step >= depths) for step, (rows, deep) in enumerate(steps)]  # a refiner's are deep
-    measured = {control.FIELD: _step_s(card.costs.control_row_step_s, width, height)}
+    measured = {control.FIELD: _step_s(costs.control_row_step_s, width, height)}
     added_s = sum(
-        kind.deep_rows(getattr(job.picture, field), planned, depths) * (measured.get(field) or deep_s * kind.SHARE)
+        kind.deep_rows(getattr(job.picture, field), planned, depths)
+        * (measured.get(field) or share * deep_s * kind.SHARE)
         for field, kind in PICTURES.items()
     )
     return added_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())

@@ -72,7 +72,8 @@ class BatchLineHandler:
             return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
         draft = self._offered(batch.owner, fields, card)
         if draft.deadline_s is not None:
-            admission.check_deadline(draft, card, service.store.backlog("image"), service.cards.now.ready("image"))
+            backlog, now = service.store.backlog("image"), service.cards.now
+            admission.check_deadline(draft, card, backlog, now.ready("image"), reliable=now.reliable(card.name))
         return draft
 
     def _offered(

@@ -123,9 +123,7 @@ def _served_as(fields: ImageRequest, card: ImageCard) -> ImageRequest:
     return fields.with_warnings((*fields.warnings, *warnings))
 
 
-def check_deadline(
-    draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int, *, reliable: float = 1.0
-) -> None:
+def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int, *, reliable: float) -> None:
     """Reject a deadline that is shorter than the best case. Raises `ApiError` (400) with the estimate in seconds.
 
     `reliable` is the part of the queued work that counts. Without a ready worker, and before iterations have shown what

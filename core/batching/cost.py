@@ -6,8 +6,9 @@ Widths, estimates, admission by deadline and the simulator all read these curves
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 
 class CostCurve:
@@ -27,13 +28,16 @@ class CostCurve:
     _LOW = 0.5  # of what was expected: two in a row below it replace it, since a load has gone
     _FIXED_ROWS = 8  # a forward's fixed cost before anything is known, in rows
     _STALE = 1000
+    _SHOWN_S = 60.0  # for so long an iteration shows what its width takes at least
 
-    def __init__(self, guess_s: float = 0.01) -> None:
+    def __init__(self, guess_s: float = 0.01, clock: Callable[[], float] = time.monotonic) -> None:
         self._guess_s = guess_s
+        self._clock = clock
         self._rows: list[int] = []
         self._seconds: dict[int, float] = {}
         self._first: dict[int, float] = {}  # what `measure` took
         self._confirmed: list[int] = []
+        self._ran_at: dict[int, float] = {}  # when an iteration ran last, by confirmed width
         self._low: dict[int, float] = {}  # the last observation, where it was below `_LOW`
         self._seen: dict[int, int] = {}
         self._observations = 0
@@ -76,6 +80,7 @@ class CostCurve:
                 self._low[rows] = seconds
             else:
                 self._low.pop(rows, None)
+        self._ran_at[rows] = self._clock()
         if rows not in self._confirmed:
             insort(self._confirmed, rows)
 
@@ -94,7 +99,7 @@ class CostCurve:
 
     def forget(self) -> None:
         """Start anew, because what is executed has changed (compiled code took over)."""
-        for kept in (self._rows, self._confirmed, self._seconds, self._first, self._low, self._seen):
+        for kept in (self._rows, self._confirmed, self._seconds, self._first, self._low, self._seen, self._ran_at):
             kept.clear()
 
     def __call__(self, rows: int) -> float:
@@ -112,9 +117,16 @@ class CostCurve:
         return max(low_s + slope * (rows - low), min(low_s, high_s) * 0.1)
 
     def least(self, rows: int) -> float:
-        """Return seconds that so many rows take at least, by what iterations took; 0 before any ran."""
-        bounds = (self._seconds[width] * min(1.0, rows / width) for width in [*self._confirmed])
-        return max(bounds, default=0.0)
+        """Return seconds that so many rows take at least, by what iterations took lately; 0 if none did.
+
+        A width that ran under a load bounds no other by more than that one's own iterations took: never above a wider
+        width, nor above a narrower one's as many forwards as hold the rows. What ran long ago only lowers the result:
+        where it refuses work, nothing would run that corrects it.
+        """
+        now, confirmed = self._clock(), [*self._confirmed]
+        shown = [width for width in confirmed if now - self._ran_at[width] <= self._SHOWN_S]
+        lower_s = max((self._seconds[width] * min(1.0, rows / width) for width in shown), default=0.0)
+        return min([lower_s, *(self._seconds[width] * -(-rows // width) for width in confirmed)])
 
     def _recalled(self, rows: int) -> float:
         age = self._observations - self._seen[rows]
@@ -141,14 +153,15 @@ class CostCurve:
 class CostTable:
     """A curve per group, made on first use."""
 
-    def __init__(self, guess_s: float = 0.01) -> None:
+    def __init__(self, guess_s: float = 0.01, clock: Callable[[], float] = time.monotonic) -> None:
         self._guess_s = guess_s
+        self._clock = clock
         self._curves: dict[Hashable, CostCurve] = {}
 
     def __getitem__(self, group: Hashable) -> CostCurve:
         curve = self._curves.get(group)
         if curve is None:
-            curve = self._curves[group] = CostCurve(self._guess_s)
+            curve = self._curves[group] = CostCurve(self._guess_s, self._clock)
         return curve
 
     def measured(self) -> dict[Hashable, Mapping[int, float]]:

@@ -28,11 +28,11 @@ def synchronize(device: torch.device) -> None:
 class PhaseCosts:
     """The seconds by rows for each phase and size; compiled and recorded code has curves of its own."""
 
-    def __init__(self, *, skip_first: bool = False) -> None:
+    def __init__(self, *, skip_first: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         """`skip_first`: the first run of a shape that is neither compiled nor recorded is not counted, because it
         compiles kernels or writes a program.
         """
-        self._table = CostTable(_DEFAULT_S)
+        self._table = CostTable(_DEFAULT_S, clock)
         self._skip_first = skip_first
         self._seen: set[ExecutableKey] = set()
 

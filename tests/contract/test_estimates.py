@@ -1,4 +1,4 @@
-"""Estimates of jobs whose last steps a refiner takes."""
+"""Estimates of jobs: what each phase and extension counts, and of those with a refiner, whose steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.card import ImageCosts
-from contract.estimates import work_s
+from contract.estimates import least_s, work_s
 from contract.image import ImageJob
 from contract.image_prompt import ImagePrompt
 from tests.contract.test_card import IMAGE
@@ -79,3 +79,28 @@ def test_an_edits_skipped_steps_are_the_models() -> None:
     edited = refined(0.8, edit={"image": "k", "strength": 0.5})
     assert (edited.picture.made, edited.picture.own_steps) == (10, 6)
     assert refined(0.8, edit={"image": "k", "strength": 0.1}).picture.own_steps == 0
+
+
+@given(st.integers(1, 60), st.integers(1, 3), st.sampled_from(["control", "image_prompts"]))
+def test_the_least_counts_nothing_for_extensions_that_no_iteration_confirmed(steps: int, n: int, field: str) -> None:
+    least = ImageCosts(solo_step_s={NAME: 1.0}, row_step_s={NAME: 1.0})
+    card = replace(CARD, least_costs=least)
+    extended = job(steps=steps, n=n, **{field: [{"model": "edges"}]})
+    assert least_s(card, extended) == least_s(card, job(steps=steps, n=n)) == pytest.approx(2 * steps * n)
+    assert work_s(card, extended) > work_s(card, job(steps=steps, n=n)), "what is expected counts them"
+    confirmed = replace(card, least_costs=replace(least, control_row_step_s={NAME: 0.25}))
+    added_s = 2 * steps * n * 0.25 if field == "control" else 0
+    assert least_s(confirmed, extended) - least_s(card, extended) == pytest.approx(added_s)
+
+
+@pytest.mark.parametrize(
+    ("announced_s", "confirmed_s", "expected_s"), [(0.5, 0.0, 0.0), (0.5, 0.25, 0.25), (0.0, 0.0, 7.0)]
+)
+def test_the_least_of_a_tiny_decoder_is_its_own_where_it_is_announced(
+    announced_s: float, confirmed_s: float, expected_s: float
+) -> None:
+    """Also before one of its iterations ran: the VAE's says nothing of it."""
+    costs = ImageCosts(vae_s=9.0, vae_tiny_s=announced_s)
+    card = replace(CARD, costs=costs, least_costs=ImageCosts(vae_s=7.0, vae_tiny_s=confirmed_s))
+    assert least_s(card, job(vae="tiny")) == expected_s
+    assert least_s(card, job()) == 7.0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contract import plan as plans
-from contract.card import ImageCard, ImageOffer
+from contract.card import ImageCard, ImageCosts, ImageOffer
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.plan import DeepCache
@@ -78,11 +78,12 @@ class ImageJobHandler:
         return ""
 
     def card(self) -> ImageCard:
-        """The model's card; the last one if it is not in memory."""
+        """The model's card; if it is not in memory the last one, without what iterations have shown."""
         runner = self._resident()
         if runner is None:
             assert self._card is not None
-            return replace(self._card, loaded=False, **self._card_fields(self))
+            card = replace(self._card, loaded=False, least_costs=ImageCosts())
+            return replace(card, **self._card_fields(self))
         self._card = self._card_of(runner)
         return self._card
 

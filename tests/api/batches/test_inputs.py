@@ -1,20 +1,30 @@
-"""Pictures of batch lines: slow ones never hold another's line, and a line that is retried is prepared once."""
+"""Batch lines: slow pictures never hold another's line, a line that is retried is prepared once, and its deadline is
+held against the queued work that counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from api.batches import inputs as batch_inputs
 from api.batches.inputs import BatchInputs
+from api.batches.line_handler import BatchLineHandler
+from api.batches.lines import BatchLine
+from api.batches.routes import GENERATIONS
+from api.cards import RegistrySnapshot
 from api.errors import ApiError
 from api.service import Service
-from core.jobs.record import JobDraft
-from tests.api.world import eventually
+from core.jobs.batches import BatchRecord
+from core.jobs.cards import WorkerCard
+from core.jobs.record import JobDraft, QueueBacklog
+from tests.api.world import CARD, eventually
 
 
 class Loop:
@@ -100,3 +110,26 @@ def test_a_line_that_is_ready_as_the_wait_ends_is_no_error(monkeypatch: pytest.M
         assert BatchInputs(cast(Service, LateService())).draft("late", late) == draft("late")
     except ApiError as error:
         assert error.code == "decoder_overloaded", "it is asked for again"
+
+
+@pytest.mark.parametrize(("share", "accepted"), [(0.0, True), (0.01, True), (1.0, False)])
+def test_a_lines_deadline_is_held_against_queued_work_as_far_as_its_estimate_is_reliable(
+    share: float, accepted: bool
+) -> None:
+    """As that of a request."""
+    queued = QueueBacklog(1, 100_000, 0, 0)
+    worker = WorkerCard("w", "host", 1, "ready", "", 0.0, [CARD])
+    now = RegistrySnapshot((worker,), (CARD,), {"image": queued}, {CARD.name: queued}, shares={CARD.name: share})
+    service = SimpleNamespace(
+        ignore_unknown=False,
+        cards=SimpleNamespace(now=now, seen_by=now.seen_by),
+        store=SimpleNamespace(backlog=now.backlogs.__getitem__),
+    )
+    batch = BatchRecord(
+        id="batch_1", owner="", endpoint=GENERATIONS, input_file="", key="", status="in_progress", created=0,
+        ended=None, total=1, next=0, completed=0, failed=0, base="", metadata=None, errors=None, output_file=None,
+        error_file=None,
+    )  # fmt: skip
+    line = BatchLine(custom_id="1", body={"prompt": "a cat", "deadline_s": 5}, bytes=1)
+    with nullcontext() if accepted else pytest.raises(ApiError, match="deadline_s"):
+        BatchLineHandler(cast(Service, service)).draft(batch, 0, line)

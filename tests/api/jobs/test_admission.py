@@ -132,10 +132,10 @@ def test_a_card_without_costs_is_no_obstacle() -> None:
     for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
         card = replace(CARD, costs=costs, least_costs=costs)
         draft = draft_of(card, deadline_s=1)
-        admission.check_deadline(draft, card, idle, 1)
+        admission.check_deadline(draft, card, idle, 1, reliable=1.0)
         assert draft.deadline_s == 1
         with pytest.raises(ApiError):
-            admission.check_deadline(draft, CARD, idle, 1)
+            admission.check_deadline(draft, CARD, idle, 1, reliable=1.0)
 
 
 def test_a_deadline_is_not_refused_by_costs_that_no_iteration_confirmed() -> None:
@@ -154,16 +154,19 @@ def test_a_deadline_is_not_refused_by_costs_that_no_iteration_confirmed() -> Non
 def test_queued_work_counts_by_how_much_costs_have_sunk_since_it_was_estimated() -> None:
     unconfirmed = replace(CARD, capacity_per_s=0.01, least_costs=ImageCosts())
     slow, fast = replace(CARD, capacity_per_s=0.01), replace(CARD, capacity_per_s=1.0)
-    queued, empty = {CARD.name: QueueBacklog(2, 200_000, 0, 0)}, {CARD.name: QueueBacklog(0, 0, 1, 100_000)}
+    queued, running = {CARD.name: QueueBacklog(2, 200_000, 0, 0)}, {CARD.name: QueueBacklog(0, 0, 1, 100_000)}
+    empty = {CARD.name: QueueBacklog(0, 0, 0, 0)}
     estimates = WorkEstimates()
     history = [
         (unconfirmed, {}, 0.0), (slow, {}, 1.0), (slow, queued, 1.0), (fast, queued, 0.01), (fast, queued, 0.01),
-        (fast, empty, 1.0), (fast, queued, 1.0), (unconfirmed, queued, 0.0), (fast, queued, 0.01),
+        (fast, running, 0.01), (fast, queued, 0.01),  # with the estimate that it had
+        (fast, empty, 1.0), (fast, running, 1.0), (fast, queued, 1.0), (unconfirmed, queued, 0.0), (fast, queued, 0.01),
     ]  # fmt: skip
     assert [estimates.shares([card, TEXT], load) for card, load, _ in history] == [
         {CARD.name: pytest.approx(share)} for *_, share in history
     ]
-    assert WorkEstimates().shares([fast], queued) == {CARD.name: 0.0}, "queued by estimates that are unknown here"
+    for load in (queued, running):
+        assert WorkEstimates().shares([fast], load) == {CARD.name: 0.0}, "by estimates that are unknown here"
 
 
 def test_of_several_models_work_the_least_reliable_counts() -> None:
@@ -178,7 +181,7 @@ def test_of_several_models_work_the_least_reliable_counts() -> None:
 def hopeless(backlog_ms: int, ready: int, **fields: Any) -> str | None:
     draft = draft_of(**fields)
     try:
-        admission.check_deadline(draft, CARD, QueueBacklog(1, backlog_ms, 0, 0), ready)
+        admission.check_deadline(draft, CARD, QueueBacklog(1, backlog_ms, 0, 0), ready, reliable=1.0)
     except ApiError as error:
         assert (error.status, error.param, error.code) == (400, "deadline_s", "deadline_hopeless")
         return str(error)
@@ -332,4 +335,4 @@ def test_a_deadline_is_held_against_the_steps_that_are_made() -> None:
         for deadline_s, refused in ((most_s + 0.02, False), (most_s - 0.02, True)):
             draft = draft_of(CACHED, priority=0, deadline_s=deadline_s, deepcache=schedule)
             with pytest.raises(ApiError, match=f"{most_s:.1f} s at best") if refused else nullcontext():
-                admission.check_deadline(draft, CACHED, QueueBacklog(0, 0, 0, 0), 1)
+                admission.check_deadline(draft, CACHED, QueueBacklog(0, 0, 0, 0), 1, reliable=1.0)

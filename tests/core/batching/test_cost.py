@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -118,9 +119,9 @@ def true_s(rows: int) -> float:
     return 0.004 + 0.001 * rows
 
 
-def started(distortions: list[float]) -> CostCurve:
+def started(distortions: list[float], clock: Callable[[], float] = lambda: 0.0) -> CostCurve:
     """A curve measured at a start at which something else slowed each measurement by its factor."""
-    curve = CostCurve()
+    curve = CostCurve(clock=clock)
     for rows, factor in zip(WIDTHS, distortions, strict=True):
         for noise in (1.1, 1.0):
             curve.measure(rows, noise * factor * true_s(rows))
@@ -197,6 +198,45 @@ def test_the_least_is_what_iterations_showed(factors: list[float], ran: list[int
     assert curve.least(rows) <= true_s(rows) * (1 + 1e-9)
     if rows in ran:
         assert curve.least(rows) == pytest.approx(true_s(rows))
+
+
+@FIXED
+@given(DISTORTED, st.sampled_from(WIDTHS), st.integers(1, 64))
+def test_the_least_of_widths_that_ran_under_a_load_is_within_what_another_shows(
+    factors: list[float], ran: int, rows: int
+) -> None:
+    """Forwards of more rows take no less, and so many rows no more than several forwards of fewer."""
+    curve = started([1.0] * len(WIDTHS))
+    for width, factor in zip(WIDTHS, factors, strict=True):
+        if width != ran:
+            curve.observe(width, factor * true_s(width))
+    for _ in range(200):
+        curve.observe(ran, true_s(ran))
+    assert curve.least(rows) <= -(-rows // ran) * true_s(ran) * 1.01
+    assert curve.least(ran) >= min(true_s(width) * -(-ran // width) for width in WIDTHS) * 0.99
+
+
+def test_a_wide_batch_under_a_load_does_not_raise_the_least_of_narrow_ones_for_good() -> None:
+    curve = CostCurve(clock=lambda: 0.0)
+    curve.observe(32, 5.0)
+    for _ in range(2000):
+        curve.observe(2, 0.05)
+    assert [curve.least(rows) for rows in (1, 2, 32)] == pytest.approx([0.05, 0.05, 16 * 0.05])
+
+
+def test_an_iteration_shows_the_least_for_a_minute() -> None:
+    """A load that has gone may have slowed it, and refuses the work that would show it."""
+    now = [0.0]
+    curve = started([1.0] * len(WIDTHS), clock=lambda: now[0])
+    curve.observe(2, 300 * true_s(2))
+    now[0] = 60.0
+    assert curve.least(1) > 0 and curve.least(2) > true_s(2)
+    now[0] = 60.1
+    assert [curve.least(rows) for rows in WIDTHS] == [0.0] * len(WIDTHS)
+    assert curve(2) > true_s(2), "what is expected stays"
+    curve.observe(4, true_s(4))
+    assert curve.least(4) == pytest.approx(true_s(4))
+    assert 0 < curve.least(2) <= true_s(4)
 
 
 def test_forget_starts_anew() -> None:

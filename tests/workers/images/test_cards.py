@@ -12,10 +12,12 @@ from contract.estimates import least_s
 from contract.image import ImageJob, ImageParameters
 from core.graphs import ExecutableKey
 from pipeline.backends.phases import DEEP, ENCODE, SHALLOW, STEPS, VAE
+from pipeline.backends.timing import PhaseCosts
 from pipeline.backends.torch_backend import TorchBackend
 from pipeline.runner import ImageRunner
 from tests.pipeline.worlds import model, shared_lane, solo
 from workers.images.cards import image_card
+from workers.images.handler import ImageJobHandler
 
 _ROW_S = {DEEP: 0.010, SHALLOW["block"]: 0.004, VAE: 0.020, ENCODE: 0.005}
 
@@ -24,9 +26,25 @@ def true_s(phase: str, rows: int) -> float:
     return _ROW_S[phase] * (1 + rows)
 
 
+class Clock:
+    """The seconds that a test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.fixture
-def runner() -> Iterator[ImageRunner]:
-    runner = ImageRunner(TorchBackend(model("plain")), lane=shared_lane())
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def runner(clock: Clock) -> Iterator[ImageRunner]:
+    backend = TorchBackend(model("plain"))
+    backend.costs = PhaseCosts(clock=clock)
+    runner = ImageRunner(backend, lane=shared_lane())
     yield runner
     runner.close()
 
@@ -85,3 +103,37 @@ def test_what_is_measured_before_requests_confirms_nothing_and_their_iterations_
     solo(runner, ImageParameters("a cat", 1, side, side, steps=2, guidance_scale=5.0, vae=FULL))
     least = image_card(runner).least_costs
     assert all((*least.solo_step_s.values(), *least.row_step_s.values(), least.encode_s, least.vae_s))
+
+
+def test_an_idle_workers_card_drops_what_a_load_has_shown_and_keeps_what_it_expects(
+    runner: ImageRunner, clock: Clock
+) -> None:
+    """Else no deadline would be accepted again, and no job would run that corrects it."""
+    handler, costs = ImageJobHandler(runner), runner.backend.costs
+    for phase, rows in ((ENCODE, 2), (DEEP, 2), (SHALLOW["block"], 2), (VAE, 1)):
+        costs.observe(key(runner, phase, rows), False, 300 * true_s(phase, rows))
+    loaded = handler.card()
+    assert least_s(loaded, job(runner)) > 10 * true_s(DEEP, 2)
+    clock.now_s = 61.0
+    idle = handler.card()
+    assert not any(numbers(idle.least_costs)) and idle.costs == loaded.costs
+
+
+def test_wide_batches_under_a_load_do_not_raise_the_least_of_an_image(runner: ImageRunner) -> None:
+    for phase, rows in ((DEEP, 32), *[(DEEP, 2)] * 50):
+        runner.backend.costs.observe(key(runner, phase, rows), False, (10 if rows > 2 else 1) * true_s(phase, rows))
+    named = f"{runner.model.native}x{runner.model.native}"
+    least = image_card(runner).least_costs
+    assert least.solo_step_s[named] == pytest.approx(true_s(DEEP, 2))
+    assert 0 < least.row_step_s[named] <= true_s(DEEP, 2) / 2 * 1.001
+
+
+def test_of_a_model_that_has_left_memory_iterations_have_shown_nothing(runner: ImageRunner) -> None:
+    """It is loaded with curves of its own, and until then nothing runs."""
+    resident: list[ImageRunner | None] = [None, runner]
+    handler = ImageJobHandler(runner, resident=lambda: resident[-1])
+    for phase, rows in ((ENCODE, 2), (DEEP, 2), (VAE, 1)):
+        runner.backend.costs.observe(key(runner, phase, rows), False, true_s(phase, rows))
+    assert least_s(handler.card(), job(runner)) > 0
+    resident.pop()
+    assert least_s(handler.card(), job(runner)) == 0
