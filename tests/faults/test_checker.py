@@ -324,6 +324,8 @@ def test_what_a_tenant_leaves_and_is_counted_for() -> None:
     broken("little_is_stored", History(1, stored={"anna": small, "bert": large}))
     broken("little_is_stored", History(1, stored={"anna": Stored(9_000, 1)}))
     assert check(History(1, [Fault(1, "storage_cut")], stored={"anna": large})) == [], "it could lie nowhere else"
+    assert check(History(1, stored={"anna": large}, stored_before={"anna": large})) == [], "an earlier history's"
+    broken("little_is_stored", History(1, stored={"anna": large}, stored_before={"bert": large}))
     broken("tenants_are_counted", History(1, miscounted=["job-1 waits, and its tenant's counters do not know it"]))
 
 

@@ -36,6 +36,7 @@ def play(
     world.settle()
     if not world.warm:
         warm_up(world, world.gallery)
+    stored_before = accounts.stored(world)
     book, over = Book(), threading.Event()
     heard = len(world.heard)
     world.histories += 1
@@ -64,7 +65,7 @@ def play(
     while any(client.is_alive() for client in crowd):
         world.tend()
         time.sleep(0.05)
-    history = History(seed, playing.played, limits=limits(world))
+    history = History(seed, playing.played, limits=limits(world), stored_before=stored_before)
     try:
         world.settle()
         attacker.calm(world, time.monotonic() + end_s)

@@ -136,7 +136,7 @@ class Stored:
 @dataclass
 class History:
     """All of one history. `left`: what is not as it was before any job, though all have ended. `miscounted`: what a
-    look at Redis or a fault showed to be wrong meanwhile.
+    look at Redis or a fault showed to be wrong meanwhile. `stored_before`: what earlier histories of this world left.
     """
 
     seed: int
@@ -148,6 +148,7 @@ class History:
     levels: list[Level] = field(default_factory=list)
     miscounted: list[str] = field(default_factory=list)
     stored: dict[str, Stored] = field(default_factory=dict)
+    stored_before: dict[str, Stored] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
