@@ -199,6 +199,8 @@ def test_a_batch_that_is_cancelled_charges_the_lines_that_were_jobs(house: House
         id = str(ok(client.post("/v1/batches", json=fields)).json()["id"])
         assert paid() == {10}
         eventually(lambda: len(house.worker.ids() - known) == 2)
+        # The batch knows of a line's job a moment after it was created.
+        eventually(lambda: house.worker.redis.hget(f"diptych:batch:{id}", "next") == "2")
         ok(client.post(f"/v1/batches/{id}/cancel"))
         assert house.ended(client, id)["status"] == "cancelled"
     assert paid() == {4}
