@@ -71,7 +71,7 @@ class RegistrySnapshot:
     memory: StoreMemory = field(default_factory=StoreMemory)
     hidden: tuple[ModelCard, ...] = ()  # models that the key may not use whose view this is
     loading: Mapping[str, str] = field(default_factory=dict)  # modalities of the models that no worker serves yet
-    shares: Mapping[str, float] = field(default_factory=dict)  # as `WorkEstimates.shares` returns them
+    reliable_shares: Mapping[str, float] = field(default_factory=dict)  # see `WorkEstimates`
 
     def seen_by(self, owner: str) -> RegistrySnapshot:
         """The snapshot as a key sees it: without the models that it may not use, and their aliases."""
@@ -158,13 +158,13 @@ class RegistrySnapshot:
         names = [model.name for model in self.models if model.name.casefold() == name.casefold()]
         return names[0] if len(names) == 1 else None
 
-    def reliable(self, name: str) -> float:
+    def reliable_share(self, name: str) -> float:
         """Return the part of the queued image jobs' estimated work that counts against a deadline: of this model, and
         of each with queued jobs, the least.
         """
         queued = [model for model, backlog in self.model_backlogs.items() if backlog.queued]
         images = {model.name for model in self.models if isinstance(model, ImageCard)}
-        return min((self.shares.get(model, 0.0) for model in {name, *queued} if model in images), default=0.0)
+        return min((self.reliable_shares.get(model, 0.0) for model in {name, *queued} if model in images), default=0.0)
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
@@ -204,7 +204,7 @@ class WorkEstimates:
     def __init__(self) -> None:
         self._highest_s: dict[str, float] = {}  # of an image, by model, since it had no live jobs last
 
-    def shares(self, models: Iterable[ModelCard], backlogs: Mapping[str, QueueBacklog]) -> dict[str, float]:
+    def reliable_shares(self, models: Iterable[ModelCard], backlogs: Mapping[str, QueueBacklog]) -> dict[str, float]:
         """Return, by image model, by how much its costs have sunk since the oldest of its live jobs was estimated at
         the latest; 0.0 if no iteration has confirmed them, or if these jobs are older than what is known here.
 
@@ -377,7 +377,7 @@ class CardCache:
             workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names,
             memory=self._store.upkeep.memory(),
             loading={name: kind for name, kind in names.items() if name not in live},
-            shares=self._estimates.shares(models, by_model),
+            reliable_shares=self._estimates.reliable_shares(models, by_model),
         )  # fmt: skip
         if self._down or self._looked < 0:  # another Redis may run now
             self._examine()

@@ -126,6 +126,9 @@ class TextRunner:
         for _, model_runner in self._lanes.values():
             model_runner.readers = {n: each.reader for n, each in self._features.items() if each.reader is not None}
         self._scarce = [feature for feature in self._features.values() if feature.resource]
+        self._deferring = [
+            feature for feature in self._features.values() if type(feature).deferred is not SequenceFeature.deferred
+        ]
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -270,12 +273,12 @@ class TextRunner:
 
     def _deferred(self, requests: Sequence[Request]) -> dict[str, Outcome]:
         """Return the requests that are left out of this step, with the outcomes of none."""
-        if not any(request.work.uses for request in requests):  # most steps of most servers
-            return {}
         uses = {name for request in requests for name in request.work.uses}
+        deferring = [feature for feature in self._deferring if feature.name in uses]
+        if not deferring:  # most steps of most servers
+            return {}
         forward_s = self._forwards[GROUP](sum(map(self.rows, requests)))
-        deferred = [self._features[name].deferred(requests, forward_s) for name in sorted(uses)]
-        return {id: Outcome() for ids in deferred for id in ids}
+        return {id: Outcome() for feature in deferring for id in feature.deferred(requests, forward_s)}
 
     def _shares(self, request: Request) -> list[Share]:
         """The request's shares of a step: one, unless a feature has others."""

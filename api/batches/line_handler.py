@@ -73,7 +73,9 @@ class BatchLineHandler:
         draft = self._offered(batch.owner, fields, card)
         if draft.deadline_s is not None:
             backlog, now = service.store.backlog("image"), service.cards.now
-            admission.check_deadline(draft, card, backlog, now.ready("image"), reliable=now.reliable(card.name))
+            admission.check_deadline(
+                draft, card, backlog, now.ready("image"), reliable_share=now.reliable_share(card.name)
+            )
         return draft
 
     def _offered(

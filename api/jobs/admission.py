@@ -123,17 +123,19 @@ def _served_as(fields: ImageRequest, card: ImageCard) -> ImageRequest:
     return fields.with_warnings((*fields.warnings, *warnings))
 
 
-def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int, *, reliable: float) -> None:
+def check_deadline(
+    draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int, *, reliable_share: float
+) -> None:
     """Reject a deadline that is shorter than the best case. Raises `ApiError` (400) with the estimate in seconds.
 
-    `reliable` is the part of the queued work that counts. Without a ready worker, and before iterations have shown what
-    a job takes, there is no estimate: the job is accepted, and expires if it is not done in time.
+    `reliable_share` is the part of the queued work that counts. Without a ready worker, and before iterations have
+    shown what a job takes, there is no estimate: the job is accepted, and expires if it is not done in time.
     """
     if draft.deadline_s is None or ready < 1:
         return
     best_s = least_s(card, draft.request)
     if level(draft.priority) > 0:  # the most urgent jobs overtake the queue
-        best_s += reliable * backlog.queued_ms / 1000 / ready
+        best_s += reliable_share * backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
         message = f"cannot be met: with what is queued it takes {_rounded(best_s)} s at best"
         raise invalid_field("deadline_s", message, "deadline_hopeless")

@@ -204,7 +204,9 @@ async def check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
         backlog = await service.call(draft.owner, service.store.backlog, draft.modality)
         now = service.cards.now
-        admission.check_deadline(draft, card, backlog, now.ready(draft.modality), reliable=now.reliable(card.name))
+        admission.check_deadline(
+            draft, card, backlog, now.ready(draft.modality), reliable_share=now.reliable_share(card.name)
+        )
 
 
 async def create(

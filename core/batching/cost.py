@@ -49,11 +49,11 @@ class CostCurve:
     @property
     def unconfirmed(self) -> list[int]:
         """The widths that were measured, and at which no iteration ran since."""
-        return [rows for rows in [*self._rows] if rows not in self._confirmed]
+        return [rows for rows in [*self._rows] if rows not in self._ran_at]
 
     def measure(self, rows: int, seconds: float) -> None:
         """Take in a measurement that was made for this curve, at a start: the least of several counts."""
-        if rows in self._confirmed or not self._takes(rows, seconds):
+        if rows in self._ran_at or not self._takes(rows, seconds):
             return
         self._first[rows] = min(seconds, 4 * self._expected(rows), self._first.get(rows, math.inf))
         self._record(rows, self._first[rows])
@@ -67,7 +67,7 @@ class CostCurve:
             return
         previous = self._seconds.get(rows)
         seconds = min(seconds, 4 * max(previous or 0.0, self._expected(rows)))
-        if previous is None or (rows not in self._confirmed and seconds < previous):
+        if previous is None or (rows not in self._ran_at and seconds < previous):
             self._record(rows, seconds)
         else:
             low = seconds < self._LOW * previous
@@ -80,8 +80,8 @@ class CostCurve:
                 self._low[rows] = seconds
             else:
                 self._low.pop(rows, None)
-        self._ran_at[rows] = self._clock()
-        if rows not in self._confirmed:
+        first, self._ran_at[rows] = rows not in self._ran_at, self._clock()
+        if first:  # last: what reads these beside it looks up each confirmed width
             insort(self._confirmed, rows)
 
     def _takes(self, rows: int, seconds: float) -> bool:

@@ -119,7 +119,9 @@ def test_a_lines_deadline_is_held_against_queued_work_as_far_as_its_estimate_is_
     """As that of a request."""
     queued = QueueBacklog(1, 100_000, 0, 0)
     worker = WorkerCard("w", "host", 1, "ready", "", 0.0, [CARD])
-    now = RegistrySnapshot((worker,), (CARD,), {"image": queued}, {CARD.name: queued}, shares={CARD.name: share})
+    now = RegistrySnapshot(
+        (worker,), (CARD,), {"image": queued}, {CARD.name: queued}, reliable_shares={CARD.name: share}
+    )
     service = SimpleNamespace(
         ignore_unknown=False,
         cards=SimpleNamespace(now=now, seen_by=now.seen_by),

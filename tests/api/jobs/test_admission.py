@@ -132,10 +132,10 @@ def test_a_card_without_costs_is_no_obstacle() -> None:
     for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
         card = replace(CARD, costs=costs, least_costs=costs)
         draft = draft_of(card, deadline_s=1)
-        admission.check_deadline(draft, card, idle, 1, reliable=1.0)
+        admission.check_deadline(draft, card, idle, 1, reliable_share=1.0)
         assert draft.deadline_s == 1
         with pytest.raises(ApiError):
-            admission.check_deadline(draft, CARD, idle, 1, reliable=1.0)
+            admission.check_deadline(draft, CARD, idle, 1, reliable_share=1.0)
 
 
 def test_a_deadline_is_not_refused_by_costs_that_no_iteration_confirmed() -> None:
@@ -144,11 +144,11 @@ def test_a_deadline_is_not_refused_by_costs_that_no_iteration_confirmed() -> Non
     card = replace(CARD, costs=slow, least_costs=ImageCosts(solo_step_s={"128x128": 0.0}, row_step_s={"128x128": 0.0}))
     queue = QueueBacklog(4, 4_000_000, 0, 0)
     for fields in ({}, {"n": 4}, {"steps": 50}, {"size": "64x64"}, {"deepcache": "auto"}):
-        admission.check_deadline(draft_of(card, deadline_s=1, **fields), card, queue, 1, reliable=0.0)
+        admission.check_deadline(draft_of(card, deadline_s=1, **fields), card, queue, 1, reliable_share=0.0)
     partly = replace(card, least_costs=ImageCosts(solo_step_s={"128x128": 0.08}, row_step_s={"128x128": 0.03}))
-    admission.check_deadline(draft_of(partly, deadline_s=1.6), partly, queue, 1, reliable=0.0)
+    admission.check_deadline(draft_of(partly, deadline_s=1.6), partly, queue, 1, reliable_share=0.0)
     with pytest.raises(ApiError, match=r"1\.6 s at best"):
-        admission.check_deadline(draft_of(partly, deadline_s=1.59), partly, queue, 1, reliable=0.0)
+        admission.check_deadline(draft_of(partly, deadline_s=1.59), partly, queue, 1, reliable_share=0.0)
 
 
 def test_queued_work_counts_by_how_much_costs_have_sunk_since_it_was_estimated() -> None:
@@ -162,26 +162,26 @@ def test_queued_work_counts_by_how_much_costs_have_sunk_since_it_was_estimated()
         (fast, running, 0.01), (fast, queued, 0.01),  # with the estimate that it had
         (fast, empty, 1.0), (fast, running, 1.0), (fast, queued, 1.0), (unconfirmed, queued, 0.0), (fast, queued, 0.01),
     ]  # fmt: skip
-    assert [estimates.shares([card, TEXT], load) for card, load, _ in history] == [
+    assert [estimates.reliable_shares([card, TEXT], load) for card, load, _ in history] == [
         {CARD.name: pytest.approx(share)} for *_, share in history
     ]
     for load in (queued, running):
-        assert WorkEstimates().shares([fast], load) == {CARD.name: 0.0}, "by estimates that are unknown here"
+        assert WorkEstimates().reliable_shares([fast], load) == {CARD.name: 0.0}, "by estimates that are unknown here"
 
 
 def test_of_several_models_work_the_least_reliable_counts() -> None:
     other = replace(CARD, name="another")
     loads = {other.name: QueueBacklog(1, 100_000, 0, 0), TEXT.name: QueueBacklog(1, 100_000, 0, 0)}
-    now = RegistrySnapshot(models=(CARD, other, TEXT), shares={CARD.name: 1.0, other.name: 0.25})
-    assert now.reliable(CARD.name) == 1.0
-    assert replace(now, model_backlogs=loads).reliable(CARD.name) == 0.25
-    assert now.reliable("unknown") == 0.0
+    now = RegistrySnapshot(models=(CARD, other, TEXT), reliable_shares={CARD.name: 1.0, other.name: 0.25})
+    assert now.reliable_share(CARD.name) == 1.0
+    assert replace(now, model_backlogs=loads).reliable_share(CARD.name) == 0.25
+    assert now.reliable_share("unknown") == 0.0
 
 
 def hopeless(backlog_ms: int, ready: int, **fields: Any) -> str | None:
     draft = draft_of(**fields)
     try:
-        admission.check_deadline(draft, CARD, QueueBacklog(1, backlog_ms, 0, 0), ready, reliable=1.0)
+        admission.check_deadline(draft, CARD, QueueBacklog(1, backlog_ms, 0, 0), ready, reliable_share=1.0)
     except ApiError as error:
         assert (error.status, error.param, error.code) == (400, "deadline_s", "deadline_hopeless")
         return str(error)
@@ -335,4 +335,4 @@ def test_a_deadline_is_held_against_the_steps_that_are_made() -> None:
         for deadline_s, refused in ((most_s + 0.02, False), (most_s - 0.02, True)):
             draft = draft_of(CACHED, priority=0, deadline_s=deadline_s, deepcache=schedule)
             with pytest.raises(ApiError, match=f"{most_s:.1f} s at best") if refused else nullcontext():
-                admission.check_deadline(draft, CACHED, QueueBacklog(0, 0, 0, 0), 1, reliable=1.0)
+                admission.check_deadline(draft, CACHED, QueueBacklog(0, 0, 0, 0), 1, reliable_share=1.0)
