@@ -81,10 +81,12 @@ def picture(seed: int, width: int = 64, height: int = 64, kind: str = "PNG") -> 
 
 def bring(page: Page, role: str, data: bytes, name: str = "image.png", kind: str = "image/png") -> Locator:
     """Choose a file for a role, by the dialog; returns its item."""
+    items = page.locator(f".source[data-role={role}]")
+    count = items.count()
     with page.expect_file_chooser() as chooser:
         page.click(f"#add-{role}")
     chooser.value.set_files({"name": name, "mimeType": kind, "buffer": data})
-    item = page.locator(f".source[data-role={role}]").last
+    item = items.nth(count)  # not the last, which is another one until this file was read
     expect(item.locator(".thumb img")).to_be_visible()
     return item
 
